@@ -18,8 +18,10 @@ ROOT = Path(__file__).parent
 TOP, ROOMS = "finetune_planner", ("planner", "probes", "search", "reports")
 _ROOM = f"({'|'.join(ROOMS)})"
 NAMED = (
-    re.compile(rf"(?<=\bfrom ){_ROOM}(?=[\w.]* import )"),  # from planner.units import gib
-    re.compile(rf"""(?<=["']){_ROOM}(?=\.(?:["']|[a-z_]+[.:"']))"""),  # "probes.gpu.worker", f"planner.cli.{one}"
+    re.compile(rf"(?<=\bfrom ){_ROOM}(?=[\w.]* import )"),  # from planner.core.units import gib
+    re.compile(
+        rf"""(?<=["']){_ROOM}(?=\.(?:["']|[a-z_]+[.:"']))"""
+    ),  # "probes.gpu.worker", f"finetune_planner.cli.{one}"
     re.compile(rf"""(?<=(?:files|oader)\(["']){_ROOM}(?=["'.])"""),  # files("planner.data"), PackageLoader("reports")
 )
 

@@ -16,18 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner.choices.adapters import ADAPTERS
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
-from planner.memory.types import MemoryBreakdown
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.options.adapters import ADAPTERS
+from planner.setup.interchange import setup_from_dict
+from planner.setup.memory_terms import MemoryBreakdown
 
 DATA = Path(__file__).parent / "data/adapter_kinds.jsonl"
 GPU = "a100-80gb"
 AIM = 0.07
-"""The band of adapters whose step is not LoRA's (`planner.evidence.bands.ADAPTER_BAND`)."""
+"""The band of adapters whose step is not LoRA's (`planner.planning.evidence.bands.ADAPTER_BAND`)."""
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
     "qwen3": "Qwen/Qwen3-0.6B",
@@ -90,7 +90,7 @@ def kept() -> dict[Cell, dict[str, Any]]:
 
 def collect(kinds: list[str], types: list[str]) -> None:
     """Dry-runs the cells that are not kept yet."""
-    from planner.outcome import Prediction
+    from planner.setup.outcome import Prediction
     from probes.dryrun import dry_run
 
     done = kept()
@@ -116,8 +116,8 @@ def compared() -> Iterator[tuple[Cell, dict[str, Any], MemoryBreakdown, float]]:
 
 def others(num: int, seed: int) -> None:
     """The error of random cells on which no term was found: other models of any type, other shapes and sizes."""
-    from planner.errors import SetupError
-    from planner.outcome import Prediction
+    from planner.core.errors import SetupError
+    from planner.setup.outcome import Prediction
     from probes.dryrun import dry_run
 
     draw, errors = random.Random(seed), []

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from planner.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from planner.models.adapters import model_types
+from planner.planning.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from probes.dryrun.startup import load_libraries
 
 GPU = "h100"
@@ -139,7 +139,7 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
     """In the child: the command, and what it wrote, as JSON."""
     import torch
 
-    from planner.cli.app import run
+    from finetune_planner.cli.app import run
 
     torch.set_num_threads(1)  # a fork has none of the threads that its parent's OpenMP pool counts on, and would wait
     folder, out = answer.parent / model_type, answer.parent / "out"
@@ -168,12 +168,12 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
 
 def _first(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """How far the first answer, of a type without an adapter by its sizes alone, is from the dry run of the choice."""
-    from planner.errors import PlannerError
+    from planner.core.errors import PlannerError
     from planner.hardware.gpus import find_gpu
-    from planner.interchange import setup_from_dict
     from planner.models.adapters import spec_from_sizes
     from planner.models.config_file import CONFIG_NAME, read_config
-    from planner.predict import predict
+    from planner.planning.predict import predict
+    from planner.setup.interchange import setup_from_dict
 
     try:
         spec = spec_from_sizes(read_config(folder / CONFIG_NAME), model_id="", source="")
@@ -241,8 +241,8 @@ def unnamed_types() -> list[str]:
 
 def depth_errors(model_type: str) -> dict[str, Any]:
     """The dry run of a few layers, repeated, against that of all layers: by how much it is off, by setup."""
-    from planner.outcome import ProbeFailure
     from planner.setup import TrainSetup
+    from planner.setup.outcome import ProbeFailure
     from probes.dryrun.api import report_for_config
 
     raw = json.loads(default_config(model_type).to_json_string(use_diff=False))
@@ -282,9 +282,9 @@ def _depths(num: int, out: Path) -> None:
 
 def load_all() -> None:
     """Loads what every child needs, once: a plan's own seconds are some of the imports'."""
-    import_module("planner.cli.make")
+    import_module("finetune_planner.cli.make")
     load_libraries()
-    for name in ("peft", "probes.dryrun.engine", "probes.module_tree", "planner.cli.writing"):
+    for name in ("peft", "probes.dryrun.engine", "probes.module_tree", "finetune_planner.cli.writing"):
         import_module(name)
     gc.freeze()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from planner.evidence.bands import Cell
+from planner.planning.evidence.bands import Cell
 
 LEAST_ROWS = 10
 """Published rows from which a stack has a band of its own."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.outcome import Measurement
 from planner.setup import TrainSetup
+from planner.setup.outcome import Measurement
 from probes.gpu.request import Limits, ProbeRequest
 from probes.gpu.runner import probe_environment, run_probe
 

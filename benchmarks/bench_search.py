@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.synthetic_gpu import SCENARIOS, SyntheticGpu
-from planner.outcome import Evidence
 from planner.setup import TrainSetup
+from planner.setup.outcome import Evidence
 from search.problem import Problem
 from search.run import Strategy, search
 from search.sampler import Posterior

@@ -34,7 +34,7 @@ def main() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(Path(os.environ.get("TMPDIR", "/tmp")) / "planner-pycache")
     for model in MODELS:
-        code = f"from planner.cli.app import main; main(['{model}', '--gpu', 'a100-80gb', '--no-dry-run'])"
+        code = f"from finetune_planner.cli.app import main; main(['{model}', '--gpu', 'a100-80gb', '--no-dry-run'])"
         command = [sys.executable, "-c", code]
         seconds(IMPORTS, environment)
         seconds(command, environment)

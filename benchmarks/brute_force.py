@@ -15,21 +15,21 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from planner.choices.stacks import DEFAULT
-from planner.decision.facts import PREFERENCE_FRACTION
-from planner.decision.node import node_of_setup
-from planner.decision.tie_break import tie_break
-from planner.evidence.bands import memory_band
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
+from planner.memory.workload import Workload
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
+from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import PREFERENCE_FRACTION
+from planner.planning.decision.node import node_of_setup
+from planner.planning.decision.policy import tie_break
+from planner.planning.evidence.bands import memory_band
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.planning.space import branches, dimension_values, micro_batches
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.workload import Workload
 
 PAIRS = (
     ("HuggingFaceTB/SmolLM2-135M", "rtx-3060"), ("HuggingFaceTB/SmolLM2-135M", "h100-sxm"),

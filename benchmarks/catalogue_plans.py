@@ -17,15 +17,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from planner.decision.facts import Limits
-from planner.errors import PlannerError
+from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.plan import NoPlan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import Limits
+from planner.planning.plan import NoPlan
+from planner.planning.plan_request import PlanRequest
+from planner.setup.interchange import setup_to_dict
 
 GPUS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 

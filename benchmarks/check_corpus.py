@@ -18,12 +18,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from planner.check import Verdict, check
-from planner.cli.checking import CheckRequest, fixed_text, load, predictor
-from planner.errors import PlannerError, Undetermined, UnknownModelError
-from planner.improvement import improve
-from planner.predict import predict
-from planner.readers.read import MAKEFILES, SUFFIXES
+from finetune_planner.cli.checking import CheckRequest, fixed_text, load, predictor
+from finetune_planner.improvement import improve
+from planner.core.errors import PlannerError, Undetermined, UnknownModelError
+from planner.frameworks.readers.read import MAKEFILES, SUFFIXES
+from planner.planning.check import Verdict, check
+from planner.planning.predict import predict
 
 EXPECTED = Path(__file__).parent / "data" / "check_expected.jsonl"
 HEADROOM_FRACTION = 0.04

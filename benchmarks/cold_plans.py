@@ -45,7 +45,7 @@ def chosen(every: bool, part: str) -> dict[str, str]:
 
 def cold(model: str, gpu: str) -> dict[str, Any]:
     """One plan in a process of its own, with what it printed last."""
-    code = f"from planner.cli.app import main; main([{model!r}, '--gpu', {gpu!r}])"
+    code = f"from finetune_planner.cli.app import main; main([{model!r}, '--gpu', {gpu!r}])"
     with tempfile.TemporaryDirectory() as home:
         environment = {
             **os.environ,

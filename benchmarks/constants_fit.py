@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import exp, sqrt
 
-from planner.throughput.calibration import Calibration, Constants
-from planner.throughput.points import Point, log_errors
+from planner.speed.roofline.calibration import Calibration, Constants
+from planner.speed.roofline.points import Point, log_errors
 
 UNCERTAINTY: dict[str, float] = {
     "training_share": 0.08,

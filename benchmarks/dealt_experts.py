@@ -17,8 +17,8 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
-from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
+from planner.speed.several_gpus.speed import layout_step_time
 
 
 class Run(NamedTuple):

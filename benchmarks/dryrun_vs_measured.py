@@ -3,9 +3,9 @@
     python -m benchmarks.dryrun_vs_measured --out dryrun_vs_measured.jsonl [--groups fms_acceleration,...]
     python -m benchmarks.dryrun_vs_measured --out dryrun_vs_measured.jsonl --table
 
-Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.evidence.measured`), the newest of
-repeats under other library versions. The step that is run is that of the libraries installed here; what differed in the
-recorded stack is in the row's `differs`.
+Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.planning.evidence.measured`), the
+newest of repeats under other library versions. The step that is run is that of the libraries installed here; what
+differed in the recorded stack is in the row's `differs`.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlannerError
-from planner.evidence.measured import MeasuredRow, load_rows, newest_versions
+from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_to_dict
 from planner.models import catalogue
+from planner.planning.evidence.measured import MeasuredRow, load_rows, newest_versions
+from planner.setup.interchange import setup_to_dict
 
 
 def run(row: MeasuredRow) -> dict[str, Any]:

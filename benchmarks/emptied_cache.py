@@ -11,11 +11,11 @@ the allocator's replay of the second of two steps, begun with an emptied cache, 
 from collections.abc import Iterable, Iterator
 
 from benchmarks.stack_bands import comparable_rows
-from planner.cli.accuracy import _lookup
-from planner.evidence.measured import MeasuredRow
+from finetune_planner.cli.accuracy import _lookup
+from planner.planning.evidence.measured import MeasuredRow
 from probes.allocator import replay
 from probes.allocator.events import EmptyCache, Event, Phase
-from probes.allocator.stretches import Stretch
+from probes.allocator.repetitions import Repetition
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
 from probes.stack.configs import load_config
@@ -32,7 +32,7 @@ def pairs() -> Iterator[tuple[MeasuredRow, MeasuredRow]]:
                 yield slow, again
 
 
-def emptied(events: Iterable[Event | Stretch]) -> Iterator[Event | Stretch]:
+def emptied(events: Iterable[Event | Repetition]) -> Iterator[Event | Repetition]:
     """The events with an emptied cache before every step."""
     before = ""
     for event in events:

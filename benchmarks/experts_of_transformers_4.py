@@ -15,7 +15,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import of_transformers_4
-from planner.predict import predict
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 
 if TYPE_CHECKING:

@@ -17,26 +17,26 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.app.targets import LAUNCHERS
-from planner.choices.kernels import KERNELS
-from planner.choices.packages import PACKAGE_PRICES
-from planner.choices.stacks import DEFAULT
-from planner.decision.facts import Limits
-from planner.decision.layouts import STAGES, layout_name, layouts
-from planner.decision.node import node_of_setup
-from planner.decision.policy import full_quality, left_out
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Workload
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
+from planner.options.kernels import KERNELS
+from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import Limits
+from planner.planning.decision.layouts import STAGES, layout_name, layouts
+from planner.planning.decision.node import node_of_setup
+from planner.planning.decision.policy import full_quality, left_out
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values
+from planner.planning.targets import LAUNCHERS
 from planner.planning.walk import Point, walk
-from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.setup.packages import PACKAGE_PRICES
 
 LEAST_SHARE = 0.97
 TABLE = Path(__file__).parent.parent / "docs" / "choices.md"
@@ -199,7 +199,7 @@ def row(asked: Asked, found: Found) -> str:
     """One line of the table."""
     chosen = found.plan.chosen
     setup, speed = chosen.setup, chosen.formula.tokens_per_s or 0.0
-    by = setup.by.title if setup.stack != DEFAULT else "TRL"
+    by = setup.trainer.title if setup.stack != DEFAULT else "TRL"
     how = f"{by}, {setup.kernels}" + ", compiled" * setup.compile
     more = ""
     if found.beyond.tokens_per_s > found.fastest.tokens_per_s * 1.0001:

@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.oracle import frozen
-from planner.choices.kernels import parts_of
-from planner.errors import SetupError
+from planner.core.errors import SetupError
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import experts_refusal, flash_refusal, halves_refusal
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.attention_kernels import experts_refusal, flash_refusal, halves_refusal
 from planner.memory.model import predict_memory
-from planner.memory.types import PHASES, MemoryBreakdown
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.memory_terms import PHASES, MemoryBreakdown
 from probes.dryrun.api import VERSION
 
 CAPABILITIES = {"rtx-4090": (8, 9), "a100-80gb": (8, 0), "h100-sxm": (9, 0), "t4": (7, 5)}
@@ -168,7 +168,7 @@ def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) ->
     with collection_paused():
         from probes.dryrun.analysis import phase_peaks
         from probes.dryrun.depths import plan_depth
-        from probes.dryrun.splice import SpliceError, splice
+        from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
         from probes.dryrun.startup import load_libraries
         from probes.dryrun.trace import trace_run
         from probes.stack.configs import load_config
@@ -180,8 +180,8 @@ def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) ->
         trace = run(plan.config, num_layers=plan.depth)
         if plan.layers is not None:
             try:
-                trace = splice(trace, plan.layers, setup).flat()
-            except SpliceError:
+                trace = repeat_layers(trace, plan.layers, setup).flat()
+            except RepetitionError:
                 trace = run(whole, num_layers=plan.full)
         peaks = phase_peaks(second_step(trace) if steps == 1 else trace)
     return peaks, dict(trace.log.chosen)

@@ -5,7 +5,7 @@
     python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
     python -m benchmarks.gathered --list dlrover mistral_finetune  # memory of these sources run by run, nothing written
 
-Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.evidence.measured`, each with its source
+Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.planning.evidence.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
 band is ever fitted on it. The first look (`benchmarks/data/gathered_first.json`) is what the formula said before
 anybody here had seen the row's error; it is written once and never again.
@@ -21,12 +21,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from planner.cli.accuracy import _lookup
-from planner.errors import PlannerError
-from planner.evidence.measured import MeasuredRow, Quantity, read_rows
-from planner.outcome import Prediction
-from planner.predict import predict
-from planner.units import gib
+from finetune_planner.cli.accuracy import _lookup
+from planner.core.errors import PlannerError
+from planner.core.units import gib
+from planner.planning.evidence.measured import MeasuredRow, Quantity, read_rows
+from planner.planning.predict import predict
+from planner.setup.outcome import Prediction
 from reports.accuracy import predicted_figure
 
 ROOT = Path(__file__).resolve().parent.parent

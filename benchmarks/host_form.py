@@ -1,4 +1,5 @@
-"""The formula's host time (`planner.throughput.rented`) against the calls of dry runs, priced by `planner.speed.host`.
+"""The formula's host time (`planner.speed.roofline.rented`) against the calls of dry runs, priced by
+`planner.speed.host`.
 
     python -m benchmarks.host_form [--points 140]        # needs the torch extra; a minute or two
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from statistics import median, quantiles
 from typing import Any
 
-from planner.errors import PlannerError
+from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
@@ -21,7 +22,7 @@ from planner.speed.host import issued_s
 from planner.speed.operators import ISSUERS, Program
 from planner.speed.prices import price
 from planner.speed.rates import card_rates
-from planner.throughput import CURRENT, throughput_profile
+from planner.speed.roofline import CURRENT, throughput_profile
 from probes.dryrun import DryRunReport, dry_run_report
 
 GPU = find_gpu("h200")
@@ -65,11 +66,11 @@ def called_s(program: Program, setup: TrainSetup) -> float:
     """Host seconds of the calls of a micro-batch."""
     rates = card_rates(GPU, setup.attention)
     prices = [price(one, rates) for one in program.operators]
-    checkpointed = any(call % len(ISSUERS) == 4 for one in program.stretches for call in one.calls)
+    checkpointed = any(call % len(ISSUERS) == 4 for one in program.repetitions for call in one.calls)
     known: dict[int, float] = {}
     total = 0.0
     for place in program.micro_batch:
-        for call in program.stretches[place].calls:
+        for call in program.repetitions[place].calls:
             seconds = known.get(call)
             if seconds is None:
                 number, issuer = divmod(call, len(ISSUERS))

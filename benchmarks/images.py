@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.image_models import configs
-from planner.choices.images import Images, with_text
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -23,6 +22,7 @@ from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.encoders import image_tokens, with_vision
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
+from planner.options.images import Images, with_text
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from planner.children import ROOT
+from planner.core.children import ROOT
 
 LAST_RUN = ROOT / "benchmarks" / "data" / "contact" / "last_gpu_run.json"
 COMMIT_FILE = ROOT / ".whl" / "commit"

@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from planner.choices.objectives import OBJECTIVES as ROWS
-from planner.engines import why_not
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.engines import why_not
 from planner.memory.model import rank_memories
 from planner.models import catalogue
+from planner.options.objectives import OBJECTIVES as ROWS
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 
 GPU = "a100-80gb"
 CAPABILITY = (8, 0)

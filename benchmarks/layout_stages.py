@@ -26,11 +26,11 @@ from benchmarks.layout_formula_vs_dryrun import (
     key_of,
     rows_of,
 )
-from planner.engines import why_not
-from planner.errors import SetupError
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.core.errors import SetupError
+from planner.memory.engines import why_not
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
 KINDS: dict[str, tuple[dict[str, Any], ...]] = {

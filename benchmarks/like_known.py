@@ -3,7 +3,8 @@
     python -m benchmarks.like_known
 
 Each model whose sizes `--like` can read, with LoRA checkpointed and not and with full fine-tuning: parameters, peak and
-step time by its adapter over those by its sizes alone, less 1. `planner.evidence.bands.LIKE_BANDS` are the worst.
+step time by its adapter over those by its sizes alone, less 1. `planner.planning.evidence.bands.LIKE_BANDS` are the
+worst.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ from dataclasses import replace
 from statistics import median
 
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import default_attention
+from planner.memory.attention_kernels import default_attention
 from planner.models import catalogue
 from planner.models.adapters import alike
 from planner.models.adapters.fields import Fields
 from planner.models.spec import ModelSpec
-from planner.predict import predict
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 
 CARD = "h200"

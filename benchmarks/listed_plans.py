@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Data
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.workload import Data
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "choices.md"
 BEGIN, END = "<!-- benchmarks/listed_plans.py: begin -->\n", "<!-- benchmarks/listed_plans.py: end -->\n"

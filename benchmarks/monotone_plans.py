@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from planner.cli.options import cluster_of
-from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, WalkResults, merged
-from planner.decision.policy import full_quality
-from planner.errors import PlannerError
+from finetune_planner.cli.options import cluster_of
+from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.plan_request import PlanRequest
+from planner.planning.decision.choosing import choose
+from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults, merged
+from planner.planning.decision.policy import full_quality
+from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 

@@ -23,14 +23,9 @@ from benchmarks.multi_gpu_fit import fit_layout, log_error
 from benchmarks.multi_gpu_points import LayoutPoint, load_points
 from benchmarks.speed_accuracy import percentile
 from planner.memory.model import rank_memories
-from planner.memory.types import MemoryBreakdown
 from planner.setup import TrainSetup
-from planner.throughput.calibration import (
-    DATA_FILE,
-    Calibration,
-    LayoutConstants,
-    load_calibration,
-)
+from planner.setup.memory_terms import MemoryBreakdown
+from planner.speed.roofline.calibration import DATA_FILE, Calibration, LayoutConstants, load_calibration
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON_FILE = ROOT / "benchmarks" / "data" / "multi_gpu_accuracy.json"

@@ -12,8 +12,8 @@ from math import exp, log
 
 from benchmarks.constants_fit import POINT_NOISE, fit_shift
 from benchmarks.multi_gpu_points import LayoutPoint
-from planner.parallel.speed import layout_step_time
-from planner.throughput.calibration import Calibration, LayoutConstants
+from planner.speed.roofline.calibration import Calibration, LayoutConstants
+from planner.speed.several_gpus.speed import layout_step_time
 
 UNCERTAINTY = {
     "nvlink_share": 0.15,

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_points import _model
+from planner.core.units import GIB
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput.conditions import Conditions
-from planner.units import GIB
+from planner.setup.interchange import setup_from_dict
+from planner.speed.roofline.types import Conditions
 
 FILE = Path(__file__).resolve().parent / "data" / "multi_gpu_points.jsonl"
 LEFT_OUT_FILE = FILE.with_name("multi_gpu_left_out.json")

@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.speed_points import inline_model
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
-from planner.throughput import step_time
+from planner.speed.roofline import step_time
+from planner.speed.several_gpus.speed import layout_step_time
 
 SHAPES = ((1, 1536, 16, 40), (2, 1920, 20, 54), (4, 2304, 24, 64), (8, 3072, 32, 72))
 """GPUs, width, heads, layers."""

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 
 from benchmarks.accuracy_summary import FOLDER
 from benchmarks.speed_points import load_points
-from planner.evidence.measured import own_rows
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.evidence.measured import own_rows
+from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict
 from planner.speed.operators import Program
 from planner.speed.prices import price
 from planner.speed.rates import card_rates
-from planner.speed.run import run_speed
+from planner.speed.roofline import Conditions, conditions_of, throughput_profile
 from planner.speed.sized import program_speed
 from planner.speed.timeline import loop_of
-from planner.throughput import Conditions, conditions_of, throughput_profile
 from probes.dryrun import DryRunReport, dry_run_report
 
 PAGE = FOLDER / "operators.md"
@@ -171,7 +171,7 @@ def predicted_device_s(program: Program, gpu: GpuSpec, setup: TrainSetup) -> dic
     times = Counter({place: setup.accumulation_steps * n for place, n in Counter(program.micro_batch).items()})
     times.update(program.step)
     for place, repeats in times.items():
-        for number, count in Counter(call // 5 for call in program.stretches[place].calls).items():
+        for number, count in Counter(call // 5 for call in program.repetitions[place].calls).items():
             name = program.operators[number].name.partition(".")[2].partition(".")[0]
             found[FAMILIES.get(name, name)] += repeats * count * price(program.operators[number], rates).seconds
     return found

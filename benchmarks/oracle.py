@@ -23,17 +23,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from planner.engines import engine_of
-from planner.evidence.measured import own_rows
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
+from planner.memory.engines import engine_of
 from planner.memory.model import predict_memory
-from planner.memory.profile_store import profiled_kind
-from planner.memory.profiled import profiled_breakdown, step_of
+from planner.memory.profiles import profiled_breakdown, profiled_kind, step_of
 from planner.memory.rank_part import rank_parts
-from planner.memory.types import MemoryBreakdown
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.evidence.measured import own_rows
+from planner.setup.interchange import setup_from_dict
+from planner.setup.memory_terms import MemoryBreakdown
 
 DATA = Path(__file__).parent / "data" / "oracle.jsonl.gz"
 RANKS = DATA.with_name("spread_dry_runs.jsonl")

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.accuracy_summary import FOLDER
-from planner.evidence.measured import MeasuredRow, own_rows
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Prediction
-from planner.predict import predict
-from planner.units import GIB
+from planner.planning.evidence.measured import MeasuredRow, own_rows
+from planner.planning.predict import predict
+from planner.setup.outcome import Prediction
 
 PAGE = FOLDER / "own-runs.md"
 HEAD = """# The project's own runs on a GPU
@@ -111,7 +111,7 @@ def _shown(error: float, what: str, sign: str) -> str:
 
 def judged() -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
     """Every run that a setup can say, with the error of each figure of both rungs, as they are predicted now."""
-    from planner.app.climb import dry_run_setup
+    from finetune_planner.app.climb import dry_run_setup
 
     for row in own_rows():
         model = catalogue.load(row.model or "")

@@ -11,9 +11,9 @@ from typing import Any
 
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Prediction
-from planner.predict import predict
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "HuggingFaceTB/SmolLM2-360M",

@@ -26,20 +26,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.check import Band, band_of
-from planner.cli.checking import load
-from planner.errors import ConfigError, PlannerError
+from finetune_planner.cli.checking import load
+from planner.core.errors import ConfigError, PlannerError
+from planner.core.units import GIB
+from planner.frameworks.readers import FileContext, read_text
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.interchange import asked_form, asked_setup
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.outcome import Prediction
-from planner.predict import predict
-from planner.readers import FileContext, read_text
+from planner.planning.check import Band, band_of
+from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.interchange import asked_form, asked_setup
+from planner.setup.outcome import Prediction
 
 ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
 _FIGURE = r"~?([\d.]+) ?Gi?B"
@@ -231,7 +231,7 @@ def kept_out(path: str) -> bool:
 
 def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a checkout, each with its first prediction or why there is none."""
-    from planner.cli.checking import CheckRequest
+    from finetune_planner.cli.checking import CheckRequest
 
     rows = []
     for one in {example.path: example for example in examples(checkout)}.values():

@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks.image_models import configs
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
+from planner.setup.interchange import setup_from_dict
 
 ROWS = Path(__file__).parent / "data" / "published_objectives.jsonl"
 GIB = 2**30

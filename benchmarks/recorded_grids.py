@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.evidence.measured import MeasuredRow
-from planner.outcome import (
+from planner.planning.evidence.measured import MeasuredRow
+from planner.setup import TrainSetup
+from planner.setup.outcome import (
     Candidate,
     Environment,
     Evidence,
     FailureKind,
+    Fidelity,
     Measurement,
     Prediction,
     ProbeFailure,
-    Rung,
 )
-from planner.setup import TrainSetup
 from search.dimensions import key_of
 
 MIN_SETUPS = 6
@@ -56,7 +56,7 @@ class RecordedGrid:
             row = chosen.get(key_of(setup))
             if row is None:
                 message = f"nobody measured this setup in {self.name}"
-                return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.UNSUPPORTED, message=message)
+                return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.UNSUPPORTED, message=message)
             return evidence_of(row, setup)
 
         return evaluate
@@ -68,12 +68,12 @@ def evidence_of(row: MeasuredRow, setup: TrainSetup) -> Evidence:
     The device peak is the recorded one where there is one, else the allocated peak: the least that it was.
     """
     if row.status == "oom" or row.tokens_per_s is None:
-        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message=f"recorded in {row.source}")
+        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message=f"recorded in {row.source}")
     allocated = row.allocated_bytes or row.reserved_bytes or row.device_bytes
     assert allocated is not None  # `recorded_grids` takes no row without a memory figure
     reserved = row.reserved_bytes or allocated
     return Measurement(
-        rung=Rung.PROBE,
+        rung=Fidelity.PROBE,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         peak_device_bytes=row.device_bytes or reserved,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.outcome import FailureKind, ProbeFailure
 from planner.setup import TrainSetup
-from search.arrays import Floats
+from planner.setup.outcome import FailureKind, ProbeFailure
+from search.residual import Floats
 from search.sampler import Posterior
 
 DEFAULTS = {

@@ -22,21 +22,21 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from planner.app.climb import answered
-from planner.errors import PlannerError
+from finetune_planner.app.climb import answered
+from planner.core.errors import PlannerError
+from planner.frameworks.readers import read_text
+from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.option_values import default_headroom_bytes
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
-from planner.readers import read_text
-from planner.readers.published import PUBLISHED
+from planner.planning.option_values import default_headroom_bytes
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.throughput import step_time
+from planner.speed.roofline import step_time
 
 SEQ_LEN, GLOBAL_BATCH = 2048, 32
 PAIRS = (
@@ -61,7 +61,7 @@ RIVALS = {
     "LLaMA-Factory": ("llamafactory", "llamafactory-4bit"),
     "Unsloth": ("unsloth", "unsloth"),
 }
-"""Rival -> what it publishes, and the 4-bit form of it (`planner.readers.published`)."""
+"""Rival -> what it publishes, and the 4-bit form of it (`planner.frameworks.readers.published`)."""
 
 
 class Row(NamedTuple):

@@ -37,13 +37,13 @@ import optuna
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
 from benchmarks.synthetic_gpu import LAYOUT_SCENARIOS, SCENARIOS, Scenario, SyntheticGpu
-from planner.evidence.measured import load_rows
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Candidate, Evidence, Prediction, Rung
-from planner.predict import predict
+from planner.planning.evidence.measured import load_rows
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction
 from search.optuna_samplers import make_sampler
 from search.problem import Problem, Result
 from search.sampler import Posterior, Sampler
@@ -79,7 +79,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 BLIND = Prediction(
-    rung=Rung.FORMULA,
+    rung=Fidelity.FORMULA,
     peak_allocated_bytes=GIB,
     peak_reserved_bytes=GIB,
     peak_device_bytes=GIB,

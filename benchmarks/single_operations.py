@@ -6,7 +6,7 @@ The model is one as Stanford's CS336 has its students write: matrices by einsum,
 embedding and cross-entropy of PyTorch's single operations (the course's own takes einops for the same). Bytes are those
 that kernels other than matrix products read and write in fp32, as a straight line through eight sizes; the host's time
 is CPU seconds of 12 layers of tensors of no size, the two models in turn. What is found is held by
-`planner.throughput.counts.SINGLE_SCORES` and its neighbours.
+`planner.speed.roofline.counts.SINGLE_SCORES` and its neighbours.
 """
 
 import math

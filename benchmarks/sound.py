@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.images import compared
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from planner.units import GIB
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
 

@@ -24,8 +24,8 @@ from benchmarks.constants_fit import UNCERTAINTY, fit_constants
 from benchmarks.speed_baselines import boosted_regression, constant_mfu
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
-from planner.throughput.calibration import DATA_FILE, Calibration, family, load_calibration
-from planner.throughput.points import Point, log_errors
+from planner.speed.roofline.calibration import DATA_FILE, Calibration, family, load_calibration
+from planner.speed.roofline.points import Point, log_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"

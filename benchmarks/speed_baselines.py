@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import exp, log
 from statistics import median
 
-from planner.throughput.points import Point
+from planner.speed.roofline.points import Point
 
 
 def peak(point: Point) -> float:

@@ -17,11 +17,11 @@ from benchmarks import gathered
 from benchmarks.constants_fit import fit_constants
 from benchmarks.speed_accuracy import NOT_FITTED, percentile
 from benchmarks.speed_points import load_points
-from planner.choices.kernels import speed_band
-from planner.cli.accuracy import _lookup
-from planner.predict import predict
-from planner.throughput.calibration import load_calibration
-from planner.throughput.points import Point, log_errors
+from finetune_planner.cli.accuracy import _lookup
+from planner.options.kernels import speed_band
+from planner.planning.predict import predict
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.roofline.points import Point, log_errors
 from reports.accuracy import predicted_figure
 
 COMPILED, FUSED = "torch.compile", "fused kernels"

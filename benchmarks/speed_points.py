@@ -7,15 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.codec import decode
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.module_tree import tree_digest
 from planner.models.spec import LinearSpec, ModelSpec
-from planner.throughput.conditions import Conditions
-from planner.throughput.points import Point
+from planner.setup.codec import decode
+from planner.setup.interchange import setup_from_dict
+from planner.speed.roofline.points import Point
+from planner.speed.roofline.types import Conditions
 
 FILE = Path(__file__).resolve().parent / "data" / "speed_points.jsonl"
 TREES = FILE.with_name("inline_trees.jsonl.gz")

@@ -6,7 +6,7 @@ from itertools import combinations
 from math import exp, log
 from typing import Any
 
-from planner.throughput.points import Point
+from planner.speed.roofline.points import Point
 
 Change = Callable[[Point], Any]
 

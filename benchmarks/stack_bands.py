@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from benchmarks import gathered
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
-from planner.cli.accuracy import _lookup
-from planner.errors import PlannerError
-from planner.evidence.bands import Cell, metric_of
-from planner.evidence.measured import MeasuredRow, Quantity, load_rows
-from planner.outcome import Prediction
-from planner.predict import predict
+from finetune_planner.cli.accuracy import _lookup
+from planner.core.errors import PlannerError
+from planner.planning.evidence.bands import Cell, metric_of
+from planner.planning.evidence.measured import MeasuredRow, Quantity, load_rows
+from planner.planning.predict import predict
+from planner.setup.outcome import Prediction
 
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = ROOT / "benchmarks" / "data" / "stack_errors.jsonl"

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
-from planner.speed.run import run_speed
+from planner.setup.interchange import setup_to_dict
+from planner.speed.roofline import CURRENT, throughput_profile
 from planner.speed.sized import program_speed
 from planner.speed.step_program import programs_of
-from planner.throughput import CURRENT, throughput_profile
 
 DATA = Path(__file__).parent / "data" / "step_programs.jsonl.gz"
 CARDS = {

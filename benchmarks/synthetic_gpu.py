@@ -31,20 +31,20 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import SetupError
-from planner.memory.types import Category, MemoryTerm
-from planner.outcome import (
+from planner.core.errors import SetupError
+from planner.core.units import GIB
+from planner.setup import TrainSetup
+from planner.setup.memory_terms import Category, MemoryTerm
+from planner.setup.outcome import (
     Candidate,
     Environment,
     Evidence,
     FailureKind,
+    Fidelity,
     Measurement,
     Prediction,
     ProbeFailure,
-    Rung,
 )
-from planner.setup import TrainSetup
-from planner.units import GIB
 from search.dimensions import key_of
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -384,7 +384,7 @@ class Scenario:
         allocated, device = peak_bytes(self.model, machine, setup)
         time_s = step_time_s(self.model, machine, setup)
         return Prediction(
-            rung=Rung.FORMULA,
+            rung=Fidelity.FORMULA,
             peak_allocated_bytes=int(allocated),
             peak_reserved_bytes=int(device - machine.context_bytes),
             peak_device_bytes=int(device),
@@ -438,7 +438,7 @@ class SyntheticGpu:
         time_s = self.time_s(setup)
         run = _noise(replace(machine, seed=machine.seed + 1_000_003), setup) if self.noise else 0.0
         return Measurement(
-            rung=Rung.PROBE,
+            rung=Fidelity.PROBE,
             peak_allocated_bytes=int(allocated),
             peak_reserved_bytes=int(device - machine.context_bytes),
             peak_device_bytes=int(device),
@@ -468,7 +468,7 @@ class SyntheticGpu:
 
 
 def _failure(kind: FailureKind, message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Rung.PROBE, kind=kind, message=message)
+    return ProbeFailure(rung=Fidelity.PROBE, kind=kind, message=message)
 
 
 def _transit_terms(size: float) -> tuple[MemoryTerm, ...]:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.units import MIB
 from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.session import phantom_gpu
 

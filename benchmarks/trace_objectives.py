@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
-from planner.choices.objectives import OBJECTIVES
-from planner.choices.rollouts import Rollout
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_to_dict
 from planner.models.adapters import spec_from_config
-from planner.plan import NoPlan
-from planner.plan_request import PlanRequest
+from planner.options.objectives import OBJECTIVES
+from planner.options.rollouts import Rollout
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.plan import NoPlan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup_fields import METHODS
+from planner.setup.allowed import METHODS
+from planner.setup.interchange import setup_to_dict
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 

@@ -419,7 +419,7 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     environment["VIRTUAL_ENV"] = str(Path(python).parent.parent)
     began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [python, "-c", "from planner.cli import main; main()", "trace", "--gpu", GPU, "--yes", "--json=full",
+        [python, "-c", "from finetune_planner.cli import main; main()", "trace", "--gpu", GPU, "--yes", "--json=full",
          "--time-limit", "600", "--seq-len", "2048", "--", *command],
         cwd=where, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip

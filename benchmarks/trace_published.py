@@ -19,9 +19,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
-from planner.trace_result import TraceResult
-from planner.units import GIB
+from planner.planning.trace_result import TraceResult
 from probes.phantom.card import card_of
 
 OUT = Path(__file__).parent / "data" / "trace_published.json"

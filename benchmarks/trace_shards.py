@@ -58,7 +58,7 @@ def traced(tool: str, setup: TrainSetup) -> dict[str, Any]:
         while "=" in words[0]:
             variable, _, value = words.pop(0).partition("=")
             environment[variable] = value
-        plan = [sys.executable, "-c", "from planner.cli import main; main()"]
+        plan = [sys.executable, "-c", "from finetune_planner.cli import main; main()"]
         done = subprocess.run(
             [*plan, "trace", "--gpu", GPU, "--yes", "--json=full", "--", *words],
             cwd=name, env=environment, capture_output=True, text=True, check=False,

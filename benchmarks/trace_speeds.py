@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks import trace_published
 from benchmarks.accuracy_summary import FOLDER
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
-from planner.evidence.measured import MeasuredRow, own_rows, read_rows
 from planner.hardware.gpus import find_gpu
+from planner.planning.evidence.measured import MeasuredRow, own_rows, read_rows
+from planner.planning.trace_result import TraceResult
 from planner.speed.traced import traced_speed
-from planner.trace_result import TraceResult
 
 FORKS = get_context("fork")
 OUT = Path(__file__).parent / "data" / "trace_speeds.json"

@@ -28,13 +28,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import choose
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.setup import TrainSetup
-from planner.setup_fields import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS
+from planner.setup.allowed import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 from probes.phantom.card import TraceOptions, card_of

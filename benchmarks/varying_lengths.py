@@ -13,11 +13,11 @@ import argparse
 import statistics
 from pathlib import Path
 
-from planner.evidence.measured import MeasuredRow, load_rows, newest_versions
+from planner.core.units import gib
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.planning.evidence.measured import MeasuredRow, load_rows, newest_versions
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
-from planner.units import gib
 
 GROUP = "ms_swift_benchmark"
 STATED = "3234.4:2547.5:91"

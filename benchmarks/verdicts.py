@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from benchmarks import gathered
-from planner.check import Verdict, judge
-from planner.cli.accuracy import _lookup
-from planner.errors import PlannerError
-from planner.evidence.measured import MeasuredRow, load_rows
-from planner.predict import predict
+from finetune_planner.cli.accuracy import _lookup
+from planner.core.errors import PlannerError
+from planner.planning.check import Verdict, judge
+from planner.planning.evidence.measured import MeasuredRow, load_rows
+from planner.planning.predict import predict
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "verdicts.md"
 KINDS = ("went through", "out of memory, stated", "out of memory, inferred")

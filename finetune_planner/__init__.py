@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         which_gpu,
         which_model,
     )
+    from finetune_planner.cli import main
     from planner import __version__
-    from planner.cli import main
-    from planner.errors import PlannerError
+    from planner.core.errors import PlannerError
 
 __all__ = [
     "Checked",
@@ -52,7 +52,7 @@ __all__ = [
     "which_model",
 ]
 
-_HOMES = {"main": "planner.cli", "__version__": "planner.version", "PlannerError": "planner.errors"}
+_HOMES = {"main": "finetune_planner.cli", "__version__": "planner.core.version", "PlannerError": "planner.core.errors"}
 _HOMES |= dict.fromkeys((name for name in __all__ if name[0].isupper() and name not in _HOMES), f"{__name__}.answers")
 
 

@@ -7,19 +7,19 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate, speed_rung
-from planner.plan import NoPlan, Plan
-from planner.records import dataclass
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.outcome import Candidate, speed_rung
 
 if TYPE_CHECKING:
     import pandas
     from rich.console import Console
 
-    from planner.check import CheckResult
-    from planner.exporters import ExportRequest, Launch
+    from planner.frameworks.exporters import ExportRequest, Launch
+    from planner.planning.check import CheckResult
     from reports.page import Sheet
 
 
@@ -44,7 +44,7 @@ class _Answer(ABC):
         return f"<{type(self).__name__}: {' '.join(str(self).split(chr(10), 1)[0].split())}>"
 
     def _text(self) -> str:
-        from planner.cli.output import console
+        from finetune_planner.cli.output import console
 
         out = console(width=COLUMNS, file=StringIO())
         self._print(out)
@@ -123,9 +123,9 @@ class Planned(_Answer):
         """
         from dataclasses import replace
 
-        from planner.app.climb import chosen_timeline
-        from planner.cli.writing import check_launch_words, write_out
-        from planner.workload import NO_DATA
+        from finetune_planner.app.climb import chosen_timeline
+        from finetune_planner.cli.writing import check_launch_words, write_out
+        from planner.memory.workload import NO_DATA
         from reports.command import request_words
 
         place, workload = Path(folder), self.answer.workload
@@ -149,7 +149,7 @@ class Planned(_Answer):
         Raises:
             UsageError: TRL cannot run the setup.
         """
-        from planner.exporters.keywords import trainer_keywords
+        from planner.frameworks.exporters.keywords import trainer_keywords
 
         return trainer_keywords(self._request(), "trl")
 
@@ -159,25 +159,25 @@ class Planned(_Answer):
         Raises:
             UsageError: the Trainer cannot run the setup.
         """
-        from planner.exporters.keywords import trainer_keywords
+        from planner.frameworks.exporters.keywords import trainer_keywords
 
         return trainer_keywords(self._request(), "hf")
 
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`: dtype, attention, quantization as a dictionary."""
-        from planner.exporters.keywords import model_keywords
+        from planner.frameworks.exporters.keywords import model_keywords
 
         return model_keywords(self._request())
 
     def peft(self) -> dict[str, Any]:
         """Arguments of peft's configuration (`LoraConfig`); empty for full fine-tuning."""
-        from planner.exporters.keywords import adapter_keywords
+        from planner.frameworks.exporters.keywords import adapter_keywords
 
         return adapter_keywords(self._request())
 
     def bitsandbytes(self) -> dict[str, Any]:
         """Arguments of `BitsAndBytesConfig`; empty where nothing is quantized."""
-        from planner.exporters.keywords import quantization_keywords
+        from planner.frameworks.exporters.keywords import quantization_keywords
 
         return quantization_keywords(self.chosen.setup)
 
@@ -185,7 +185,7 @@ class Planned(_Answer):
         """What the launch files are made of; nothing is held out, which is the trainer's own affair."""
         from dataclasses import replace
 
-        from planner.cli.writing import request_of
+        from finetune_planner.cli.writing import request_of
 
         workload = self.answer.workload
         return replace(request_of(workload, self.chosen, workload.data, Path()), held_out=0)
@@ -248,7 +248,7 @@ class Checked(_Answer):
         return self.result.verdict.value
 
     def to_dict(self) -> dict[str, Any]:
-        from planner.cli.checking import as_document
+        from finetune_planner.cli.checking import as_document
 
         return as_document(self.result, None)
 
@@ -342,7 +342,7 @@ class Comparison(_Answer):
 
 def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
     """One line of a table: base units, and the rung that each figure stands on."""
-    from planner.interchange import setup_to_dict
+    from planner.setup.interchange import setup_to_dict
 
     memory, speed = candidate.memory_evidence, candidate.speed_evidence
     return {
@@ -369,7 +369,7 @@ def _frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     try:
         import pandas
     except ImportError as error:
-        from planner.install import packages_command
+        from planner.core.install import packages_command
 
         raise EnvironmentProblem("pandas is not installed", hint=packages_command("pandas")) from error
     return pandas.DataFrame(rows)

@@ -7,12 +7,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Table, Traced
-from planner.close import close_names
-from planner.errors import UsageError
+from planner.core.close import close_names
+from planner.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from planner.cli.data_options import DataOptions
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.data_options import DataOptions
+    from finetune_planner.cli.request_options import RequestOptions
 
 
 class Options(TypedDict, total=False):
@@ -108,10 +108,10 @@ def plan(
     Raises:
         PlannerError: a model, GPU or option that cannot be meant, with a hint.
     """
-    from planner.app.climb import answered
-    from planner.cli.answer import workload_for
-    from planner.cli.options import Lookup
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.app.climb import answered
+    from finetune_planner.cli.answer import workload_for
+    from finetune_planner.cli.options import Lookup
+    from finetune_planner.cli.request_options import RequestOptions
     from planner.hardware.gpus import card_and_count
 
     gpu, num_gpus = card_and_count(gpu, request.get("gpus"))
@@ -120,7 +120,7 @@ def plan(
     names = (target,) if isinstance(target, str) else tuple(target)
     data = replace(_data(dataset), columns=columns, loss_on=loss_on).checked()
     if names:
-        from planner.cli.writing import known_targets
+        from finetune_planner.cli.writing import known_targets
 
         names = known_targets(names)
     workload = workload_for(str(model), gpu, asked, data=data, targets=names, lookup=Lookup(like=like))
@@ -146,13 +146,13 @@ def estimate(
     Raises:
         PlannerError: a name that is not known, or a setup that cannot exist.
     """
-    from planner.cli.estimate import candidate_of
-    from planner.cli.options import Memory
+    from finetune_planner.cli.estimate import candidate_of
+    from finetune_planner.cli.options import Memory
+    from planner.frameworks.readers.types import SHORT_NAMES
     from planner.hardware.gpus import find_gpu
-    from planner.hardware.kernels import default_attention
-    from planner.interchange import asked_setup
+    from planner.memory.attention_kernels import default_attention
     from planner.models.resolve import resolve_model
-    from planner.readers.types import SHORT_NAMES
+    from planner.setup.interchange import asked_setup
 
     setup = _named(setup, SHORT_NAMES)
     spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), asked_setup(setup)
@@ -176,7 +176,7 @@ def check(
     Raises:
         Undetermined: the file leaves open what decides; `ConfigError`: it cannot be read.
     """
-    from planner.cli.checking import CheckRequest, checked
+    from finetune_planner.cli.checking import CheckRequest, checked
 
     return Checked(checked(Path(file), gpu, CheckRequest.of(sets=settings, model=model), dry_run=dry_run)[0])
 
@@ -197,9 +197,9 @@ def trace(
     Raises:
         EnvironmentProblem: it cannot be followed. UsageError: its own error.
     """
-    from planner.cli.trace import FollowOptions, StandIns, answer_of
+    from finetune_planner.cli.trace import FollowOptions, StandIns, answer_of
     from planner.hardware.gpus import find_gpu
-    from planner.option_values import memory_and_headroom
+    from planner.planning.option_values import memory_and_headroom
 
     if isinstance(command, str) or not command:
         raise UsageError(f"a command is a list of words, got {command!r}", hint='for example ["python", "train.py"]')
@@ -230,8 +230,8 @@ def which_gpu(
     Raises:
         PlannerError: a model or option that cannot be meant.
     """
-    from planner.cli.options import Gathering, Lookup
-    from planner.cli.tables import TableOptions, gpus_sheet
+    from finetune_planner.cli.options import Gathering, Lookup
+    from finetune_planner.cli.tables import TableOptions, gpus_sheet
 
     asked, links = _without(request, "gpus", "nodes", "interconnect")
     table = TableOptions(vendor=vendor, sort=sort, fitting=fitting)
@@ -248,7 +248,7 @@ def which_model(gpu: str, match: str = "", *, every: bool = False, **request: Un
     Raises:
         PlannerError: a card or option that cannot be meant.
     """
-    from planner.cli.tables import models_rows
+    from finetune_planner.cli.tables import models_rows
     from reports.which import ModelsSheet
 
     asked, _ = _without(request)
@@ -277,8 +277,8 @@ def which_cluster(
     Raises:
         PlannerError: nothing says how much work it is; what cannot be meant.
     """
-    from planner.cli.options import Lookup
-    from planner.cli.which_cluster import ClustersOptions, LimitOptions, clusters_sheet
+    from finetune_planner.cli.options import Lookup
+    from finetune_planner.cli.which_cluster import ClustersOptions, LimitOptions, clusters_sheet
 
     asked, links = _without(request, "interconnect")
     cards = [gpu] if isinstance(gpu, str) else list(gpu)
@@ -293,8 +293,8 @@ def compare_targets(model: str | Path, gpu: str, **request: Unpack[Options]) -> 
     Raises:
         PlannerError: a model, GPU or option that cannot be meant.
     """
-    from planner.cli.options import Lookup
-    from planner.cli.tables import targets_sheet
+    from finetune_planner.cli.options import Lookup
+    from finetune_planner.cli.tables import targets_sheet
 
     asked, _ = _without(request)
     return Table(targets_sheet(str(model), gpu, asked, Lookup()))
@@ -345,14 +345,14 @@ def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _data(dataset: str | Path | None) -> "DataOptions":
-    from planner.cli.data_options import DataOptions
+    from finetune_planner.cli.data_options import DataOptions
 
     return DataOptions(dataset=None if dataset is None else str(dataset))
 
 
 def _without(request: Mapping[str, Any], *names: str) -> "tuple[RequestOptions, dict[str, Any]]":
     """The request, and those of its options that a command takes apart from it."""
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.request_options import RequestOptions
 
     asked = _options(request)
     apart = {name: asked.pop(name) for name in names if name in asked}
@@ -365,7 +365,7 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: a name that is no option, or a value of another type than the option's.
     """
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.request_options import RequestOptions
 
     kinds = get_type_hints(RequestOptions)
     request = _named(request, KNOWN_AS)

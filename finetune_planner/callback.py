@@ -21,13 +21,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from planner.check import CheckResult, Verdict
-from planner.codec import decode
-from planner.errors import PlannerError, UsageError
-from planner.exporters.text import Code, Line, call
+from planner.core.errors import PlannerError, UsageError
+from planner.core.units import gib
+from planner.frameworks.exporters.text import Code, Line, call
 from planner.models.config_file import read_config
-from planner.outcome import Measurement
-from planner.units import gib
+from planner.planning.check import CheckResult, Verdict
+from planner.setup.codec import decode
+from planner.setup.outcome import Measurement
 from probes.launched.watch import memory_seen, step_times
 
 TIMED_STEPS = 12
@@ -116,7 +116,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             self._keep(args, state)
 
     def _predict(self, args: Any, model: Any, loader: Any) -> None:
-        from planner.cli.checking import CheckRequest, checked
+        from finetune_planner.cli.checking import CheckRequest, checked
 
         if args.world_size > 1 or args.n_gpu > 1:
             raise UsageError("several GPUs", hint="plan check FILE --gpus N")
@@ -134,7 +134,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             self.checked = checked(place / FILE, self._gpu or "local", asked)[0]
 
     def _keep(self, args: Any, state: Any) -> None:
-        from planner.app.machine import open_store
+        from finetune_planner.app.machine import open_store
         from probes.gpu.evaluate import record_of
         from probes.gpu.request import ProbeRequest
         from probes.launched.run import LaunchedFile, Seen, measurement

@@ -1,7 +1,7 @@
-"""The planner: formula memory and speed models, the decision tree, the space, launch files, and the `plan` command.
+"""The planner: memory and speed models, the space, the decision tree, files of the tools that train.
 
-Nothing in this package imports torch, transformers or optuna (a test enforces it); `planner.cli` is the composition
-root and imports its siblings `probes`, `search` and `reports` late.
+Seven floors of rooms, each knowing only those below it (docs/architecture.md); nothing here imports torch,
+transformers, optuna, or the packages beside it (tests enforce both).
 """
 
 __version__ = "0.1.0"

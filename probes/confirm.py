@@ -3,10 +3,10 @@
 from dataclasses import replace
 from functools import partial
 
-from planner.codec import Outcome
-from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.codec import Outcome
+from planner.setup.outcome import Fidelity, Measurement, Prediction, ProbeFailure
 from probes.gpu.evaluate import Prober
 
 DEFAULT_MEMORY_BAND = 0.05
@@ -19,7 +19,7 @@ EVERY_MICRO_BATCH = 1 << 30
 class Promise:
     """What the plan said of one setup, by its highest rung."""
 
-    rung: Rung
+    rung: Fidelity
     peak_allocated_bytes: int
     peak_device_bytes: int
     tokens_per_s: float | None
@@ -64,7 +64,7 @@ def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes
     full = replace(
         prober,
         depths=(0,),
-        rung=Rung.CONFIRM,
+        rung=Fidelity.CONFIRM,
         store=None,  # a confirmation is run because somebody wants to see it run
         limits=replace(prober.limits, max_accumulation=EVERY_MICRO_BATCH),
     )
@@ -84,7 +84,7 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
     memory: float | None
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
-        followed = outcome.rung is not Rung.RUN  # of a file's own run a CPU shows the whole process
+        followed = outcome.rung is not Fidelity.RUN  # of a file's own run a CPU shows the whole process
         memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0 if followed else None
     else:
         memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0

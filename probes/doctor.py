@@ -12,13 +12,13 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.children import child_environment, python_argv
+from planner.core.children import child_environment, python_argv
+from planner.core.install import install_command, packages_command
+from planner.core.records import dataclass
+from planner.core.units import GIB, gib
 from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
-from planner.install import install_command, packages_command
-from planner.records import dataclass
-from planner.units import GIB, gib
 from probes.gpu.environment import device_status, library_versions
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology

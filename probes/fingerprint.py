@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from planner.interchange import setup_to_dict
-from planner.outcome import Environment
+from planner.setup.interchange import setup_to_dict
+from planner.setup.outcome import Environment
 from probes.gpu.environment import fingerprint_environment
 from probes.gpu.request import ProbeRequest
 

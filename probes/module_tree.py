@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
+from planner.setup.interchange import to_jsonable
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from probes.stack.tree import spec_of_model

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from planner.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
-from planner.errors import ConfigError
-from planner.inputs import number, parse_json
-from planner.records import dataclass
+from planner.core.errors import ConfigError
+from planner.core.inputs import number, parse_json
+from planner.core.records import dataclass
+from planner.setup.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
 
 RECORD_SCHEMA = 1
 _TEXTS = ("key", "model_id", "config_digest", "recorded_at")

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from planner.codec import BadOutcome
-from planner.errors import ConfigError, EnvironmentProblem, UsageError
-from planner.locks import NO_LINK, OPEN_FLAGS, lock, unlock
-from planner.outcome import FailureKind, Measurement
-from planner.outputs import private_directory, write_whole
+from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.core.locks import NO_LINK, OPEN_FLAGS, lock, unlock
+from planner.core.outputs import private_directory, write_whole
+from planner.setup.codec import BadOutcome
+from planner.setup.outcome import FailureKind, Measurement
 from probes.records import Record, decode_line, encode_line
 
 MAX_STORE_BYTES = 256 * 1024 * 1024

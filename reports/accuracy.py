@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
-from planner.errors import PlannerError
-from planner.evidence.measured import MeasuredRow, Quantity, version_noise
+from planner.core.errors import PlannerError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.outcome import Prediction, ProbeFailure
-from planner.records import dataclass
+from planner.planning.evidence.measured import MeasuredRow, Quantity, version_noise
 from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction, ProbeFailure
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 Lookup = Callable[[MeasuredRow], tuple[ModelSpec, GpuSpec]]

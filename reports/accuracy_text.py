@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.evidence.measured import Quantity
-from planner.units import GIB
+from planner.core.units import GIB
+from planner.planning.evidence.measured import Quantity
 from reports.accuracy import AccuracyCase, AccuracyTable, GroupStats
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from io import StringIO
 
 from rich.console import Console
 
-from planner.notes import Place
-from planner.outcome import Candidate
-from planner.plan import NoPlan, Plan
-from planner.units import gib
+from planner.core.notes import Place
+from planner.core.units import gib
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.outcome import Candidate
 from reports import text
 from reports.page import Page
 from reports.plain import clean, plural

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from planner.failures.diagnosis import Cause
-from planner.failures.snapshot import Holder
-from planner.interchange import SCHEMA_VERSION, asked_form, to_jsonable
-from planner.outcome import Candidate, Prediction, speed_rung
-from planner.plan import Plan
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.planning.failures.diagnosis import Cause
+from planner.planning.failures.snapshot import Holder
+from planner.planning.plan import Plan
 from planner.setup import TrainSetup
+from planner.setup.interchange import SCHEMA_VERSION, asked_form, to_jsonable
+from planner.setup.outcome import Candidate, Prediction, speed_rung
 from reports.brief import why_not
 from reports.extras import extras_from_dict
 from reports.plain import clean

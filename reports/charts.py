@@ -7,10 +7,10 @@ under the picture, so that both equal plan.json. `kind` picks the picture.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from planner.outcome import Candidate, Measurement, Prediction
-from planner.plan import NoPlan, Plan
+from planner.core.units import gib, seconds
+from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from planner.units import gib, seconds
+from planner.setup.outcome import Candidate, Measurement, Prediction
 from reports.extras import Extras, Timeline
 from reports.plain import clean
 from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from planner.check import Change, CheckResult, summary
-from planner.memory.types import MemoryTerm
+from planner.core.units import gib
+from planner.planning.check import Change, CheckResult, summary
 from planner.setup import TrainSetup
-from planner.units import gib
+from planner.setup.memory_terms import MemoryTerm
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.setup_text import layers_words, targets_words

@@ -5,13 +5,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from planner.choices.images import Images
-from planner.choices.rollouts import Rollout
-from planner.option_values import default_headroom_bytes
-from planner.plan import Plan
-from planner.redaction import without_secrets
-from planner.units import GIB
-from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
+from planner.core.redaction import without_secrets
+from planner.core.units import GIB
+from planner.memory.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
+from planner.options.images import Images
+from planner.options.rollouts import Rollout
+from planner.planning.option_values import default_headroom_bytes
+from planner.planning.plan import Plan
 from reports.plain import clean
 
 
@@ -83,7 +83,7 @@ def _shortest(value: float, read: Callable[[float], float] = float) -> str:
 
 
 def _bytes(size_gib: float) -> int:
-    """A size as `planner.option_values` reads it."""
+    """A size as `planner.planning.option_values` reads it."""
     return int(size_gib * GIB)
 
 

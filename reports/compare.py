@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.plan import NoPlan, Plan
-from planner.units import gib
+from planner.core.units import gib
+from planner.planning.plan import NoPlan, Plan
 from reports.charts import Chart, memory_bars, table_of
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table

@@ -9,12 +9,12 @@ from dataclasses import field, fields
 from itertools import pairwise
 from typing import Any
 
-from planner.codec import decode
-from planner.errors import SetupError
-from planner.interchange import setup_to_dict, to_jsonable
-from planner.outcome import Candidate, Evidence, ProbeFailure, Verdict
-from planner.records import dataclass
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.codec import decode
+from planner.setup.interchange import setup_to_dict, to_jsonable
+from planner.setup.outcome import Candidate, Evidence, ProbeFailure, Verdict
 from reports.text import failure_words
 
 MAX_TENSORS = 12

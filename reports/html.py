@@ -11,14 +11,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from planner.errors import EnvironmentProblem
-from planner.install import packages_command
-from planner.interchange import asked_form
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import NoPlan, Plan
-from planner.records import dataclass
-from planner.samples.useful import epoch_s
-from planner.units import count, gib, percent, seconds
+from planner.core.errors import EnvironmentProblem
+from planner.core.install import packages_command
+from planner.core.records import dataclass
+from planner.core.units import count, gib, percent, seconds
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.useful import epoch_s
+from planner.setup.interchange import asked_form
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports import text
 from reports.charts import (
     accuracy_chart,

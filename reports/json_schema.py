@@ -12,12 +12,12 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from planner.hardware.cluster import Cluster
-from planner.interchange import SCHEMA_VERSION
-from planner.memory.types import MemoryTerm
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import NoPlan, Plan
+from planner.memory.workload import Data, Workload
+from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from planner.workload import Data, Workload
+from planner.setup.interchange import SCHEMA_VERSION
+from planner.setup.memory_terms import MemoryTerm
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports.brief_json import LEFT_OUT, TYPES
 from reports.extras import Extras
 from reports.plan_json import DATA_KEYS, RUNG_KEYS
@@ -39,7 +39,7 @@ _WRITTEN_AS: dict[str, Schema] = {
     "rollout": {"type": ["object", "null"]},
     "images": {"type": ["object", "null"]},
 }
-"""Fields of a setup that the interchange form writes otherwise than their types say (`planner.interchange`)."""
+"""Fields of a setup that the interchange form writes otherwise than their types say (`planner.setup.interchange`)."""
 
 
 class _Writer:

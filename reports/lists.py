@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
+from planner.core.records import dataclass
+from planner.core.units import TERA, count, gib
 from planner.hardware.gpu import GpuSpec
-from planner.records import dataclass
-from planner.units import TERA, count, gib
 from reports.page import Page
 from reports.plain import clean
 

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Answer, NoPlan, Plan
-from planner.units import gib, percent, seconds
+from planner.core.units import gib, percent, seconds
+from planner.planning.plan import Answer, NoPlan, Plan
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports import text
 from reports.extras import Extras
 from reports.plain import clean

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.units import seconds
+from planner.core.units import seconds
 from reports.plain import clean, to_ascii
 
 PADDING = 2

@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from planner.codec import decode
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
+from planner.core.inputs import parse_object, read_bytes
+from planner.core.notes import placed, places
+from planner.core.redaction import without_secrets
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
-from planner.inputs import parse_object, read_bytes
-from planner.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
-from planner.memory.types import PHASES
+from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
-from planner.notes import placed, places
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
-from planner.redaction import without_secrets
-from planner.workload import Data, Workload
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.setup.codec import decode
+from planner.setup.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
+from planner.setup.memory_terms import PHASES
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths

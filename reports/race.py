@@ -5,12 +5,12 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.interchange import SCHEMA_VERSION, to_jsonable
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_rung
-from planner.plan import NoPlan, Plan
-from planner.records import dataclass
-from planner.units import gib
-from planner.workload import Workload
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.memory.workload import Workload
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_rung
 from reports.charts import Chart, memory_bars
 from reports.compare import bars
 from reports.markdown import bullets, document, escape

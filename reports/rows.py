@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from planner.memory.types import MemoryTerm
-from planner.notes import Note, place_of
-from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
-from planner.plan import NoPlan, Plan, on_one_rung
-from planner.records import dataclass
-from planner.units import gib
+from planner.core.notes import Note, place_of
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.planning.plan import NoPlan, Plan, on_one_rung
+from planner.setup.memory_terms import MemoryTerm
+from planner.setup.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from reports.extras import Extras
 from reports.plain import clean
 from reports.text import RUNG_WORDS

@@ -1,11 +1,11 @@
 """A setup and what is asked, in words."""
 
-from planner.choices.kernels import KERNELS
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.choices.stacks import DEFAULT as DEFAULT_STACK
+from planner.core.units import count
+from planner.memory.workload import Workload
+from planner.options.kernels import KERNELS
+from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.setup import TrainSetup
-from planner.units import count
-from planner.workload import Workload
 from reports.plain import clean, joined, plural
 
 METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -87,7 +87,7 @@ def layout_words(setup: TrainSetup) -> str:
     """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
     if setup.alone:
         return "one GPU"
-    from planner.decision.layouts import layout_name  # one GPU never needs it
+    from planner.planning.decision.layouts import layout_name  # one GPU never needs it
 
     return layout_name(setup)
 
@@ -124,7 +124,7 @@ def setup_words(setup: TrainSetup) -> str:
             f"LoRA dropout {setup.lora_dropout:g}" if setup.lora_dropout else "",
             f"{setup.adapter_dtype} adapters" if setup.adapter_dtype != "auto" and setup.method != "full" else "",
             "reentrant checkpointing" if setup.reentrant_checkpointing and setup.checkpointing else "",
-            f"by {setup.by.title}" if setup.stack != DEFAULT_STACK else "",
+            f"by {setup.trainer.title}" if setup.stack != DEFAULT_STACK else "",
         )
     )
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.app.targets import TargetChoice, as_fast, tokens_per_s
-from planner.choices.adapters import REFUSED
-from planner.decision.kinds import KindChoice
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.core.units import count, gib
+from planner.memory.workload import Workload
+from planner.options.adapters import REFUSED
+from planner.planning.decision.policy import KindChoice
+from planner.planning.targets import TargetChoice, as_fast, tokens_per_s
 from planner.setup import TrainSetup
-from planner.units import count, gib
-from planner.workload import Workload
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet

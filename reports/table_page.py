@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from planner.choices.kernels import KERNELS
 from planner.hardware.gpu import GpuSpec
+from planner.options.kernels import KERNELS
 from planner.setup import TrainSetup
 from reports.plain import clean, joined
 from reports.setup_text import short_setup_words

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from planner.core.units import count, gib, percent, seconds
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import occasions
+from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
-from planner.plan import Answer, NoPlan, Plan
-from planner.units import count, gib, percent, seconds
-from planner.workload import Workload
+from planner.planning.plan import Answer, NoPlan, Plan
+from planner.setup.outcome import Candidate, Evidence, Fidelity, Measurement, Prediction, ProbeFailure
 from reports import text
 from reports.brief import render_brief
 from reports.command import default_next_command
@@ -226,7 +226,7 @@ def _around(page: Page, workload: Workload, chosen: Candidate) -> None:
     """What evaluating, saving and merging take, with the setting that keeps it so; one GPU."""
     if chosen.setup.num_gpus > 1:
         return
-    page.head("Around the steps, at most", text.RUNG_WORDS[Rung.FORMULA])
+    page.head("Around the steps, at most", text.RUNG_WORDS[Fidelity.FORMULA])
     rows = []
     for one in occasions(workload.model, workload.gpu, chosen.setup):
         device, host = (gib(size) if size else "-" for size in (one.device_bytes, one.host_bytes))

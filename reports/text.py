@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from planner.notes import Place, place_of
-from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict, speed_rung
-from planner.plan import Answer, NoPlan, Plan, PrunedBranch
-from planner.redaction import without_secrets
-from planner.samples.useful import cost_usd, job_s, useful_tokens_per_s
-from planner.units import count, gib, percent, seconds
-from planner.workload import PRICE_GIVEN, Workload
+from planner.core.notes import Place, place_of
+from planner.core.redaction import without_secrets
+from planner.core.units import count, gib, percent, seconds
+from planner.memory.workload import PRICE_GIVEN, Workload
+from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
+from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
+from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction, ProbeFailure, Verdict, speed_rung
 from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
 
 RUNG_WORDS = {
-    Rung.FORMULA: "formula",
-    Rung.PROFILE: "profile",
-    Rung.DRY_RUN: "dry run",
-    Rung.TRACE: "trace",
-    Rung.PROBE: "probe",
-    Rung.CONFIRM: "confirmed",
-    Rung.RUN: "run",
+    Fidelity.FORMULA: "formula",
+    Fidelity.PROFILE: "profile",
+    Fidelity.DRY_RUN: "dry run",
+    Fidelity.TRACE: "trace",
+    Fidelity.PROBE: "probe",
+    Fidelity.CONFIRM: "confirmed",
+    Fidelity.RUN: "run",
 }
 SHARE_SHOWN = 0.005
 """Difference between tokens/s and those that are no padding from which it is worth a word."""
@@ -103,7 +103,7 @@ def speed_mark(evidence: Evidence) -> str:
     return _mark(speed_rung(evidence), speed_band(evidence))
 
 
-def _mark(rung: Rung, band: str) -> str:
+def _mark(rung: Fidelity, band: str) -> str:
     return joined((RUNG_WORDS[rung], band), ", " if band == "measured" else " ")
 
 
@@ -118,8 +118,8 @@ def speed_marks(found: Iterable[Evidence]) -> str:
     return _marks(marked)
 
 
-def _marks(figures: Iterable[tuple[Rung, float | None]]) -> str:
-    bands: dict[Rung, list[float]] = {}
+def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:
+    bands: dict[Fidelity, list[float]] = {}
     for rung, band in figures:
         bands.setdefault(rung, []).extend([] if band is None else [band])
     return ", ".join(joined((RUNG_WORDS[rung], _range(found)), " ") for rung, found in bands.items())

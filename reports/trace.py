@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from html import escape
 from typing import Any
 
+from planner.core.units import gib, percent, seconds
+from planner.planning.trace_result import TraceResult
 from planner.speed.traced import TracedSpeed
-from planner.trace_result import TraceResult
-from planner.units import gib, percent, seconds
 from reports.plain import clean
 
 SCHEMA = 1

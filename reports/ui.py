@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from planner.choices.kernels import KERNELS
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate
-from planner.plan import NoPlan
+from planner.options.kernels import KERNELS
 from planner.planning.grid import METHODS, Grid
-from planner.samples.useful import useful_tokens_per_s
+from planner.planning.plan import NoPlan
+from planner.planning.useful import useful_tokens_per_s
+from planner.setup.outcome import Candidate
 from reports.brief import GROUPS, group_bytes
 from reports.plain import clean, joined
 from reports.text import job_words, memory_mark, speed_mark

@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.core.records import dataclass
+from planner.core.units import GIB, count, gib, seconds
 from planner.hardware.gpu import GpuSpec
-from planner.interchange import SCHEMA_VERSION
+from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
-from planner.plan import NoPlan, Plan
 from planner.planning.answer import best_by_method
-from planner.records import dataclass
-from planner.samples.useful import cost_usd, job_s
-from planner.units import GIB, count, gib, seconds
-from planner.workload import Workload
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.useful import cost_usd, job_s
+from planner.setup.interchange import SCHEMA_VERSION
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet

@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.decision.clusters import ClusterOption, cheapest, fastest, nearest, smallest
-from planner.decision.node import Node
-from planner.interchange import SCHEMA_VERSION, setup_to_dict
+from planner.core.records import dataclass
+from planner.core.units import count, gib, seconds
 from planner.models.spec import ModelSpec
-from planner.records import dataclass
-from planner.units import count, gib, seconds
+from planner.planning.decision.clusters import ClusterOption, cheapest, fastest, nearest, smallest
+from planner.planning.decision.node import Node
+from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict
 from reports.command import data_words
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.plan import NoPlan, Plan
+from planner.planning.plan import NoPlan, Plan
 from reports.compare import comparison_markdown
 from reports.extras import Extras, extras_from_dict, extras_to_dict
 from reports.html import Entry, report_html

@@ -8,9 +8,8 @@ the suspects it shares hold of the blame.
 
 import numpy as np
 
-from planner.records import dataclass
-from search.arrays import Floats
-from search.kernel import Encoding
+from planner.core.records import dataclass
+from search.residual import Encoding, Floats
 
 UNSUSPECTED = 0.01  # chance left to a candidate that shares every suspect with a failure
 CLEARED = 0.05  # chance that a failure whose every suspect has run elsewhere repeats on a setup that shares all of them

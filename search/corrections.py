@@ -16,16 +16,16 @@ from dataclasses import replace
 from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
 
-from planner.codec import decode
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
+from planner.core.inputs import parse_object, read_text
+from planner.core.locks import lock, open_lock
+from planner.core.outputs import write_whole
+from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
-from planner.inputs import parse_object, read_text
-from planner.interchange import to_jsonable
-from planner.locks import lock, open_lock
-from planner.outcome import Candidate, Measurement, Prediction
-from planner.outputs import write_whole
-from planner.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.codec import decode
+from planner.setup.interchange import to_jsonable
+from planner.setup.outcome import Candidate, Measurement, Prediction
 from search.dimensions import key_of
 from search.problem import Problem, TransferObservation
 from search.sampler import Posterior

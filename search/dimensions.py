@@ -7,7 +7,7 @@ field on `TrainSetup` needs one row, nothing else: the sampler, the study and th
 from functools import lru_cache
 from typing import Any, Literal
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]

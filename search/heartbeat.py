@@ -13,8 +13,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
-from planner.locks import lock, open_lock, try_lock
-from planner.records import dataclass
+from planner.core.locks import lock, open_lock, try_lock
+from planner.core.records import dataclass
 from search.outage import at_once, is_outage
 from search.trials import ALIVE_ATTR, marks_of
 

@@ -13,8 +13,8 @@ from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.storages.journal._storage import JournalOperation
 
-from planner.errors import EnvironmentProblem
-from planner.locks import lock, open_lock
+from planner.core.errors import EnvironmentProblem
+from planner.core.locks import lock, open_lock
 from search.heartbeat import Heartbeat, LockHeartbeat
 
 JOURNAL_NAME = "study.journal"

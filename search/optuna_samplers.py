@@ -14,9 +14,9 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
-from planner.errors import EnvironmentProblem, UsageError
-from planner.install import packages_command
-from planner.outcome import ProbeFailure
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.install import packages_command
+from planner.setup.outcome import ProbeFailure
 from search.dimensions import value_of
 from search.problem import Problem, Result, memory_excess
 from search.sampler import Posterior, ResidualSampler, Sampler

@@ -17,7 +17,7 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
 
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
 
 OUTAGE_S = 120.0
 """A server restarts in seconds, a failover takes a minute; what is away for longer needs a person."""

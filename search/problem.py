@@ -6,12 +6,12 @@ from functools import cached_property
 from math import log
 from typing import Any, Literal
 
-from planner.errors import UsageError
-from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
-from planner.records import dataclass
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.memory.workload import Workload
 from planner.setup import TrainSetup
-from planner.units import gib
-from planner.workload import Workload
+from planner.setup.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from search.dimensions import key_of
 
 Objective = Literal["tokens", "cost", "memory"]

@@ -1,16 +1,264 @@
-"""What the formula gets wrong on this GPU, learned from measurements: a Gaussian process over the formula's log error.
-
-The prior mean is the formula itself (error 0). Every measurement updates the posterior of all setups at once, in time
-proportional to setups x measurements, with no matrix rebuilt.
-"""
+"""The residual model: how far probes lie from predictions, by a Gaussian process over what setups share."""
 
 import copy
+from collections.abc import Sequence
 from math import erfc, exp, pi, sqrt
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from search.arrays import Floats, Rows
-from search.kernel import ErrorKernel
+from planner.core.records import dataclass
+from planner.core.units import GIB
+from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
+from search.dimensions import DIMENSIONS, PAIR, PAIR_MEMORY_SD, PAIR_SPEED_SD, RECIPE, Dimension, value_of
+
+# Types of arrays that the search's modules share.
+
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+Target = Literal["speed", "memory"]
+
+
+# The standard normal distribution over arrays, with numpy only.
+
+
+_COEFFICIENTS = (
+    0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
+    -1.26551223,
+)  # fmt: skip
+
+
+def cdf(z: Floats) -> Floats:
+    """Probability that a standard normal is below z, with a fractional error below 1.2e-7 in both tails.
+
+    Source: Press et al., Numerical Recipes, 2nd edition 1992, section 6.2 (Chebyshev fit of the complementary error
+    function). Thirty times as fast over 20,000 numbers as the C library called one by one.
+    """
+    x = np.clip(-np.asarray(z, dtype=np.float64) / sqrt(2.0), -30.0, 30.0)
+    magnitude = np.abs(x)
+    t = 1.0 / (1.0 + 0.5 * magnitude)
+    exponent: Floats = np.zeros_like(t)
+    for coefficient in _COEFFICIENTS:
+        exponent = exponent * t + coefficient
+    tail = 0.5 * t * np.exp(exponent - magnitude**2)
+    result: Floats = np.where(x >= 0.0, tail, 1.0 - tail)
+    return result
+
+
+def pdf(z: Floats) -> Floats:
+    """Density of the standard normal."""
+    result: Floats = np.exp(-0.5 * np.square(z)) / sqrt(2.0 * pi)
+    return result
+
+
+# How alike two setups are: the covariance of the formula's errors over mixed dimensions, with numpy only.
+
+
+Levels = NDArray[np.int16]
+
+BIAS_SD = {"speed": 0.15, "memory": 0.03}
+INTERACTION_SD = {"speed": 0.010, "memory": 0.002}
+SHARED = 0.65  # share of an effect's variance that is the same in every recipe
+SHARED_MODELS = 0.6  # share of the covariance that carries over from another model on the same GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Setups as small integers: one column per dimension that varies.
+
+    Attributes:
+        dimensions: those with more than one value among the setups.
+        values: their distinct values, in order of first sight (numbers ascending).
+        levels: [setups, dimensions] index into `values`.
+        recipes: [setups] number of the combination of the `RECIPE` fields.
+        pairs: [setups] number of the combination of the `PAIR` fields.
+        groups: [setups] 0 for this task, another number for setups measured on other models.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    values: tuple[tuple[object, ...], ...]
+    levels: Levels
+    recipes: NDArray[np.int32]
+    pairs: NDArray[np.int32]
+    groups: NDArray[np.int32]
+
+
+def encode(setups: Sequence[TrainSetup], groups: Sequence[int] | None = None) -> Encoding:
+    """All setups that will ever be compared (candidates first, then what was measured elsewhere), encoded together."""
+    columns, used, values = [], [], []
+    for dimension in DIMENSIONS:
+        raw = [value_of(setup, dimension.name) for setup in setups]
+        distinct = list(dict.fromkeys(raw))
+        if len(distinct) < 2:
+            continue
+        if dimension.kind == "log2":
+            distinct.sort()
+        index = {value: position for position, value in enumerate(distinct)}
+        columns.append(np.fromiter((index[value] for value in raw), dtype=np.int16, count=len(raw)))
+        used.append(dimension)
+        values.append(tuple(distinct))
+    recipes, pairs = _combinations(setups, RECIPE), _combinations(setups, PAIR)
+    levels = np.stack(columns, axis=1) if columns else np.zeros((len(setups), 0), dtype=np.int16)
+    numbers = np.zeros(len(setups), dtype=np.int32) if groups is None else np.asarray(groups, dtype=np.int32)
+    return Encoding(
+        dimensions=tuple(used), values=tuple(values), levels=levels, recipes=recipes, pairs=pairs, groups=numbers
+    )
+
+
+def _combinations(setups: Sequence[TrainSetup], names: Sequence[str]) -> NDArray[np.int32]:
+    """[setups] number of each setup's combination of some fields."""
+    index: dict[tuple[object, ...], int] = {}
+    numbers = (index.setdefault(tuple(value_of(setup, name) for name in names), len(index)) for setup in setups)
+    return np.fromiter(numbers, dtype=np.int32, count=len(setups))
+
+
+class ErrorKernel:
+    """Covariance of the formula's error between encoded setups, for speed or for memory.
+
+    Args:
+        shares: [setups, parts] from `parts.share_matrix`.
+        scale: multiplies every standard deviation; 1 for a formula with the nominal error band.
+    """
+
+    def __init__(self, encoding: Encoding, target: Target, shares: Floats, *, scale: float = 1.0) -> None:
+        self._encoding = encoding
+        self._shares = scale * shares
+        self._bias = (scale * BIAS_SD[target]) ** 2
+        self._interaction = (scale * INTERACTION_SD[target]) ** 2
+        self._pair = (scale * (PAIR_SPEED_SD if target == "speed" else PAIR_MEMORY_SD)) ** 2
+        self._effects: list[Floats] = []
+        self._likeness: list[Floats] = []
+        for dimension, values in zip(encoding.dimensions, encoding.values, strict=True):
+            sd = scale * (dimension.speed_sd if target == "speed" else dimension.memory_sd)
+            correlation = _correlation(dimension, values)
+            self._effects.append(sd**2 * correlation)
+            if dimension.kind == "category":
+                self._likeness.append(np.where(np.eye(len(values)) > 0, 1.0, dimension.alike))
+            else:
+                self._likeness.append(correlation)
+        constant = self._bias + self._interaction + self._pair + sum(float(table[0, 0]) for table in self._effects)
+        self.variance: Floats = constant + np.square(self._shares).sum(axis=1)
+        """Prior variance of the error of every setup."""
+
+    def column(self, row: int) -> Floats:
+        """Covariance of setup `row` with all setups."""
+        return self._between(row, slice(None))
+
+    def block(self, rows: Rows) -> Floats:
+        """Covariance matrix of the setups `rows`."""
+        return self._between(rows[:, None], rows)
+
+    def _between(self, first: Any, second: Any) -> Floats:
+        """Covariance of setups with setups, by their numbers, which broadcast."""
+        code = self._encoding
+        shared = self._bias + np.einsum("...k,...k->...", self._shares[first], self._shares[second])
+        effects: Any = 0.0
+        product: Any = self._interaction
+        for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
+            pairs = code.levels[first, position], code.levels[second, position]
+            effects = effects + table[pairs]
+            product = product * likeness[pairs]
+        same_recipe = code.recipes[first] == code.recipes[second]
+        covariance = shared + effects * np.where(same_recipe, 1.0, SHARED) + product
+        covariance = covariance + np.where(code.pairs[first] == code.pairs[second], self._pair, 0.0)
+        same_group = code.groups[first] == code.groups[second]
+        result: Floats = covariance * np.where(same_group, 1.0, SHARED_MODELS)
+        return result
+
+
+def _correlation(dimension: Dimension, values: Sequence[object]) -> Floats:
+    """[values, values] correlation of a dimension's effect: 1 on the diagonal.
+
+    Numbers use a Matern 3/2 in the number of doublings between them; a zero (rank 0 of full fine-tuning) is unlike any
+    other value.
+    """
+    if dimension.kind == "category":
+        return np.eye(len(values))
+    numbers = np.array([float(str(value)) for value in values])
+    positive = numbers > 0
+    logs = np.log2(np.where(positive, numbers, 1.0))
+    distance = np.sqrt(3.0) * np.abs(logs[:, None] - logs[None, :]) / dimension.length
+    correlation: Floats = (1.0 + distance) * np.exp(-distance)
+    correlation[positive[:, None] != positive[None, :]] = 0.0
+    return correlation
+
+
+# Where a prediction's time and memory go, as shares: the handles by which its errors are learned.
+
+
+VARIANTS = {
+    "attention": "attention",
+    "loss": "loss",
+    "optimizer": "optimizer",
+    "quant": "quantization",
+    "activations": "checkpointing",
+    "communication": "parallel",
+    "in transit": "parallel",
+}
+"""A part whose name contains the key has one kernel (and one error) per value of the field; activations are other
+tensors altogether with each way of checkpointing, and each way of spreading sends and gathers by its own code."""
+
+TIME_SD = 0.25
+TIME_SDS = {"communication": 0.60, "bubble": 0.40, "offload": 0.60}
+"""Links are nominal, and how much of them compute hides is fitted to few machines: off by factors, not by quarters."""
+TIME_VARIANT_SD = 0.60  # kernels for one purpose differ by factors of 1.3 to 5 in reports
+SMALL_BATCH_SD = 0.35
+HALF_FULL_TOKENS = 1000  # order of magnitude of the tokens at which large matrix multiplications reach half their rate
+MEMORY_SD = {"weights": 0.02, "adapters": 0.10, "gradients": 0.05, "optimizer": 0.05}
+MEMORY_SD_OTHER = 0.06  # activations, loss, workspace and what else
+MEMORY_VARIANT_SD = 0.10
+TRANSIT = ("gathered", "bucket", "reduce")
+"""Words in the names of terms that an engine keeps for sending and gathering, whatever they hold."""
+CONSTANT_SD = 0.5  # of one GiB that no formula counts: driver context, libraries, other processes
+
+
+Parts = dict[str, tuple[float, float]]
+"""Name -> (share of the whole time or of the device peak, prior standard deviation) of the parts of one prediction."""
+
+
+def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts:
+    """The parts of one prediction; empty where it names none."""
+    parts: Parts = {}
+
+    def add(name: str, share: float, sd: float, variant_sd: float) -> None:
+        own = [f"{name}:{getattr(setup, field)}" for word, field in VARIANTS.items() if word in name]
+        for one, its_sd in ((name, sd), *((one, variant_sd) for one in own)):
+            parts[one] = parts.get(one, (0.0, 0.0))[0] + share, its_sd
+
+    if target == "speed":
+        total = sum(prediction.time_parts_s.values())
+        for name, part_s in prediction.time_parts_s.items():
+            add(name, part_s / total, TIME_SDS.get(name, TIME_SD), TIME_VARIANT_SD)
+        # How far the GPU is from full with this few tokens at once: a formula's guess of it is off by a factor, and
+        # launches, which many formulas leave out, weigh in the same places.
+        share = HALF_FULL_TOKENS / (HALF_FULL_TOKENS + setup.tokens_per_micro_batch)
+        parts["small micro-batch"] = share, SMALL_BATCH_SD
+    else:
+        for term in prediction.terms:
+            moving = setup.num_gpus > 1 and any(word in term.name for word in TRANSIT)
+            name = "in transit" if moving else term.category
+            sd = MEMORY_SD.get(name, MEMORY_SD_OTHER)
+            add(name, term.size_bytes / prediction.peak_device_bytes, sd, MEMORY_VARIANT_SD)
+        parts["constant"] = GIB / prediction.peak_device_bytes, CONSTANT_SD
+    return parts
+
+
+def share_matrix(parts: Sequence[Parts]) -> Floats:
+    """[setups, parts] shares times standard deviations: the covariance by parts is this matrix times its transpose."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    index = {name: column for column, name in enumerate(names)}
+    matrix = np.zeros((len(parts), len(names)))
+    for row, part in enumerate(parts):
+        for name, (share, sd) in part.items():
+            matrix[row, index[name]] = share * sd
+    return matrix
+
+
+# What the formula gets wrong on this GPU, learned from measurements: a Gaussian process over the formula's log error.
+
 
 SCALE_DF = 4.0  # how many measurements the prior scale of the errors is worth
 MIN_VARIANCE = 1e-10
@@ -111,9 +359,9 @@ class Residual:
 
     def copy(self) -> "Residual":
         """An independent copy, for pretended measurements."""
-        twin = copy.copy(self)
-        twin.mean = self.mean.copy()  # which alone is changed in place
-        return twin
+        duplicate = copy.copy(self)
+        duplicate.mean = self.mean.copy()  # which alone is changed in place
+        return duplicate
 
     def _add(self, row: int, value: float, noise_variance: float, *, counted: bool) -> None:
         """One row of the Cholesky factorisation more."""

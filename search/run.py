@@ -8,10 +8,10 @@ from pathlib import Path
 
 from optuna.trial import TrialState
 
-from planner.errors import EnvironmentProblem
-from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
-from planner.records import dataclass
+from planner.core.errors import EnvironmentProblem
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of
 from search.heartbeat import HEARTBEAT_TIMING, HeartbeatTiming
 from search.optuna_samplers import make_sampler

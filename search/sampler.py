@@ -12,14 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
-from search.arrays import Floats
+from planner.setup.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from search.attribution import FailedTrial, FailureAttribution
-from search.kernel import Encoding, ErrorKernel, encode
-from search.normal import cdf, pdf
-from search.parts import parts_of, share_matrix
 from search.problem import Problem, Result, TransferObservation
-from search.residual import SURPRISE, Residual
+from search.residual import SURPRISE, Encoding, ErrorKernel, Floats, Residual, cdf, encode, parts_of, pdf, share_matrix
 
 NOMINAL_MEMORY_BAND = 0.08
 NOMINAL_TIME_BAND = 0.30

@@ -5,10 +5,9 @@ from statistics import median
 
 import numpy as np
 
-from planner.records import dataclass
-from search.arrays import Floats
-from search.normal import cdf
+from planner.core.records import dataclass
 from search.problem import Problem
+from search.residual import Floats, cdf
 from search.sampler import Posterior
 
 MARGIN = 0.01

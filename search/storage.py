@@ -18,8 +18,8 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage
 
-from planner.errors import EnvironmentProblem, UsageError
-from planner.install import packages_command
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.install import packages_command
 from search.heartbeat import (
     HEARTBEAT_TIMING,
     AttributeHeartbeat,

@@ -24,11 +24,11 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from planner.codec import evidence_to_dict
-from planner.errors import UsageError
-from planner.interchange import setup_from_dict, setup_to_dict
-from planner.outcome import Candidate, Evidence, Prediction
+from planner.core.errors import UsageError
 from planner.setup import TrainSetup
+from planner.setup.codec import evidence_to_dict
+from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.outcome import Candidate, Evidence, Prediction
 from search.dimensions import NAMES, key_of, value_of
 from search.heartbeat import Heartbeat
 from search.problem import Problem, memory_excess, with_evidence

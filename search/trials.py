@@ -8,13 +8,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from planner.codec import evidence_from_text
-from planner.errors import SetupError
-from planner.inputs import number
-from planner.interchange import setup_from_dict
-from planner.outcome import Evidence
-from planner.records import dataclass
+from planner.core.errors import SetupError
+from planner.core.inputs import number
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.codec import evidence_from_text
+from planner.setup.interchange import setup_from_dict
+from planner.setup.outcome import Evidence
 
 EXCLUDED = "excluded"
 """Origin of a trial that the formula excluded."""

@@ -7,9 +7,8 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from planner.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from planner.setup_fields import (
+from planner.setup.allowed import (
     ADAPTER_DTYPES,
     ATTENTIONS,
     KERNEL_FAMILIES,
@@ -23,6 +22,7 @@ from planner.setup_fields import (
     QUANTIZATIONS,
     TARGET_SETS,
 )
+from planner.setup.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure
 from search.dimensions import NAMES, value_of
 from search.problem import Problem, memory_excess
 

@@ -69,8 +69,8 @@ if hasattr(yaml, "CSafeLoader"):  # thousands of emitted files are read back: th
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from planner.children import python_argv  # noqa: E402
-from planner.locks import lock, open_lock  # noqa: E402
+from planner.core.children import python_argv  # noqa: E402
+from planner.core.locks import lock, open_lock  # noqa: E402
 from planner.models import module_tree  # noqa: E402
 from tests.warm import programs  # noqa: E402
 

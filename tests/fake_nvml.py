@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.units import MIB
+from planner.core.units import MIB
 
 
 class NvmlError(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.children import ROOT, child_environment
+from planner.core.children import ROOT, child_environment
 from tools import cuda_build
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
-from planner.cli.app import build_app, complete_arguments, run
-from planner.exporters import EXPORTERS
+from finetune_planner.cli.app import build_app, complete_arguments, run
+from planner.frameworks.exporters import EXPORTERS
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 from tools import captures

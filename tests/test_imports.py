@@ -78,16 +78,35 @@ def modules(package: str) -> list[Path]:
 
 def test_planner_imports_no_sibling_and_nothing_heavy() -> None:
     for path in modules("planner"):
-        composition_roots = {ROOT / "planner" / "app", ROOT / "planner" / "cli"}
-        packages = imported_packages(path)
-        if not composition_roots & set(path.parents):
-            assert not packages & set(SIBLINGS), path
-        assert not packages & {*HEAVY, "optuna"}, path
+        assert not imported_packages(path) & {*SIBLINGS, "finetune_planner", *HEAVY, "optuna"}, path
+
+
+FLOORS = (
+    ("core",),
+    ("options",),
+    ("setup",),
+    ("models", "hardware", "samples"),
+    ("memory",),
+    ("speed", "frameworks"),
+    ("planning",),
+)
+"""The rooms of `planner` from the ground up: each knows only what lies below it."""
+
+
+def test_no_arrow_of_planner_runs_up() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    known = {module_name(path) for path in modules("planner")}
+    assert {one.split(".")[1] for one in known if "." in one} <= {*floor}
+    for path in modules("planner"):
+        room = module_name(path).partition(".")[2].partition(".")[0]
+        for module in imported_modules(path, known) if room else ():
+            other = module.partition(".")[2].partition(".")[0]
+            assert not other or other == room or floor[other] < floor[room], f"{path}: {module}"
 
 
 def test_use_cases_know_no_flags() -> None:
-    for path in (ROOT / "planner" / "app").glob("*.py"):
-        assert "planner.cli" not in path.read_text().replace("`planner/cli`", ""), path
+    for path in (ROOT / "finetune_planner" / "app").glob("*.py"):
+        assert "finetune_planner.cli" not in path.read_text().replace("`finetune_planner/cli`", ""), path
 
 
 def test_nothing_imports_the_python_interface() -> None:
@@ -112,7 +131,11 @@ def test_only_probes_imports_torch(package: str) -> None:
 OWN = ("planner", *SIBLINGS, "finetune_planner", "tests", "tools", "benchmarks")
 OPTIONAL = {"amdsmi", "deepspeed", "fla", "flash_attn", "liger_kernel", "pandas", "timm", "triton"}
 """Used where a user's machine has them, and planned for or said to be missing where it has not."""
-OPTIONAL |= {"canifinetune", "fitcheck", "fitscout"}  # asked in a Python of their own: `planner/cli/rival_child.py`
+OPTIONAL |= {
+    "canifinetune",
+    "fitcheck",
+    "fitscout",
+}  # asked in a Python of their own: `finetune_planner/cli/rival_child.py`
 NAMED_OTHERWISE = {"sky": ["skypilot"], "kubeflow_trainer_api": ["kubeflow-trainer-api"], "sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""
 

@@ -14,8 +14,8 @@ PLACES = """
 import json, os, tempfile
 from pathlib import Path
 from huggingface_hub.constants import HF_HUB_CACHE, HF_TOKEN_PATH
-from planner.app.machine import default_store_path
-from planner.throughput.calibration import VARIABLE
+from finetune_planner.app.machine import default_store_path
+from planner.speed.roofline.calibration import VARIABLE
 from probes.dryrun.cache import default_directory
 assert VARIABLE not in os.environ
 print(json.dumps([str(place) for place in (
@@ -47,7 +47,7 @@ def test_another_test_does_not_see_them() -> None:
 
 def _another_store() -> None:
     """Writes into this test's default store, which nobody wrote to before."""
-    from planner.app.machine import default_store_path
+    from finetune_planner.app.machine import default_store_path
 
     path = default_store_path()
     assert path not in _stores

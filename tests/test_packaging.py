@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune_planner.cli.app import run
 from planner import __version__
-from planner.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 

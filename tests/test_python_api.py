@@ -28,9 +28,9 @@ from finetune_planner import (
     which_model,
 )
 from finetune_planner.api import Options
-from planner.cli.app import run
-from planner.cli.request_options import RequestOptions
-from planner.notes import Place, place_of
+from finetune_planner.cli.app import run
+from finetune_planner.cli.request_options import RequestOptions
+from planner.core.notes import Place, place_of
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 

@@ -4,9 +4,9 @@
 
 One line per configuration: the median tokens/s **per GPU** with every repeat, the worst rank's peak memory where the
 source reports one of PyTorch's counts, the setup with its layout in interchange form, the cluster, what the stack did
-that a setup cannot say (`planner.throughput.Conditions`), and what was assumed. `loose` figures rest on a guess that
-matters (a link nobody names, a card that is not in the table, sample lengths known only by their mean): shown apart.
-Left out, with counts and reasons in `multi_gpu_left_out.json`: see `SOURCES` and the mappers.
+that a setup cannot say (`planner.speed.roofline.Conditions`), and what was assumed. `loose` figures rest on a guess
+that matters (a link nobody names, a card that is not in the table, sample lengths known only by their mean): shown
+apart. Left out, with counts and reasons in `multi_gpu_left_out.json`: see `SOURCES` and the mappers.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from planner.interchange import setup_from_dict  # noqa: E402
-from planner.units import GIB  # noqa: E402
+from planner.core.units import GIB  # noqa: E402
+from planner.setup.interchange import setup_from_dict  # noqa: E402
 from tools import build_speed_points as single  # noqa: E402
 from tools.build_speed_points import Row, Unusable  # noqa: E402
 

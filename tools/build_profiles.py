@@ -14,11 +14,11 @@ import random
 import sys
 import time
 
-from planner.memory.profile_store import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
+from planner.core.packed import read_packed, write_packed
+from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.packed import read_packed, write_packed
 from planner.speed.resized import VOCABULARY_TILE, sizes_of, structure_of
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs

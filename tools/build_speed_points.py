@@ -3,7 +3,7 @@
     python tools/build_speed_points.py --shared ../shared
 
 One line per configuration: the median tokens/s per GPU, every repeat, the setup in interchange form, and what the stack
-did that a setup cannot say (`planner.throughput.Conditions`). Kept: runs whose configuration is complete enough to
+did that a setup cannot say (`planner.speed.roofline.Conditions`). Kept: runs whose configuration is complete enough to
 predict (confidence A or B), and ms-swift's (C: sample lengths known only by mean and deviation) for their ratios. Left
 out, with a count on stderr: GPTQ bases, other adapter methods, Unsloth kernels, models whose shape is not stated, FP8,
 CUDA graphs, more than one GPU except DDP of adapters and llm-foundry's FSDP.

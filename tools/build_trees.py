@@ -19,10 +19,10 @@ from transformers import AutoConfig
 from benchmarks.multi_gpu_points import FILE as MULTI_GPU
 from benchmarks.multi_gpu_scaling import SHAPES, config_of
 from benchmarks.speed_points import FILE, TREES
-from planner.interchange import to_jsonable
 from planner.models import catalogue
 from planner.models.adapters import has_adapter
 from planner.models.module_tree import SHIPPED, tree_digest
+from planner.setup.interchange import to_jsonable
 from probes.module_tree import spec_of_tree
 
 _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")

@@ -20,7 +20,7 @@ MOMENT = re.compile(rb"20\d\d-\d\d-\d\dT[\d:]{8}[+\d:Z]*")
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 9
 MODEL = "HuggingFaceTB/SmolLM2-135M"
-RUN = "import sys; from planner.cli.app import run; sys.exit(run(sys.argv[1:]))"
+RUN = "import sys; from finetune_planner.cli.app import run; sys.exit(run(sys.argv[1:]))"
 CONFIG = (
     f"model_name_or_path: {MODEL}\ndataset_name: x/y\nper_device_train_batch_size: 2\nmax_length: 512\nbf16: true\n"
     "use_peft: true\nlora_r: 8\n"

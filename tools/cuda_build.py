@@ -33,7 +33,7 @@ VARIABLES = {
 """Name -> where it must occur: in torch's libraries, or in Triton's sources."""
 PROBE = """
 import json, sys
-from planner.outcome import ProbeFailure
+from planner.setup.outcome import ProbeFailure
 from planner.setup import TrainSetup
 from probes.gpu.request import ProbeRequest
 from probes.gpu.runner import run_probe
@@ -116,7 +116,7 @@ def without_driver() -> Iterator[str]:
             yield f"no driver is called {kind.value}: {message}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     doctor = subprocess.run(
-        [sys.executable, "-c", "from planner.cli.app import main; main()", "doctor", "--json=full"],
+        [sys.executable, "-c", "from finetune_planner.cli.app import main; main()", "doctor", "--json=full"],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     if doctor.returncode != 3 or json.loads(doctor.stdout)["can_probe"]:

@@ -84,7 +84,7 @@ def tune(words: list[str]) -> int:
     """`plan tune` with probes that answer from a table, and with a disk that is full at one write."""
     from functools import partial
 
-    from planner.cli.app import run
+    from finetune_planner.cli.app import run
     from probes.gpu import executors
     from search import run as search_run
     from search.heartbeat import HeartbeatTiming
@@ -106,7 +106,7 @@ def fail_at(number: int, disk: Disk) -> None:
     from optuna.storages.journal import JournalFileBackend
     from sqlalchemy import Engine, event
 
-    import planner.outputs
+    import planner.core.outputs
     import probes.gpu.request
     import probes.store
     import search.corrections
@@ -139,8 +139,8 @@ def fail_at(number: int, disk: Disk) -> None:
 
     JournalFileBackend.append_logs = torn  # type: ignore[method-assign]
     probes.store._append_bytes = guarded(probes.store._append_bytes)
-    whole = guarded(planner.outputs.write_whole)
-    for module in (planner.outputs, probes.gpu.request, probes.store, search.corrections):
+    whole = guarded(planner.core.outputs.write_whole)
+    for module in (planner.core.outputs, probes.gpu.request, probes.store, search.corrections):
         module.write_whole = whole  # type: ignore[attr-defined]
 
     @event.listens_for(Engine, "do_execute")
@@ -152,9 +152,9 @@ def fail_at(number: int, disk: Disk) -> None:
 def probe() -> int:
     """A probe's child: says that it began, takes a while, says that it ended, answers."""
 
-    from planner.codec import Outcome
-    from planner.interchange import setup_to_dict
-    from planner.outcome import Measurement
+    from planner.setup.codec import Outcome
+    from planner.setup.interchange import setup_to_dict
+    from planner.setup.outcome import Measurement
     from probes.gpu import child, worker
     from probes.gpu.environment import read_environment
     from probes.gpu.request import ProbeRequest
@@ -399,8 +399,8 @@ def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
 def imports() -> None:
     """What `Search.run`'s forks would import, each."""
     for name in (
-        "planner.cli.tune",
-        "planner.app.tuning",
+        "finetune_planner.cli.tune",
+        "finetune_planner.app.tuning",
         "search.run",
         "search.optuna_samplers",
         "probes.gpu.executors",

@@ -262,8 +262,8 @@ class Seeds:
         self.preference_plan = self._plan("--objective", "dpo")
 
     def _record(self) -> dict[str, Any]:
-        from planner.interchange import setup_from_dict, setup_to_dict
-        from planner.outcome import Environment, Measurement, Rung
+        from planner.setup.interchange import setup_from_dict, setup_to_dict
+        from planner.setup.outcome import Environment, Fidelity, Measurement
         from probes.records import Record
 
         environment = Environment(
@@ -271,7 +271,7 @@ class Seeds:
             libraries={"torch": "2.13.0"}, power_limit_w=450.0,
         )  # fmt: skip
         outcome = Measurement(
-            rung=Rung.PROBE, peak_allocated_bytes=10**9, peak_reserved_bytes=2 * 10**9, peak_device_bytes=3 * 10**9,
+            rung=Fidelity.PROBE, peak_allocated_bytes=10**9, peak_reserved_bytes=2 * 10**9, peak_device_bytes=3 * 10**9,
             phase_peaks_bytes={"forward": 10**8}, step_times_s=(0.5, 0.51), tokens_per_step=1024,
             layers_measured=(2, 4), environment=environment,
         )  # fmt: skip
@@ -282,7 +282,7 @@ class Seeds:
         ).to_dict()
 
     def _plan(self, *options: str) -> dict[str, Any]:
-        from planner.cli.app import run
+        from finetune_planner.cli.app import run
 
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -488,7 +488,7 @@ def report_case(folder: Path, dice: random.Random) -> Case:
 
 
 def calibration_case(folder: Path, dice: random.Random) -> Case:
-    from planner.throughput.calibration import calibration_to_dict, load_calibration
+    from planner.speed.roofline.calibration import calibration_to_dict, load_calibration
 
     values = calibration_to_dict(load_calibration())
     file = put(folder / "calibration.json", as_json(mutate(values, dice), dice), dice)
@@ -572,14 +572,14 @@ def journal_case(folder: Path, dice: random.Random) -> Case:
 
 
 def corrections_case(folder: Path, dice: random.Random) -> Case:
-    from planner.interchange import to_jsonable
-    from planner.memory.types import MemoryTerm
-    from planner.outcome import Prediction, Rung
     from planner.setup import TrainSetup
+    from planner.setup.interchange import to_jsonable
+    from planner.setup.memory_terms import MemoryTerm
+    from planner.setup.outcome import Fidelity, Prediction
     from search.corrections import SCHEMA_VERSION, Observation
 
     formula = Prediction(
-        rung=Rung.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
+        rung=Fidelity.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
         peak_phase="backward", phase_peaks_bytes={"backward": 10**9}, memory_band_fraction=0.04, step_time_s=1.0,
         terms=(MemoryTerm(category="weights", name="weights", size_bytes=10**9),), tokens_per_s=10.0,
         time_parts_s={"matmul": 0.5},
@@ -630,7 +630,7 @@ def storage_url_case(folder: Path, dice: random.Random) -> Case:
 
 
 def words_case(folder: Path, dice: random.Random) -> Case:
-    from planner.cli.app import COMMANDS
+    from finetune_planner.cli.app import COMMANDS
 
     command = dice.choice([name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "ui")])
     options = ["--gpu", "--rank", "--seq-len", "--global-batch", "--micro-batch", "--json", "--method", "--precision"]
@@ -727,7 +727,7 @@ def page_case(folder: Path, dice: random.Random) -> Case:
     import socket
     import threading
 
-    from planner.cli.ui import Server, Shelf
+    from finetune_planner.cli.ui import Server, Shelf
 
     paths = (
         "/", "/grid/smollm2.js", "/grid/../../etc/passwd.js", "/launch/x/0.zip", "/launch/x/999999.zip", "/%00",
@@ -761,10 +761,10 @@ def page_case(folder: Path, dice: random.Random) -> Case:
 
 def request_case(folder: Path, dice: random.Random) -> Case:
     """What a user may ask for: the plan keeps to its budget and its request, and has a launch file or says why not."""
-    from planner.choices.adapters import ADAPTERS
-    from planner.choices.objectives import OBJECTIVES
-    from planner.choices.optimizers import OPTIMIZERS
     from planner.models import catalogue
+    from planner.options.adapters import ADAPTERS
+    from planner.options.objectives import OBJECTIVES
+    from planner.options.optimizers import OPTIMIZERS
 
     cards = ("t4", "rtx-3060", "v100-32gb", "rtx-3090", GPU, "l40s", "a100-80gb", "h100-sxm", "h200", "mi300x")
     words = [dice.choice(sorted(catalogue.names())), "--gpu", dice.choice(cards), "--no-dry-run", "--out", "out"]
@@ -787,8 +787,8 @@ def request_case(folder: Path, dice: random.Random) -> Case:
 
 
 def _keep_promises(words: list[str], asked: dict[str, Any]) -> None:
-    from planner.cli.app import run
-    from planner.interchange import setup_from_dict
+    from finetune_planner.cli.app import run
+    from planner.setup.interchange import setup_from_dict
 
     if run(words):
         return
@@ -952,8 +952,8 @@ def _child(number: int, folder: Path) -> None:
 
 
 def _run(case: Case) -> int:
-    from planner.cli.app import run
-    from planner.errors import PlannerError
+    from finetune_planner.cli.app import run
+    from planner.core.errors import PlannerError
 
     tempfile.tempdir = os.getcwd()
     if case.call is None:

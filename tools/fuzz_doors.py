@@ -151,7 +151,7 @@ def _session(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> None:
 
     from mcp import Client
 
-    from planner.cli.agent_server import build_server
+    from finetune_planner.cli.agent_server import build_server
 
     logging.disable()  # the SDK tells its log what arguments it refused
     root, outside, home = folder / "root", folder / "outside", folder / "home"
@@ -183,7 +183,7 @@ def _state(folder: Path) -> list[tuple[str, bytes]]:
 
 def _in_forks(root: Path) -> Any:
     """A desk whose commands run in forks of this process, each of which tells what it opened outside."""
-    from planner.cli.agent_desk import Desk, refusal
+    from finetune_planner.cli.agent_desk import Desk, refusal
 
     class ForkDesk(Desk):
         faults: list[str]
@@ -211,7 +211,7 @@ def _in_forks(root: Path) -> Any:
 def _command(
     words: list[str], empty: str, told: tuple[Path, Path], variables: dict[str, str], outside: Path
 ) -> None:  # never returns
-    from planner.cli.app import run
+    from finetune_planner.cli.app import run
 
     code = 70
     try:
@@ -386,7 +386,7 @@ _SEEN = {
 @cache
 def planned() -> Path:
     """A plan's folder whose model and data are here, made once."""
-    from planner.cli.app import run
+    from finetune_planner.cli.app import run
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-plan-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -539,7 +539,7 @@ def _trained(
     from transformers import TrainingArguments
 
     from finetune_planner.callback import PlanCallback
-    from planner.errors import UsageError
+    from planner.core.errors import UsageError
 
     class Kept(SimpleNamespace):
         def save_pretrained(self, place: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from planner.errors import PlannerError  # noqa: E402
-from planner.interchange import setup_from_dict, setup_to_dict  # noqa: E402
-from planner.units import GIB  # noqa: E402
+from planner.core.errors import PlannerError  # noqa: E402
+from planner.core.units import GIB  # noqa: E402
+from planner.setup.interchange import setup_from_dict, setup_to_dict  # noqa: E402
 from tools.measurement_sources import GPUS, MAPPERS, MODELS, Mapped, Row, multi_gpu, other  # noqa: E402
 
 MEMORY_METRICS = {"max_allocated": "allocated_bytes", "max_active": "allocated_bytes", "max_reserved": "reserved_bytes"}

@@ -17,8 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from planner.errors import SetupError  # noqa: E402
-from planner.interchange import asked_setup  # noqa: E402
+from planner.core.errors import SetupError  # noqa: E402
+from planner.setup.interchange import asked_setup  # noqa: E402
 
 OUT = ROOT / "planner" / "data" / "measured_own.jsonl"
 WARM_UP_STEPS = 1

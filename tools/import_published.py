@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from planner.interchange import asked_setup  # noqa: E402
-from planner.units import GIB, MIB  # noqa: E402
+from planner.core.units import GIB, MIB  # noqa: E402
+from planner.setup.interchange import asked_setup  # noqa: E402
 
 OUT = ROOT / "planner" / "data" / "measured_published.jsonl"
 CANI = "DaoyuanLi2816/can-i-finetune-this@053ce9e"

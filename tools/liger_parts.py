@@ -3,7 +3,7 @@
     python tools/liger_parts.py        # needs liger-kernel and triton beside transformers; models on meta, no GPU
 
 Prints, per type, the modules whose forward was replaced, those norms, MLPs and experts that were left, and whether the
-module's rotary function was. `planner/choices/kernels.py` was written from that by hand.
+module's rotary function was. `planner/options/kernels.py` was written from that by hand.
 """
 
 import sys

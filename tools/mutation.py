@@ -57,7 +57,7 @@ QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     # room: (files, tests in order of cost, how many faults)
     "memory": (
-        ("planner/memory/*.py", "planner/choices/losses.py", "planner/choices/optimizers.py"),
+        ("planner/memory/*.py", "planner/options/losses.py", "planner/options/optimizers.py"),
         (
             "tests/planner/test_on_record.py",
             "tests/planner/test_by_hand.py",
@@ -72,13 +72,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     ),
     "throughput": (
         (
-            "planner/throughput/counts.py",
-            "planner/throughput/family.py",
-            "planner/throughput/model.py",
-            "planner/throughput/profile.py",
-            "planner/throughput/rates.py",
-            "planner/throughput/inventory.py",
-            "planner/throughput/lora.py",
+            "planner/speed/roofline/counts.py",
+            "planner/speed/roofline/family.py",
+            "planner/speed/roofline/model.py",
+            "planner/speed/roofline/profile.py",
+            "planner/speed/roofline/types.py",
+            "planner/speed/roofline/counts.py",
+            "planner/speed/roofline/counts.py",
         ),
         (
             "tests/planner/test_on_record.py",
@@ -94,7 +94,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "search/problem.py",
             "search/sampler.py",
             "search/residual.py",
-            "search/kernel.py",
+            "search/residual.py",
             "search/stopping.py",
             "search/attribution.py",
             "search/study.py",
@@ -123,16 +123,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     ),
     "profiles": (
         (
-            "planner/memory/profiled.py",
-            "planner/memory/profile_store.py",
-            "planner/memory/step_profile.py",
-            "planner/packed.py",
+            "planner/memory/profiles.py",
+            "planner/memory/profiles.py",
+            "planner/memory/profiles.py",
+            "planner/core/packed.py",
         ),
         ("tests/planner/test_stated_seconds.py", "tests/planner/test_step_profiles.py"),
         20,
     ),
     "policy": (
-        ("planner/decision/policy.py", "planner/decision/tree.py", "planner/decision/remedies.py"),
+        (
+            "planner/planning/decision/policy.py",
+            "planner/planning/decision/tree.py",
+            "planner/planning/decision/others.py",
+        ),
         (
             "tests/planner/test_stated_policy.py",
             "tests/planner/test_preference.py",
@@ -141,7 +145,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         20,
     ),
     "written": (
-        ("planner/exporters/*.py",),
+        ("planner/frameworks/exporters/*.py",),
         (
             "tests/planner/test_written.py",
             "tests/planner/test_readers_roundtrip.py",
@@ -150,7 +154,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         14,
     ),
     "read": (
-        ("planner/readers/*.py", "planner/samples/dataset.py"),
+        ("planner/frameworks/readers/*.py", "planner/samples/dataset.py"),
         (
             "tests/planner/test_stated_facts.py",
             "tests/planner/test_readers_spread.py",
@@ -164,7 +168,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         20,
     ),
     "dry run": (
-        ("probes/dryrun/splice.py", "probes/dryrun/tracker.py", "probes/dryrun/workspaces.py"),
+        ("probes/dryrun/repeat_layers.py", "probes/dryrun/tracker.py", "probes/dryrun/workspaces.py"),
         (
             "tests/probes/test_dryrun_on_record.py",
             "tests/probes/test_dryrun_depth.py::test_every_event_is_that_of_the_full_depth",

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.contact.staged import Stage
 from benchmarks.contact.steps import CASES, FLA
 from benchmarks.last_run import describe_run
-from planner.children import child_environment, python_argv
-from planner.errors import EXIT_ENVIRONMENT
+from planner.core.children import child_environment, python_argv
+from planner.core.errors import EXIT_ENVIRONMENT
 
 WORK = Path("/tmp/contact-work")
 OFFLINE = {

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from planner.records import dataclass
-from planner.units import MIB
+from planner.core.records import dataclass
+from planner.core.units import MIB
 from probes.allocator.blocks import Block
 from probes.allocator.caching import CachingAllocator
 from probes.allocator.events import Alloc, Event, Free

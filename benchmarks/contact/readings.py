@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.contact.forks import begin, end, run_each, warm_up
+from planner.core.units import GIB, MIB
 from planner.hardware.driver import device_handle, nvml
-from planner.units import GIB, MIB
 from probes.gpu.failures import classify_exception
 from probes.gpu.kernels import attention_backend, kernels_of_step
 

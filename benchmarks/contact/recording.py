@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from planner.outcome import FailureKind
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.setup.outcome import FailureKind
 from probes.allocator.events import Alloc, Event, Free
 from probes.allocator.replay import replay
 from probes.gpu.environment import DeviceStatus
@@ -266,11 +266,11 @@ def _fault_problems(line: Line, rehearsal: bool) -> Iterator[str]:
 
 def _launched_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     """A launch file's run is measured as it was seen, and the formula says its memory (LAUNCHED_FRACTIONS)."""
-    from planner.codec import decode
     from planner.hardware.gpus import find_gpu
-    from planner.interchange import asked_setup
     from planner.models.resolve import resolve_model
-    from planner.predict import predict
+    from planner.planning.predict import predict
+    from planner.setup.codec import decode
+    from planner.setup.interchange import asked_setup
     from probes.gpu.request import ProbeRequest
     from probes.launched.run import LaunchedFile, Seen, measurement
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from planner.children import ROOT, child_environment, python_argv
+from planner.core.children import ROOT, child_environment, python_argv
 from probes.gpu.environment import child_settings
 
 READY = "ready\n"

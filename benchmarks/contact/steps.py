@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contact.staged import wait_for_turn
-from planner.children import child_environment, python_argv
+from planner.core.children import child_environment, python_argv
 
 TIMED_STEPS = 4
 WORDS = 1000

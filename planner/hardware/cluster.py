@@ -6,13 +6,13 @@ The latencies of the table are typical figures from memory, the rates are nomina
 
 import csv
 from functools import lru_cache
-from pathlib import Path
 
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
+from planner.core.shipped import DATA
 from planner.hardware.gpu import GpuSpec
-from planner.records import dataclass
 
-_PATH = Path(__file__).parents[1] / "data" / "links.csv"
+_PATH = DATA / "links.csv"
 GPUS_PER_NODE = 8
 """Most that one node is taken to hold when the user does not say."""
 NVLINK_LATENCY_S = 3e-6

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable
 
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.core.units import GIB
 from planner.hardware.driver import SeenGpu
 from planner.hardware.gpu import GpuSpec
-from planner.units import GIB
 
 FORM = '"NAME:12GiB:360GB/s:29TFLOPS"'
 MEANING = "its memory, its bandwidth, its dense bf16 or fp16 rate with fp32 accumulation"

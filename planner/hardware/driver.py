@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.hardware.amd import AmdSmi, connect
-from planner.records import dataclass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -2,7 +2,7 @@
 
 from dataclasses import field
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,17 +12,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
-from planner import plugins
-from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.core import plugins
+from planner.core.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.core.shipped import DATA
+from planner.core.units import GIB, MIB
 from planner.hardware.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.hardware.gpu import GpuSpec
-from planner.units import GIB, MIB
 
 Names = TypeVar("Names")
-_PATH = Path(__file__).parents[1] / "data" / "gpus.csv"
+_PATH = DATA / "gpus.csv"
 LOCAL = "local"
 QUERY_LIMIT_S = 3.0
 
@@ -399,7 +399,7 @@ def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
 
 def _closest(name: str) -> list[str]:
     """Keys of the rows whose names are most like this one."""
-    from planner.close import close_names
+    from planner.core.close import close_names
     from planner.hardware.card_names import normalized
 
     names = {normalized(one): key for key, row in _rows().items() for one in (key, row["name"], row["driver_name"])}

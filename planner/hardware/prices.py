@@ -2,13 +2,13 @@
 
 import csv
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from planner import plugins
-from planner.records import dataclass
+from planner.core import plugins
+from planner.core.records import dataclass
+from planner.core.shipped import DATA
 
-_PATH = Path(__file__).parents[1] / "data" / "prices.csv"
+_PATH = DATA / "prices.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,15 +7,15 @@ twice, unless `eval_accumulation_steps` sends each batch to the host. TRL makes 
 Measured: benchmarks/trace_evaluation.py, on a GPU that computes nothing.
 """
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.model import predict_memory
-from planner.memory.trained import trained_parameters
+from planner.memory.states import trained_parameters
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
-from planner.records import dataclass
 from planner.setup import TrainSetup
 
 DEFAULT_EVAL_SEQS = 8

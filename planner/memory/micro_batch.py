@@ -1,9 +1,4 @@
-"""Activations of one micro-batch over all layers: what is kept, what is recomputed, what is there for a moment.
-
-Independent of loss, optimizer and accumulation, and affine in the micro-batch, so that a walk over the whole space
-computes it once for each precision, adapter, kernel and checkpointing, and what checkpointing leaves alone
-(`Groundwork`) once for all of those.
-"""
+"""One micro-batch over all layers, in closed form."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,19 +6,312 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.casts import NO_ADAPTER_CASTS, AdapterCasts, WeightCasts, adapter_casts, weight_casts
+from planner.memory.attention_kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
-from planner.memory.encoder import convolutions_bytes, encoder_output_bytes, sound_bytes
-from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
-from planner.memory.outside_layers import kept_by_outer_norms
-from planner.memory.parts import PARTS, ActivationParts
-from planner.memory.position_bias import position_bias_bytes
-from planner.memory.reference import reference_forward_bytes
-from planner.memory.trained import adapted_names, frozen_below, parted, whole_where_frozen
+from planner.memory.layer_terms import LayerContext
+from planner.memory.layers import LayerCosts, LayerMoment, layer_costs, norm_saved
+from planner.memory.states import (
+    adapted_names,
+    decoder_alone,
+    frozen_below,
+    parted,
+    trained_parameters,
+    whole_where_frozen,
+)
 from planner.memory.traits import traits_of
-from planner.models.spec import ModelSpec
+from planner.models.spec import FrontEnd, ModelSpec
 from planner.setup import TrainSetup
+
+# What the forward of a reference holds that an objective asks beside the activations of the policy's forward.
+
+
+class ReferenceForward(NamedTuple):
+    """Bytes of a forward that keeps nothing.
+
+    Attributes:
+        frames: what its frames hold: the embeddings, a layer's input, the sum before its second norm, that norm's
+            result.
+        layer: the largest of one layer's temporaries.
+        cached: autocast's copies of a second model's fp32 weights, until its forward ends.
+    """
+
+    frames: int = 0
+    layer: int = 0
+    cached: int = 0
+
+
+def reference_forward_bytes(
+    model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy, costs: Sequence[LayerCosts], weight_casts: int
+) -> ReferenceForward:
+    """Of one micro-batch; nothing where no reference is asked there.
+
+    Args:
+        weight_casts: autocast's copies of the policy's weights in its forward.
+
+    Source: trl 1.16 `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (no_grad, without checkpointing).
+    """
+    if not setup.asks_reference:
+        return ReferenceForward()
+    frames = 4 * SIZE_BYTES[dtypes.residual] * model.hidden_size * setup.forward_tokens
+    return ReferenceForward(
+        frames, max(one.forward + one.merged for one in costs), weight_casts if setup.copies_reference else 0
+    )
+
+
+# What one micro-batch's activations add up to: the type that its terms are handed on in.
+
+
+PARTS = (
+    "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "bias", "masks", "sound", "output",
+)  # fmt: skip
+"""Of what the layers keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderBytes:
+    """Bytes of one micro-batch's pictures.
+
+    Attributes:
+        inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
+            `Trainer.get_batch_samples`), so that they stay until the step's end.
+        stored: from the encoder's forward to its backward; 0 where nothing asks for a gradient there.
+        mask: as long, of all frames with all: it grows with the square of the micro-batch.
+        behind: between its layers and the text, gone when the layers' backward comes.
+        forward: the encoder's own forward at its largest beyond what is stored.
+        backward: its backward's moments beyond what is stored.
+    """
+
+    inputs: int = 0
+    stored: int = 0
+    mask: int = 0
+    behind: int = 0
+    forward: int = 0
+    backward: tuple[int, ...] = ()
+
+
+NO_ENCODER = EncoderBytes()
+"""Of text alone."""
+
+
+class ActivationParts(NamedTuple):
+    """Activations of one micro-batch, all in bytes.
+
+    Attributes:
+        stored: kept over the layers, by part.
+        recomputed: the largest checkpointed layer during its backward; temporary: one layer's gradients of activations.
+        forward_temp: one layer's forward temporaries.
+        dequantized: one 16-bit copy of a quantized matrix.
+        weight_casts: autocast's copies of weights alive in (forward and loss, backward).
+        layer_moments: what can be the largest moment of one layer's backward; `recomputed` and `temporary` are those of
+            the largest.
+        forwards: with gradients, one after another, before one backward; all that is kept is of all of them.
+        sound: of a micro-batch's clips, which stay until the step's end.
+        encoder: of the pictures (`planner.memory.modality_encoder`).
+        asked: of a reference that is asked beside all this.
+        hooked: at the backward's end, in place of what is left of what is stored
+            (`planner.memory.micro_batch.hooked_bytes`).
+        cached: keys and values in the model's cache until its outputs are dropped or replaced.
+    """
+
+    stored: dict[str, int]
+    recomputed: int
+    temporary: int
+    forward_temp: int
+    dequantized: int
+    final_norm: int
+    weight_casts: tuple[int, int]
+    adapter_casts: int
+    layer_moments: tuple[LayerMoment, ...] = ()
+    forwards: int = 1
+    sound: int = 0
+    encoder: EncoderBytes = NO_ENCODER
+    asked: ReferenceForward = ReferenceForward()
+    hooked: int = 0
+    cached: int = 0
+
+    @property
+    def cast_cache(self) -> int:
+        """What autocast keeps until the forward ends, beyond what lives on into the backward."""
+        return self.weight_casts[0] - self.weight_casts[1] + self.adapter_casts
+
+    @property
+    def until_loss(self) -> int:
+        """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
+        return max(self.cast_cache, self.asked.cached)
+
+
+# 16-bit copies that autocast makes of fp32 adapters and matrices.
+
+
+class AdapterCasts(NamedTuple):
+    """Copies of fp32 adapters.
+
+    Attributes:
+        always_bytes: kept by the graph whatever is recomputed.
+        copied: elements whose copies the graph keeps in layers that are not recomputed; cached: of them, those that
+            autocast's cache keeps until the forward ends in layers that are.
+    """
+
+    always_bytes: int = 0
+    copied: int = 0
+    cached: int = 0
+
+    def at(self, share: float) -> tuple[int, int]:
+        """Bytes (kept by the graph, kept by autocast's cache) where this share of the layers is not recomputed."""
+        return self.always_bytes + int(2 * self.copied * share), int(2 * self.cached * (1 - share))
+
+
+NO_ADAPTER_CASTS = AdapterCasts()
+
+
+def adapter_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> AdapterCasts:
+    """Those of a setup."""
+    if setup.method == "full" or not dtypes.autocast or dtypes.adapter != "fp32":
+        return NO_ADAPTER_CASTS
+    network = 2 * 3 * model.hidden_size**2 if setup.adapter == "p-tuning" else 0
+    if setup.kind.form != "low-rank":
+        return AdapterCasts(network)
+    adapters_only = setup.replace_trusted(modules_to_save=()) if setup.modules_to_save else setup
+    trained = trained_parameters(model, adapters_only)
+    # fused functions cast by themselves, past autocast's cache
+    fused = "lora" in setup.fused_parts(model.model_type)
+    return AdapterCasts(network, trained.num, 0 if fused else trained.num - trained.stacked)
+
+
+class WeightCasts(NamedTuple):
+    """Copies of fp32 matrices.
+
+    Attributes:
+        size_bytes: of all matrices, of those that train alone where others do not.
+        frozen_bytes: of those beside them, which only the graph keeps.
+        trained: whether they are cached until the forward ends; else only the graph keeps them.
+        gone: whether none of them outlives the forward, whichever layers keep their activations.
+    """
+
+    size_bytes: int = 0
+    frozen_bytes: int = 0
+    trained: bool = False
+    gone: bool = False
+
+    def at(self, kept: int, layers: int) -> tuple[int, int]:
+        """Bytes alive in (forward and loss, backward) where so many of the layers keep their activations."""
+        if self.gone:
+            return self.size_bytes, 0
+        of_kept, frozen = (size * kept // max(1, layers) for size in (self.size_bytes, self.frozen_bytes))
+        return frozen + (self.size_bytes if self.trained else of_kept), frozen + of_kept
+
+
+def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> WeightCasts:
+    """Those of a setup.
+
+    Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
+    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
+    stacked experts is not on autocast's list; Llama 4's batched one is: its frozen copies are in `moe_saved`, as a
+    recomputed layer holds them too.
+
+    Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
+    """
+    if setup.widens_trained:
+        return WeightCasts(2 * trained_parameters(model, setup).num, trained=True, gone=setup.checkpointing > 0)
+    trained = setup.method == "full"
+    batched = traits_of(model).dense_experts and trained
+    if dtypes.autocast is None or setup.quantized or dtypes.table != "fp32":
+        return WeightCasts()
+    copied = decoder_alone(model) if setup.frozen_encoder else model
+    each = [
+        2 * sum(one.num_weights for one in layer.linears if one.module != "parameter" or batched)
+        for layer in copied.layer_kinds
+    ]
+    if trained and setup.trained_layers:
+        reached = copied.layer_order[frozen_below(model, setup) :]
+        frozen = sum(each[kind] for kind in reached if copied.layer_kinds[kind].frozen)
+        return WeightCasts(sum(each[kind] for kind in reached) - frozen, frozen, trained=True)
+    return WeightCasts(sum(each[kind] for kind in copied.layer_order), trained=trained)
+
+
+# What the text's tokens keep before the layers and behind them.
+
+
+def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[int, int]:
+    """Bytes that the norms around the layers keep of one forward: (before them, to the backward's end; the last one
+    behind them)."""
+    around = LayerContext(
+        setup=setup.replace_trusted(method="lora") if setup.trained_layers else setup,
+        dtypes=dtypes,
+        adapted=frozenset(),
+        kernel="flash",
+        tokens=setup.forward_tokens,
+        hidden=model.hidden_size,
+        traits=traits_of(model),
+        fused=setup.fused_parts(model.model_type),
+    )
+    before = [one for one in model.outer_norms if "embed" in one.name]
+    behind = [one for one in model.outer_norms if "embed" not in one.name][-1:]
+    kept, last = ([norm_saved(norm, around, dtypes.residual) for norm in norms] for norms in (before, behind))
+    return sum(kept), sum(last)
+
+
+# Learned position biases (T5): matrices of heads x tokens x tokens that every layer adds to its scores.
+
+
+def position_bias_bytes(
+    model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy, kernel: Kernel, *, row_tokens: int, num_kept: int
+) -> int:
+    """Bytes of one micro-batch's biases: of the encoder, of the decoder, and the cross attention's zeros, each with its
+    gradient under checkpointing; the memory-efficient kernel keeps each layer's own contiguous copy as its mask.
+
+    Args:
+        row_tokens: tokens of one row (all of the micro-batch where packing flattens it).
+        num_kept: layers that keep their activations.
+
+    Source: transformers 5.23 `T5Attention.forward`, `integrations/sdpa_attention.py` `create_position_bias_mask`.
+    Shapes: [1, heads, tokens, tokens].
+    """
+    spec = model.layer_kinds[0].attention
+    if not traits_of(model).position_bias or spec is None:
+        return 0
+    one, zeros = SIZE_BYTES[dtypes.table], SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
+    mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if kernel == "efficient" else 0
+    shared = 3 * one + 2 * zeros if setup.checkpointing else zeros
+    return spec.num_heads * row_tokens * row_tokens * (num_kept * mask + shared)
+
+
+# What stands around the layers of an encoder-decoder's encoder: sound, the convolutions over it, and the encoder's
+# output, which the decoder's layers look at.
+
+
+def encoder_output_bytes(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
+    """Bytes of the encoder's output, with its gradient where the backward goes into the encoder."""
+    tokens = setup.micro_batch_seqs * (model.encoder_tokens or setup.seq_len_tokens)
+    wide = SIZE_BYTES["fp32" if dtypes.autocast else dtypes.residual]
+    return 2 * wide * tokens * model.hidden_size
+
+
+def sound_bytes(front: FrontEnd, setup: TrainSetup) -> int:
+    """Bytes of a micro-batch's sound, which stays until the step's end as pixels do."""
+    narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
+    return setup.micro_batch_seqs * front.input_elements * SIZE_BYTES[setup.weight_dtype if narrow else "fp32"]
+
+
+def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
+    """Bytes that the convolutions keep: the inputs of both GELUs, and of the second convolution.
+
+    Beside adapters and checkpointing the first one's output is a leaf (`enable_input_require_grads`; `WhisperEncoder`
+    names `conv1`), and what follows it is kept; beside adapters alone nothing is.
+
+    Source: transformers 5.23 `WhisperEncoder.forward`.
+    Shapes: [seqs, hidden, frames], [seqs, hidden, frames / 2].
+    """
+    if setup.method != "full" and not setup.checkpointing:
+        return 0
+    wide = setup.micro_batch_seqs * model.hidden_size * front.frames * SIZE_BYTES[dtypes.autocast or dtypes.table]
+    return 2 * wide + wide // 2
+
+
+# Activations of one micro-batch over all layers: what is kept, what is recomputed, what is there for a moment.
+
 
 ON_DEVICE_INPUTS = 2
 """Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""

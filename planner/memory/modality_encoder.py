@@ -4,12 +4,16 @@ text."""
 from dataclasses import replace
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.activations import layer_saved
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
-from planner.memory.layer_context import LayerContext
-from planner.memory.layer_costs import layer_costs
-from planner.memory.micro_batch import activation_parts, shared_layer_costs, step_dtype_policy
-from planner.memory.parts import ActivationParts, EncoderBytes
+from planner.memory.layer_terms import LayerContext
+from planner.memory.layers import layer_costs, layer_saved
+from planner.memory.micro_batch import (
+    ActivationParts,
+    EncoderBytes,
+    activation_parts,
+    shared_layer_costs,
+    step_dtype_policy,
+)
 from planner.memory.traits import traits_of
 from planner.models.encoders import encoder_of
 from planner.models.spec import LayerSpec, ModelSpec

@@ -1,13 +1,13 @@
 """The memory of every distinct rank of a setup: by its step profile, or by closed forms. One GPU is a layout of one."""
 
-from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiled import profiled_breakdown, profiled_step
+from planner.memory.engines import engine_of
+from planner.memory.profiles import profiled_breakdown, profiled_step
 from planner.memory.rank_part import followers, rank_parts
 from planner.memory.step import breakdown
-from planner.memory.types import MemoryBreakdown, RankMemory
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import MemoryBreakdown, RankMemory
 
 
 def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
@@ -31,8 +31,8 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
 def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
     """The memory of every distinct rank, the largest device peak first.
 
-    Source: `planner.engines` for what each engine holds, `planner.memory` for activations and the loss.
-    Not counted: host memory (`planner.engines.host`), paged optimizer states, the data loader.
+    Source: `planner.memory.engines` for what each engine holds, `planner.memory` for activations and the loss.
+    Not counted: host memory (`planner.memory.engines.host`), paged optimizer states, the data loader.
     """
     engine, accumulated = engine_of(setup), setup.adds_gradients
     found = [

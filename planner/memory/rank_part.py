@@ -7,9 +7,9 @@ then run on the part as they are.
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.choices.objectives import Head
+from planner.core.records import dataclass
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
-from planner.records import dataclass
+from planner.options.objectives import Head
 from planner.setup import TrainSetup
 
 _COLUMNS = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up"})
@@ -153,7 +153,7 @@ def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     down, the table split by vocabulary; norms whole.
 
     The head's output is gathered: every rank holds all logits. Fewer key-value heads than ranks are repeated, one per
-    rank. A split table's gradient is whole all the same (`planner.engines.splits`).
+    rank. A split table's gradient is whole all the same (`planner.memory.engines.splits`).
 
     Source: Shoeybi et al. 2019, Megatron-LM, section 3, https://arxiv.org/abs/1909.08053; transformers 5.23
     `base_model_tp_plan` ("colwise", "rowwise"), `_tp_plan` of the head ("colwise_gather_output") and of every

@@ -5,10 +5,10 @@ from functools import lru_cache
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.temporary import mlp_width
-from planner.memory.types import Term
+from planner.memory.layers import mlp_width
 from planner.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import Term
 
 VLLM = "vLLM's share of the card"
 

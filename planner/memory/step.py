@@ -1,31 +1,376 @@
-"""The one composition of a training step, on any number of GPUs: from terms to moments to the peak.
-
-    device peak = resident + the largest moment + the allocator's gap + what lies outside PyTorch's count
-
-A moment (`planner.memory.state.MOMENTS`) adds up what the rank's engine holds then (`RankState`) and what computing
-holds then (`planner.memory.moments`). `breakdown` lists the terms of one setup. A walk of the space takes the same
-moments at micro-batches 1 and 2 and goes on in straight lines (`Lines`), since each moment by itself is affine in the
-micro-batch. What is not affine, the loss chain with its tiles and what a pipeline has in flight, both add with the same
-functions.
-"""
+"""From terms to moments to the peak: the one composition of a training step, on any number of GPUs."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from planner.core.units import MIB
 from planner.hardware.gpu import GpuSpec
-from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
-from planner.memory.in_flight import boundary_bytes, in_flight_bytes
-from planner.memory.loss import loss_beside, loss_terms
-from planner.memory.micro_batch import SharedLayerCosts, activation_parts
-from planner.memory.moments import Moment, computing, stored_terms
-from planner.memory.parts import ActivationParts
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.layers import LayerMoment
+from planner.memory.micro_batch import (
+    ActivationParts,
+    ReferenceForward,
+    SharedLayerCosts,
+    activation_parts,
+    cached_bytes,
+    step_dtype_policy,
+)
 from planner.memory.rank_part import RankPart
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
-from planner.memory.state import BACKWARD, RankState
-from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase, Term, total_bytes
+from planner.memory.states import BACKWARD, RankState
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.options.losses import LOSSES, LossChain, LossShape
 from planner.setup import TrainSetup
+from planner.setup.allowed import SAVED_HEADS
+from planner.setup.memory_terms import PHASES, MemoryBreakdown, MemoryTerm, Phase, Term, total_bytes
+
+# What PyTorch's caching allocator holds beyond live tensors, as a closed form; the dry run replays it exactly.
+
+
+GAP_OF_LOSS, GAP_OF_LAYER = 0.18, 0.12
+"""Shares of what is made and freed again within a phase that stay behind as holes: of the loss chain, and of one
+layer's temporaries. What is kept from forward to backward lies block after block and leaves none.
+Measured: reserved peak against the dry run's replay with expandable segments, 273 random points of one GPU (27 November
+2026): median error 0.9 %, 95th percentile 5.8 % (8 % of all that changes gave 2.7 and 7.2 %); against 15 runs on an
+H200 median 0.5 %, worst 1.2 % (0.9 and 7.1 %)."""
+GAP_FLOOR_BYTES = 24 * MIB
+"""A small pool's segment and a large pool's segment are never full."""
+
+
+OF_LOSS, OF_FORWARD, OF_MIXED = 0.16, 0.12, 0.54
+"""Shares of what fixed segments leave as holes: of the loss chain beside the activations kept, of one layer's forward
+temporaries, and of whichever is smaller, the activations kept or one layer's backward: blocks of the one lie between
+blocks of the other. Fitted to 112 replays by the dry run and 39 measured peaks (T4, RTX 4080), weighed by the peak:
+median error of the peak 1.4 %, 90th percentile 5.7 %; each of seven sources left out 2.6 and 8.7 % (November 2026)."""
+
+
+def fixed_segments_gap_bytes(*, kept: int, forward: int, loss: int, backward: int) -> int:
+    """Reserved minus allocated at the peak where segments do not expand (PyTorch's default), estimated from the phases.
+
+    A block that is freed stays in its segment, and only a request that fits into it takes it again.
+
+    Args:
+        kept: activations from forward to backward; `forward`, `loss`, `backward`: the largest moment of each phase,
+            those activations included, resident memory not.
+
+    Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp`.
+    """
+    mixed = min(kept, max(0, backward - kept))
+    holes = OF_LOSS * max(0, loss - kept) + OF_FORWARD * max(0, forward - kept) + OF_MIXED * mixed
+    return GAP_FLOOR_BYTES + int(holes)
+
+
+def allocator_gap_bytes(*, loss: int, layer: int) -> int:
+    """Reserved minus allocated at the peak with expandable segments, estimated from what comes and goes.
+
+    Weights are allocated once, and activations that wait for the backward one after another: both are packed. A loss
+    chain and a layer's temporaries are freed in another order than they were made, and leave holes. With
+    `expandable_segments:True`, which every launch file sets, holes are whole pages.
+
+    Args:
+        loss, layer: the largest moment of the loss, and of a layer's forward or backward, beyond the activations kept.
+
+    Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp` (segment sizes 2 and 20 MiB, rounding of larger ones to 2 MiB).
+    """
+    return GAP_FLOOR_BYTES + int(max(GAP_OF_LOSS * loss, GAP_OF_LAYER * layer, 0))
+
+
+# What pipeline stages hold of micro-batches beside the one that they compute.
+
+
+def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, tokens: int, flight: int) -> int:
+    """What a last pipeline stage holds beside one micro-batch's loss chain: this micro-batch's logits, which the stage
+    keeps to its backward's end, and under GPipe those and the fp32 log-probabilities of the micro-batches in flight.
+
+    The largest moment is the second backward, when gradients are there and one micro-batch is done.
+
+    Args:
+        logits: bytes of one micro-batch's logits; `tokens`: its tokens.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
+    ScheduleGPipe. Measured: docs/accuracy/spread-stages.md.
+    """
+    if setup.pipeline_degree == 1:
+        return 0
+    wide = SIZE_BYTES["fp32"] * tokens * part.model.vocab_size
+    return logits + max(0, flight - 2) * (logits + wide)
+
+
+def in_flight_bytes(state: RankState, setup: TrainSetup, kept: int, flight: int, micro_batches: int) -> int:
+    """Activations of further micro-batches in flight, less what they never meet.
+
+    Where every forward comes before the first backward (GPipe; 1F1B with no more micro-batches than in flight), whole
+    gradients are there when one micro-batch's activations are gone. FSDP2's weights are all gathered at a backward's
+    end, when its activations are gone, and freed by the next forward.
+
+    Args:
+        kept: activation bytes of one micro-batch in flight.
+    """
+    if flight < 2:
+        return 0
+    apart = 0
+    for one in state.held:
+        if "gather" in one.moments and not one.resident:
+            gradients = one.category == "gradients" and micro_batches <= flight
+            weights = one.category == "weights" and setup.reshard_after_forward
+            apart += one.size_bytes * (gradients or weights)
+    return (flight - 1) * kept - min(kept, apart)
+
+
+def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micro_batches: int, flight: int) -> int:
+    """What a pipeline stage holds at its boundaries all along: a receive buffer for every micro-batch's input
+    and for every micro-batch's gradient, and the sent outputs of those in flight.
+
+    A checkpointed first layer keeps its input, which is that very buffer: it is not counted twice.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (_setup_forward_recv_info and _setup_backward_recv_info make
+    one buffer per chunk, fwd_cache keeps outputs until their backward).
+    Shapes: [seqs, tokens, hidden] in the residual's type.
+    Not counted: the last stage's output chunks (`save_forward_output` off).
+    """
+    if setup.pipeline_degree == 1:
+        return 0
+    one = (
+        SIZE_BYTES[step_dtype_policy(part.model, inner).residual]
+        * part.model.hidden_size
+        * inner.tokens_per_micro_batch
+    )
+    total = micro_batches * one * (int(not part.first) + int(not part.last))
+    total += 0 if part.last else flight * one
+    if not part.first and setup.checkpointing:
+        total -= flight * one
+    return total
+
+
+# The loss chain: logits, their fp32 copies, log-softmax and gradients. It dominates for modern vocabularies.
+
+
+def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
+    """The loss chain of one micro-batch, as the setup's stack runs it."""
+    dtypes, by, aim = step_dtype_policy(model, setup), setup.trainer, setup.aim
+    shape = LossShape(
+        tokens=setup.forward_tokens if aim.head == "none" else setup.scored_tokens,
+        vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
+        hidden_size=model.hidden_size,
+        logit_bytes=SIZE_BYTES[dtypes.autocast or dtypes.table],
+        hidden_bytes=SIZE_BYTES[dtypes.residual],
+        head_trained=setup.trains_everything or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
+        softcap=model.logit_softcap,
+        head_cast=dtypes.autocast is not None and dtypes.table == "fp32",
+        upcast=by.upcasts_logits and not model.is_encoder_decoder,
+        narrow=model.is_encoder_decoder and dtypes.autocast is not None,
+        chunks=by.num_chunks(setup.tokens_per_micro_batch),
+        in_place=by.in_place_loss,
+        shifted=by.shifted_loss,
+        kept=by.keeps_outputs,
+        compiled=setup.compiled and by.compiles_loss,
+        asked=setup.asks_reference,
+        widened=by.widens_outputs and dtypes.autocast is not None,
+        upcast_early=by.transformers_loss and setup.before_transformers(4, 46),
+        copies_shifted=by.transformers_loss and setup.before_transformers(4, 49),
+    )
+    if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
+        return aim.whole_logits(shape, setup.stack)
+    chain = LOSSES[setup.loss].memory(shape)
+    if not (setup.use_cache and by.keeps_outputs):
+        return chain
+    return replace(chain, kept_bytes=chain.kept_bytes + cached_bytes(model, setup))
+
+
+def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
+    """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part."""
+    chain = loss_parts(part.model, inner)
+    outputs = setup.num_gpus * chain.logits_bytes if setup.parallel == "dp" and not part.follower else 0
+    return chain, outputs, in_flight_losses_bytes(part, setup, chain.logits_bytes, inner.tokens_per_micro_batch, flight)
+
+
+class LossMoment(NamedTuple):
+    """What the loss holds at each of its moments, but for what the forward's activations hold then; in bytes.
+
+    Attributes:
+        within: in the model's forward (autocast's cache is still alive).
+        forward: its own forward; backward: its own backward.
+        head: the head's gradient beside 16-bit logits (with accumulation too: it is made, then added).
+        asked: while a reference's layers run; arriving: of it, the next layer's weights.
+    """
+
+    within: int
+    forward: int
+    backward: int
+    head: int
+    asked: int
+    arriving: int
+
+    @classmethod
+    def of(cls, state: RankState, chain: LossChain, outputs_bytes: int) -> "LossMoment":
+        """Of a rank.
+
+        Args:
+            outputs_bytes: logits of other GPUs that are gathered here before the backward.
+        """
+        return cls(
+            chain.within_bytes + outputs_bytes + state.loss_forward_bytes,
+            chain.loss_bytes + outputs_bytes,
+            chain.backward_bytes + state.loss_backward_bytes,
+            state.trained.head * state.trained.outer_bytes + chain.logits_bytes,
+            chain.reference_forward_bytes + state.reference_forward_bytes,
+            state.arriving_bytes,
+        )
+
+    def largest(self, until_loss: int, asked: ReferenceForward) -> int:
+        """Bytes of the largest of them beside activations of which this is gone in the loss's own backward, and what a
+        reference holds."""
+        found = max(self.within + until_loss, self.forward, self.backward, self.head)
+        if not asked.frames:
+            return found
+        return max(found, self.asked + asked.frames + asked.cached + max(asked.layer, self.arriving))
+
+
+def loss_terms(
+    state: RankState, chain: LossChain, parts: ActivationParts, outputs_bytes: int, loss: str
+) -> tuple[Term, ...]:
+    """The loss chain's largest moment (`LossMoment`).
+
+    Args:
+        outputs_bytes: logits of other GPUs that are gathered here before the backward.
+    """
+    name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
+    moment = LossMoment.of(state, chain, outputs_bytes)
+    within = moment.within + parts.until_loss
+    asked = _asking(state, chain, parts, loss)
+    if total_bytes(asked) > max(within, moment.forward, moment.backward, moment.head):
+        return asked
+    if within >= moment.forward and within > max(moment.backward, moment.head):
+        return (
+            ("loss", name, chain.within_bytes + outputs_bytes),
+            ("activations", "autocast's cache in the loss", parts.until_loss),
+            ("loss", beside, state.loss_forward_bytes),
+        )
+    if max(moment.forward, moment.head) > moment.backward:
+        return (("loss", name, max(moment.forward, moment.head)),)
+    return ("loss", name, chain.backward_bytes), ("loss", beside, state.loss_backward_bytes)
+
+
+def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
+    """What is there while a reference's layers run: one layer's temporaries, or the next one's weights arriving."""
+    if not parts.asked.frames:
+        return ()
+    return (
+        ("loss", f"what the loss keeps ({loss})", chain.reference_forward_bytes),
+        ("activations", "what the reference's forward holds", parts.asked.frames + parts.asked.cached),
+        ("activations", "one layer of it, or the next one's weights", max(parts.asked.layer, state.arriving_bytes)),
+        ("weights", "weights and buffers beside it", state.reference_forward_bytes),
+    )
+
+
+# What computing one micro-batch holds, moment by moment of a step (`planner.memory.states.MOMENTS`).
+
+
+_PART_NAMES = {
+    "norm": "norm inputs",
+    "attention": "attention inputs and outputs",
+    "scores": "attention scores (tokens x tokens)",
+    "mlp": "MLP activations",
+    "adapters": "adapter input copies",
+    "pinned": "inputs that quantized matrices keep",
+    "inputs": "checkpointed layer inputs",
+    "bias": "position biases (tokens x tokens)",
+    "masks": "attention masks (tokens x tokens)",
+    "sound": "what the convolutions keep",
+    "output": "the encoder's norm and output",
+}
+
+HOOKED = "layer inputs and gradients that FSDP 1's hooks hold"
+LEFT = "what is left of the activations"
+
+
+class Moment(NamedTuple):
+    """What computing holds at one of `planner.memory.states.MOMENTS`, beside what the engine holds then."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """All terms."""
+        return total_bytes(self.terms)
+
+
+def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) -> tuple[Moment, ...]:
+    """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
+
+    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
+    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes.
+
+    Args:
+        last: whether the part has the loss.
+    """
+    of_text, seen = stored_terms(parts), _seen(parts)
+    stored = (*of_text, *seen)
+    found = _ahead(parts, stored, seen, last=last)
+    size = total_bytes(of_text)
+    others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
+    at_last: Term = ("activations", LEFT, max(others, size // max(1, model.num_layers)))
+    if parts.hooked > at_last[2]:
+        at_last = ("activations", HOOKED, parts.hooked)
+    for moment in parts.layer_moments:
+        of_layer = _of_layer(moment)
+        found += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
+    return (*found, Moment("end", (("activations", LEFT, others),) if others else ()))
+
+
+def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
+    """Before the layers' backward, and the backward of an encoder, which comes behind it."""
+    cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
+    kept = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
+    temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
+    unpacked: Term = ("dequantization", "one dequantized matrix in the forward", parts.dequantized)
+    norm: Term = ("activations", "final norm", parts.final_norm)
+    found = [
+        Moment("start", ()),
+        Moment("gather", kept),
+        Moment("forward", (*kept, temporaries, unpacked)),
+        Moment("loss", (*stored, cached, norm) if last else ()),
+        Moment("head", stored),
+    ]
+    if seen:
+        running: Term = ("activations", "one layer's forward temporaries", parts.encoder.forward)
+        found.append(Moment("forward", (*seen, running)))
+        name = "one recomputed layer of the tower, and gradients"
+        found += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.encoder.backward]
+    return found
+
+
+def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
+    """What one layer's backward makes."""
+    return (
+        ("activations", "one recomputed layer", moment.recomputed),
+        ("workspace", "one layer's gradients of activations", moment.temporary),
+        ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
+    )
+
+
+def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
+    """What a micro-batch keeps from its forward to its backward."""
+    kept: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
+    return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
+
+
+def _seen(parts: ActivationParts) -> tuple[Term, ...]:
+    """Of pictures: what their encoder keeps for its backward, and what its forward hands to the text's."""
+    if not parts.encoder.inputs:
+        return ()
+    return (
+        ("activations", "the tower's activations", parts.encoder.stored),
+        ("activations", "the tower's mask (patches x patches)", parts.encoder.mask),
+        ("activations", "between tower and text", parts.encoder.behind),
+    )
+
+
+# The one composition of a training step, on any number of GPUs: from terms to moments to the peak.
+
 
 AFTER_LOAD: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
 _MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
@@ -36,7 +381,7 @@ _MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
 }
 _OF_LAYERS = ("forward", "first", "turn")
 KEPT_OUTPUTS = "outputs that the loop holds"
-"""From one forward's end to the next one's: of the stacks that keep them (`planner.choices.stacks`)."""
+"""From one forward's end to the next one's: of the stacks that keep them (`planner.options.stacks`)."""
 
 
 def step_parts(

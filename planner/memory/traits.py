@@ -6,9 +6,9 @@ Facts by `model_type`, read in transformers 5.23's modeling files and seen in th
 from collections.abc import Mapping
 from typing import Literal
 
-from planner.hardware.kernels import masks_packed
+from planner.core.records import dataclass
+from planner.memory.attention_kernels import masks_packed
 from planner.models.spec import ModelSpec
-from planner.records import dataclass
 
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
 

@@ -2,12 +2,12 @@
 
 from functools import lru_cache
 
+from planner.core.units import KIB, MIB
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import takes_cudnn
+from planner.memory.attention_kernels import takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LinearSpec
 from planner.setup import TrainSetup
-from planner.units import KIB, MIB
 
 
 def cublas_workspace_bytes(gpu: GpuSpec) -> int:
@@ -31,7 +31,7 @@ def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -
     """
     if not setup.quantized or not linear.quantizes:
         return 0
-    if setup.four_bit and setup.by.torch_nf4 and not setup.compiled:
+    if setup.four_bit and setup.trainer.torch_nf4 and not setup.compiled:
         return linear.in_features * linear.out_features * (8 + 3 * SIZE_BYTES[setup.compute_dtype])
     dtype = input_dtype if setup.quantization == "int8" else setup.compute_dtype
     return linear.in_features * linear.out_features * SIZE_BYTES[dtype]

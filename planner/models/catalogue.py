@@ -9,15 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from planner.core.records import dataclass
+from planner.core.shipped import DATA
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import PLAIN_COPIES, plain_copy
-from planner.records import dataclass
 
-_PATH = Path(__file__).parent.parent / "data" / "models.jsonl"
+_PATH = DATA / "models.jsonl"
 _NAMES = b'{"names":['
 _SEPARATORS = re.compile(r"[\s_:-]")
 

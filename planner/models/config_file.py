@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError
-from planner.inputs import parse_object, read_bytes
+from planner.core.errors import ConfigError
+from planner.core.inputs import parse_object, read_bytes
 
 MAX_CONFIG_BYTES = 5_000_000
 """Far above any real config.json (the largest of the catalogue has 4 kB)."""

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from planner.errors import UnknownModelError
+from planner.core.errors import UnknownModelError
 from planner.models import catalogue
 
 DYNAMIC = "-unsloth-bnb-4bit"

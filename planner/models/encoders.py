@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.choices.images import Images
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.models.vision_encoders import gemma4, mllama, mobilenet, pixtral, qwen, siglip, tiles
 from planner.models.vision_encoders.encoder import Encoder, idle
+from planner.options.images import Images
 
 _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Encoder]] = {
     "qwen2_vl": qwen.encoder,

@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError
-from planner.inputs import open_regular
+from planner.core.errors import ConfigError
+from planner.core.inputs import open_regular
+from planner.core.records import dataclass
 from planner.models.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, parse_config, read_config
-from planner.records import dataclass
 
 HUB_LIMIT_S = 3.0
 """The whole attempt, name resolution included."""

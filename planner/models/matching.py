@@ -4,8 +4,8 @@ import json
 import subprocess
 from functools import lru_cache
 
-from planner.children import python_argv
-from planner.errors import SetupError
+from planner.core.children import python_argv
+from planner.core.errors import SetupError
 
 CPU_LIMIT_S = 5
 WAIT_LIMIT_S = 120

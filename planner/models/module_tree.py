@@ -21,21 +21,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from planner.children import child_environment, python_argv
-from planner.codec import decode
-from planner.errors import ConfigError
-from planner.inputs import parse_object, read_bytes
-from planner.install import install_command
-from planner.interchange import to_jsonable
+from planner.core.children import child_environment, python_argv
+from planner.core.errors import ConfigError
+from planner.core.inputs import parse_object, read_bytes
+from planner.core.install import install_command
+from planner.core.outputs import write_whole
+from planner.core.shipped import DATA
 from planner.models.spec import ModelSpec
-from planner.outputs import write_whole
+from planner.setup.codec import decode
+from planner.setup.interchange import to_jsonable
 
 NEEDED = ("torch", "transformers", "peft")
 LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
 VERSION = 9
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
-SHIPPED = Path(__file__).parent.parent / "data" / "module_trees.jsonl.gz"
+SHIPPED = DATA / "module_trees.jsonl.gz"
 """A line for each model of the catalogue whose type has no adapter: the digests of its configuration, as published and
 as transformers saves it, and its spec."""
 _OF_NO_TREE = frozenset(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.errors import ConfigError, UnknownModelError, UsageError
-from planner.inputs import parse_object, read_bytes
+from planner.core.errors import ConfigError, UnknownModelError, UsageError
+from planner.core.inputs import parse_object, read_bytes
 from planner.models import catalogue, hub
 from planner.models.adapters import spec_from_config
 from planner.models.adapters.fields import shown
@@ -155,7 +155,7 @@ def meant(name: str) -> list[str]:
 
 def _close(name: str) -> list[str]:
     """Hub ids of the catalogue with a name like this one."""
-    from planner.close import close_names
+    from planner.core.close import close_names
     from planner.models.spoken import of_other_size
 
     close = of_other_size(name) or close_names(name.lower().rpartition("/")[2], catalogue.all_names(), num=12)

@@ -10,7 +10,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 
 T = TypeVar("T")
 _NOT_YET = object()
@@ -176,7 +176,7 @@ class LayerSpec:
             position table).
         fixed_tokens: so many tokens of every sequence pass through it, whatever the text's length (Whisper's encoder);
             0: the text's.
-        frozen: nothing of it trains and it has no adapters, where other layers do (`planner.memory.trained.parted`).
+        frozen: nothing of it trains and it has no adapters, where other layers do (`planner.memory.states.parted`).
     """
 
     kind: str

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations
 
-from planner.errors import UnknownModelError
+from planner.core.errors import UnknownModelError
+from planner.core.records import dataclass
 from planner.models import catalogue
 from planner.models.hub import is_repo_id
 from planner.models.stored import PLAIN_COPIES
-from planner.records import dataclass
 
 MAX_NAME = 100
 MAX_LISTED = 8
@@ -119,7 +119,7 @@ def understand(name: str) -> Taken | None:
     if tuned is not None:  # "GLM-4.5-Air-Base": the id names no size, and "base" could be one
         words = f"no config.json at hand: planned as {tuned.model_id}, which is tuned from it"
         return Taken(catalogue_id=tuned.model_id.lower(), model_id=name.strip(), words=words)
-    from planner.close import close_names
+    from planner.core.close import close_names
 
     owners = {one.hub_id.owner for one in found}
     meant = owner if owner in owners else next(iter(close_names(owner, owners, num=1, cutoff=TYPO_SHARE)), "")
@@ -314,7 +314,7 @@ def _covered(said: Sequence[str], words: Sequence[str]) -> set[int] | None:
 
 def _respelled(name: str) -> Split:
     """The parts of a name with its misspelled words as the one word of the catalogue's ids that each must mean."""
-    from planner.close import close_names
+    from planner.core.close import close_names
 
     words, numbers, runs = _split(name)
     known = sorted({word for hub_id in _hub_ids() for word in (*hub_id.words, *re.findall("[a-z]+", hub_id.owner))})

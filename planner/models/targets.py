@@ -11,10 +11,10 @@ Measured: counts equal real PEFT on meta for all 44 types (tests/probes/test_lor
 import re
 from collections.abc import Iterable, Iterator
 
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.models.matching import full_matches
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
-from planner.setup_fields import TARGET_SETS
+from planner.setup.allowed import TARGET_SETS
 
 Targets = str | tuple[str, ...]
 Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]

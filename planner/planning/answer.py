@@ -9,35 +9,35 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.choices.kernels import KERNELS
-from planner.choices.packages import PROGRAMS, packages_of, requirement
-from planner.decision.alternatives import alternatives
-from planner.decision.candidates import Ranked, candidate
-from planner.decision.choosing import choose
-from planner.decision.facts import WalkResults, merged
-from planner.decision.job import job_notes
-from planner.decision.layouts import FIELDS, Layout, all_layouts
-from planner.decision.node import Node
-from planner.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
-from planner.engines import engine_of
-from planner.errors import SetupError, UsageError
-from planner.hardware.kernels import has_expert_stacks, missing_kernels, supported_attentions
+from planner.core.errors import SetupError, UsageError
+from planner.core.notes import found, risk, usual
+from planner.core.units import gib
+from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
+from planner.memory.engines import engine_of
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
+from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
-from planner.notes import found, risk, usual
-from planner.outcome import Candidate
-from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.options.kernels import KERNELS
+from planner.planning.decision.candidates import Ranked, candidate
+from planner.planning.decision.choosing import choose
+from planner.planning.decision.facts import WalkResults, merged
+from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
+from planner.planning.decision.node import Node
+from planner.planning.decision.others import alternatives
+from planner.planning.decision.policy import job_notes
+from planner.planning.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
+from planner.planning.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.refine import CorrectionKey
 from planner.planning.runs import WalkCache
 from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, kinds, micro_batches
 from planner.planning.walk import Point
 from planner.setup import TrainSetup
-from planner.units import gib
-from planner.workload import Workload
+from planner.setup.outcome import Candidate
+from planner.setup.packages import PROGRAMS, packages_of, requirement
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -146,7 +146,7 @@ def _nothing_fits(
     instead = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
     if instead is not None:
         return instead
-    from planner.decision.remedies import refusal  # a plan needs none
+    from planner.planning.decision.others import refusal  # a plan needs none
 
     if not explained:
         return refusal(workload, facts, (), space, (), helped=False)

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from planner.choices.stacks import written_by
-from planner.errors import NotExpressed, SetupError, UsageError
-from planner.notes import found
+from planner.core.errors import NotExpressed, SetupError, UsageError
+from planner.core.notes import found
+from planner.frameworks.tools.field import changed_fields
+from planner.memory.workload import Workload
+from planner.options.stacks import written_by
 from planner.setup import TrainSetup
-from planner.tools.field import changed_fields
-from planner.workload import Workload
 
 CONFIGS = ("accelerate", "deepspeed")
 """Targets whose file starts the plain script: they run no model that it refuses."""
@@ -24,14 +24,14 @@ NOT_PLANNED = ("adapter_dtype", "packing", "compile")
 
 def as_run(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup | str:
     """The setup of a workload that a launch target really runs, or why it runs none."""
-    from planner.exporters import TARGETS  # late: a plan for no target in particular needs none
+    from planner.frameworks.exporters import TARGETS  # late: a plan for no target in particular needs none
 
     return TARGETS[target].as_run(setup, workload.model, workload.gpu)
 
 
 def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSetup]:
     """The branch with what the first target makes of the fields that no plan chooses, under one GPU or any layout."""
-    from planner.exporters import TARGETS
+    from planner.frameworks.exporters import TARGETS
 
     layouts: list[dict[str, Any]] = [{}]
     if workload.num_gpus > 1:  # ZeRO-3 is the one engine under which a target gives the adapters another type
@@ -49,7 +49,7 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
 def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] | None:
     """What the targets after the first make of a setup, where it is another; None where one of them runs none, or the
     first runs it otherwise."""
-    from planner.exporters import TARGETS
+    from planner.frameworks.exporters import TARGETS
 
     first, *others = workload.targets
     if not TARGETS[first].expresses(family, workload.model, workload.gpu):
@@ -66,7 +66,7 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
     Raises:
         UsageError: with what stands most often in the way; not where no target was named, or no setup is left anyway.
     """
-    from planner.exporters import TARGETS
+    from planner.frameworks.exporters import TARGETS
 
     setups = list(setups) if workload.targets else []
     for place, target in enumerate(workload.targets):

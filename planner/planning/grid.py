@@ -5,18 +5,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from planner.choices.precisions import PRECISIONS
-from planner.decision.candidates import candidate
-from planner.errors import PlannerError, SetupError
-from planner.hardware.kernels import missing_kernels
-from planner.outcome import Candidate
-from planner.plan import NoPlan, Plan
+from planner.core.errors import PlannerError, SetupError
+from planner.core.records import dataclass
+from planner.memory.attention_kernels import missing_kernels
+from planner.memory.workload import Workload
+from planner.options.precisions import PRECISIONS
 from planner.planning.answer import best_by_method, plan_workload
+from planner.planning.decision.candidates import candidate
+from planner.planning.plan import NoPlan, Plan
 from planner.planning.runs import WalkCache
 from planner.planning.space import branches, dimension_values
-from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.setup.outcome import Candidate
 
 RANKS = (8, 16, 32, 64)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

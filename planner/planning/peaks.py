@@ -1,7 +1,7 @@
 """The peaks of what a walk visits: what losses, optimizers, micro-batches and cards share is computed once.
 
 Memory is shared by cards that run the same kernels, layers by all losses, optimizers and micro-batches; every
-micro-batch's peak comes from the moments' straight lines: those of a step profile (`planner.memory.profiled`) where the
+micro-batch's peak comes from the moments' straight lines: those of a step profile (`planner.memory.profiles`) where the
 structure has one, else those of the composition of `planner.memory.step` (a test compares both with `memory_of`).
 """
 
@@ -9,27 +9,32 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from planner.choices.losses import LossChain
-from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
-from planner.memory.allocator import allocator_gap_bytes
-from planner.memory.in_flight import boundary_bytes, in_flight_bytes
-from planner.memory.layer_costs import in_common
-from planner.memory.loss import LossMoment, loss_beside
-from planner.memory.micro_batch import SharedLayerCosts, shared_layer_costs
-from planner.memory.moments import Moment, computing
-from planner.memory.parts import ActivationParts
-from planner.memory.profiled import profiled_peaks, profiled_step
+from planner.memory.engines import engine_of
+from planner.memory.layers import in_common
+from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
+from planner.memory.profiles import ProfiledStep, profiled_peaks, profiled_step
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
-from planner.memory.state import RankState
-from planner.memory.step import Lines, MomentLines, step_parts
-from planner.memory.step_profile import ProfiledStep
-from planner.memory.types import total_bytes
+from planner.memory.states import RankState
+from planner.memory.step import (
+    Lines,
+    LossMoment,
+    Moment,
+    MomentLines,
+    allocator_gap_bytes,
+    boundary_bytes,
+    computing,
+    in_flight_bytes,
+    loss_beside,
+    step_parts,
+)
 from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.options.losses import LossChain
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import total_bytes
 
 
 class Peaks(NamedTuple):

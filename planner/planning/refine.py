@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from planner import notes as noted
-from planner.errors import SetupError
+from planner.core import notes as noted
+from planner.core.errors import SetupError
+from planner.core.units import gib, percent
+from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate, Prediction, ProbeFailure
-from planner.plan import Alternative, Answer, NoPlan, Plan, with_trades
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
-from planner.units import gib, percent
-from planner.workload import Workload
+from planner.setup.outcome import Candidate, Prediction, ProbeFailure
 
 MAX_DRY_RUNS = 6
 
@@ -52,7 +52,7 @@ def exact_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """
     if not model.from_tree or not setup.alone:
         return 0
-    from planner.memory.weights import weight_bytes  # late: models with an adapter need it elsewhere alone
+    from planner.memory.states import weight_bytes  # late: models with an adapter need it elsewhere alone
 
     return sum(weight_bytes(model, setup).values())
 

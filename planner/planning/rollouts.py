@@ -4,14 +4,14 @@ where nobody said."""
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.choices.packages import VLLM
-from planner.choices.rollouts import COLOCATED, GENERATORS, Rollout, open_rollouts
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.core.units import gib
+from planner.memory.layers import mlp_width
 from planner.memory.rollout import cache_bytes
-from planner.memory.temporary import mlp_width
+from planner.memory.workload import Workload
+from planner.options.rollouts import COLOCATED, GENERATORS, Rollout, open_rollouts
 from planner.setup import TrainSetup
-from planner.units import gib
-from planner.workload import Workload
+from planner.setup.packages import VLLM
 
 VLLM_FROM = (7, 5)
 """Source: vLLM 0.21, docs/getting_started/installation/gpu.cuda.inc.md."""

@@ -5,22 +5,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from planner.engines import why_not
-from planner.errors import SetupError
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import attention_generation, attention_kernel, takes_cudnn
+from planner.memory.attention_kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import dtype_policy_of
+from planner.memory.engines import why_not
+from planner.memory.workload import Workload
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
 from planner.planning.space import branches, micro_batches, own_layers
-from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.decision.layouts import Layout
+    from planner.planning.decision.layouts import Layout
 
 
 Choices = Mapping[str, tuple[str, ...]]

@@ -10,27 +10,27 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from planner.choices.images import WITH_IMAGES
-from planner.choices.kernels import COMPILES_NOTHING, planned_kernels
-from planner.choices.losses import PLANNED_LOSSES
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.choices.objectives import OBJECTIVES, Objective
-from planner.choices.optimizers import PLANNED_OPTIMIZERS
-from planner.choices.packages import PACKAGED
-from planner.choices.precisions import PRECISIONS, precision_of
-from planner.choices.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
-from planner.choices.stacks import DEFAULT as DEFAULT_STACK
-from planner.errors import SetupError, UsageError
-from planner.hardware.kernels import missing_kernels, planned_linear_attentions, supported_attentions
+from planner.core.errors import SetupError, UsageError
+from planner.memory.attention_kernels import missing_kernels, planned_linear_attentions, supported_attentions
+from planner.memory.workload import Workload
 from planner.models.stored import stored_bits, stored_refusal
+from planner.options.images import WITH_IMAGES
+from planner.options.kernels import COMPILES_NOTHING, planned_kernels
+from planner.options.losses import PLANNED_LOSSES
+from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.options.objectives import OBJECTIVES, Objective
+from planner.options.optimizers import PLANNED_OPTIMIZERS
+from planner.options.precisions import PRECISIONS, precision_of
+from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
+from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.planning.expressed import branches_as_run
 from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
-from planner.setup_fields import METHODS
-from planner.workload import Workload
+from planner.setup.allowed import METHODS
+from planner.setup.packages import PACKAGED
 
 if TYPE_CHECKING:
-    from planner.decision.layouts import Layout
+    from planner.planning.decision.layouts import Layout
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)

@@ -4,18 +4,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.memory.model import memory_of
+from planner.memory.workload import Workload
 from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Peaks
 from planner.planning.runs import Run, WalkCache
 from planner.planning.space import PREFERENCE_FRACTION, dimension_values
-from planner.samples.useful import useful_speeds
+from planner.planning.useful import useful_speeds
 from planner.setup import TrainSetup
 from planner.speed import Speeds, family_speeds
-from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.decision.layouts import Layout
+    from planner.planning.decision.layouts import Layout
 
 Limit = Callable[[TrainSetup], int]
 """The largest peak that fits, of points with this shared setup."""

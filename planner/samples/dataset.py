@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from planner.errors import ConfigError, EnvironmentProblem
-from planner.inputs import open_regular, parse_json
-from planner.install import packages_command
-from planner.records import dataclass
-from planner.samples.counting import TokenizerChild
+from planner.core.errors import ConfigError, EnvironmentProblem
+from planner.core.inputs import open_regular, parse_json
+from planner.core.install import packages_command
+from planner.core.records import dataclass
 from planner.samples.rows import DataError, Row, kinds_of, read_rows, renamed, sample_of
 from planner.samples.steps import PADDING_LIMIT
+from planner.samples.tokenizing import TokenizerChild
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes per token assumed without a tokenizer: about right for English text and vocabularies from 100k."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
 from planner.samples.rows import loader_of
 
 

@@ -4,8 +4,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from planner.errors import UsageError
-from planner.records import dataclass
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
 
 PAD_TO = 8
 """Micro-batches are padded to a multiple of so many tokens, as transformers' collators do for tensor cores."""

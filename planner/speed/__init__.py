@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profile_store import profiled_kind
+from planner.memory.profiles import profiled_kind
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.speed.roofline import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 from planner.speed.step_program import programs_of
-from planner.throughput import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -48,7 +48,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
         model = headed(model, setup.aim.head)
         by_program = _by_program(model, gpu, setup)
         return by_program or throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
-    from planner.parallel.speed import layout_profile  # one GPU never needs it
+    from planner.speed.several_gpus.speed import layout_profile  # one GPU never needs it
 
     conditions = conditions_of(setup)
     return layout_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
@@ -83,7 +83,7 @@ def family_speeds(
         if isinstance(like, ThroughputProfile):
             return like.beside(setup)
         return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
-    from planner.parallel.speed import Loop, layout_loop  # one GPU never needs it
+    from planner.speed.several_gpus.speed import Loop, layout_loop  # one GPU never needs it
 
     if isinstance(like, Loop):
         return like.beside(setup)

@@ -9,11 +9,11 @@ bitsandbytes' forwards, which a row of equal calls flatters: those are what PyTo
 from collections.abc import Sequence
 from typing import Protocol
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.records import dataclass
 from planner.speed.operators import ISSUERS, TRAINER
-from planner.throughput.calibration import load_calibration
-from planner.throughput.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
 

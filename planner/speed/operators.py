@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 
 SIZE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4}
 SIZE_BYTES |= {"int64": 8, "int16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -85,7 +85,7 @@ C++ (the nodes of a backward), Python under the engine (what a checkpoint comput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Repetition:
     """What is issued between two marks of a run.
 
     Attributes:
@@ -111,7 +111,7 @@ class Program:
     """
 
     operators: Sequence[Operator]
-    stretches: Sequence[Stretch]
+    repetitions: Sequence[Repetition]
     micro_batch: Sequence[int]
     step: Sequence[int]
     added: Mapping[int, int]
@@ -121,7 +121,7 @@ class Program:
         """As plain lists, for a file."""
         return {
             "operators": self.operators,
-            "stretches": [(one.phase, one.calls) for one in self.stretches],
+            "stretches": [(one.phase, one.calls) for one in self.repetitions],
             "micro_batch": self.micro_batch,
             "step": self.step,
             "added": [*self.added.items()],
@@ -140,7 +140,7 @@ def program_of(rows: Mapping[str, Any]) -> Program:
             Operator(name, layouts(inputs), layouts(outputs), tuple(numbers), listed)
             for name, inputs, outputs, numbers, listed in rows["operators"]
         ],
-        stretches=[Stretch(phase=phase, calls=calls) for phase, calls in rows["stretches"]],
+        repetitions=[Repetition(phase=phase, calls=calls) for phase, calls in rows["stretches"]],
         micro_batch=rows["micro_batch"],
         step=rows["step"],
         added=dict(rows["added"]),

@@ -10,12 +10,12 @@ from functools import partial
 from math import ceil, exp, log
 from statistics import median
 
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.memory.rank_part import headed
-from planner.records import dataclass
+from planner.speed.roofline.calibration import Calibration, family, load_calibration
+from planner.speed.roofline.points import Point, log_errors
 from planner.speed.sized import program_speed
-from planner.throughput.calibration import Calibration, family, load_calibration
-from planner.throughput.points import Point, log_errors
 
 MIN_POINTS = 4
 SCALES = tuple(2.0 ** (step / 2) for step in range(-5, 6))

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import takes_cudnn
-from planner.records import dataclass
-from planner.throughput.calibration import Calibration, load_calibration
+from planner.memory.attention_kernels import takes_cudnn
+from planner.speed.roofline.calibration import Calibration, load_calibration
 
 COPY_SHARE = {"h100-sxm": 0.91, "h200": 0.867}
 """Share of the data sheet's bandwidth that a large elementwise kernel moves.

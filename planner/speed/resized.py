@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.core.packed import read_packed
 from planner.models.spec import ModelSpec
-from planner.packed import read_packed
 
 VOCABULARY_TILE = 32_768
 """Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from planner.choices.losses import LOSSES
-from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profile_store import profiled_kind, structure_key
-from planner.memory.step_profile import MONOMIALS
+from planner.memory.profiles import MONOMIALS, profiled_kind, structure_key
 from planner.models.spec import ModelSpec
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 from planner.speed.host import host_of
 from planner.speed.operators import ISSUERS, Layout, Operator
 from planner.speed.prices import Price, launches, price
 from planner.speed.rates import CardRates, card_band, card_rates
+from planner.speed.roofline import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 from planner.speed.step_program import (
     ONCE,
     TILES,
@@ -53,7 +53,6 @@ from planner.speed.timeline import (
     loop_of,
     timed,
 )
-from planner.throughput import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 
 _NUM = len(ISSUERS)
 _LARGE = 1 << 26
@@ -91,7 +90,7 @@ class _Issues:
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
         self.ranked = {place for place, one in enumerate(programs.operators) if _has_rank(one)}
-        self.tiled = {place for place, one in enumerate(programs.stretches) if any(r.per == TILES for r in one.runs)}
+        self.tiled = {place for place, one in enumerate(programs.repetitions) if any(r.per == TILES for r in one.runs)}
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
 
@@ -186,7 +185,7 @@ class Sized:
     def _stretch(self, place: int, courses: "_Courses") -> Course:
         """The course of a stretch."""
         found: Course | None = None
-        for run in self._programs.stretches[place].runs:
+        for run in self._programs.repetitions[place].runs:
             tile, turns, filled = self.loop(run, courses.tiles)
             issue = self._issues.of(run.calls, courses.checkpointed, courses.scale)
             own = course_of(issue, self.device(tile), filled)
@@ -207,7 +206,7 @@ class Sized:
         found = courses.blocks.get(id(block))
         if found is None:
             places, times = block
-            known, own = courses.stretches, list[Course]()
+            known, own = courses.repetitions, list[Course]()
             for place in places:
                 one = known.get(place)
                 if one is None:
@@ -223,9 +222,9 @@ class Sized:
             return self._stretch(place, courses)
         key = courses.checkpointed, UNCUT, courses.scale
         shared = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
-        found = shared.stretches.get(place)
+        found = shared.repetitions.get(place)
         if found is None:
-            found = shared.stretches[place] = self._stretch(place, shared)
+            found = shared.repetitions[place] = self._stretch(place, shared)
         return found
 
     def counted(self, counts: Counts, scale: float) -> Course:
@@ -257,7 +256,7 @@ class Sized:
 
     def _stretch_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
         """The device's seconds of a stretch by part, and how many calls it is."""
-        runs, tiles = self._programs.stretches[place].runs, tiles if place in self._issues.tiled else UNCUT
+        runs, tiles = self._programs.repetitions[place].runs, tiles if place in self._issues.tiled else UNCUT
         found = self._parts.get((place, tiles))
         if found is None:
             parts: dict[str, float] = defaultdict(float)
@@ -266,7 +265,7 @@ class Sized:
                 tile, turns, filled = self.loop(run, tiles)
                 num_calls += turns * len(run.calls)
                 for number, count in Counter(call // _NUM for call in run.calls).items():
-                    phase = self._programs.stretches[place].phase
+                    phase = self._programs.repetitions[place].phase
                     add_parts(parts, phase, self.price(number, tile), turns * count * filled)
             found = self._parts[place, tiles] = parts, num_calls
         return found
@@ -278,7 +277,7 @@ class _Courses:
 
     def __init__(self, checkpointed: bool, tiles: Tiles, scale: float) -> None:
         self.checkpointed, self.tiles, self.scale = checkpointed, tiles, scale
-        self.stretches: dict[int, Course] = {}
+        self.repetitions: dict[int, Course] = {}
         self.blocks: dict[int, Course] = {}
         self.whole: dict[int, Course] = {}
 

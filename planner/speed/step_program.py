@@ -1,7 +1,7 @@
 """`StepProgram`: what one structure of training step issues, its sizes left open: the dry run's program in closed form.
 
 A structure is everything of a setup but micro-batch, length, rank, accumulation and optimizer
-(`planner.memory.profile_store.structure_key`). Its operators' shapes are polynomials in those; which operators come in
+(`planner.memory.profiles.structure_key`). Its operators' shapes are polynomials in those; which operators come in
 which order does not depend on them, but for a loss that cuts its tokens into tiles. One compressed file a model, made
 by `probes.tracing.programs`; operators, stretches and steps that several structures share are written once.
 """
@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.memory.profile_store import config_digest, library_versions, user_directory, user_path
-from planner.memory.step_profile import Form
+from planner.core.packed import read_packed, write_packed
+from planner.core.shipped import DATA
+from planner.memory.profiles import Form, config_digest, library_versions, user_directory, user_path
 from planner.models.spec import ModelSpec
-from planner.packed import read_packed, write_packed
 from planner.speed.resized import resized_programs
 
 SCHEMA = 1
-SHIPPED = Path(__file__).parent.parent / "data" / "programs"
+SHIPPED = DATA / "programs"
 
 
 class SizedLayout(NamedTuple):
@@ -129,7 +129,7 @@ class ModelPrograms:
             )
             for name, inputs, outputs, numbers, listed in raw["operators"]
         ]
-        self.stretches = [
+        self.repetitions = [
             SizedStretch(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
             for phase, runs in raw["stretches"]
         ]
@@ -210,15 +210,15 @@ class Tables:
 
     def __init__(self) -> None:
         self.operators: dict[SizedOperator, int] = {}
-        self.stretches: dict[SizedStretch, int] = {}
+        self.repetitions: dict[SizedStretch, int] = {}
 
     def operator(self, one: SizedOperator) -> int:
         """Its place."""
         return self.operators.setdefault(one, len(self.operators))
 
-    def stretch(self, one: SizedStretch) -> int:
+    def repetition(self, one: SizedStretch) -> int:
         """Its place."""
-        return self.stretches.setdefault(one, len(self.stretches))
+        return self.repetitions.setdefault(one, len(self.repetitions))
 
 
 def save_programs(
@@ -246,7 +246,7 @@ def save_programs(
         (number("names", one.name), [*map(layout, one.inputs)], [*map(layout, one.outputs)], one.numbers, one.listed)
         for one in tables.operators
     ]
-    stretches = [(one.phase, one.runs) for one in tables.stretches]
+    repetitions = [(one.phase, one.runs) for one in tables.repetitions]
     found = {
         key: (
             one.ahead,
@@ -260,7 +260,7 @@ def save_programs(
     }
     raw = {
         "schema": SCHEMA, "versions": dict(versions), "sizes": dict(sizes or {}), "operators": operators,
-        "stretches": stretches,
+        "stretches": repetitions,
         **{name: [*table] for name, table in shared.items()}, "programs": found,
     }  # fmt: skip
     write_packed(path, raw)

@@ -11,15 +11,15 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from planner.notes import found
-from planner.records import dataclass
+from planner.core.notes import found
+from planner.core.records import dataclass
+from planner.core.units import percent
 from planner.setup import TrainSetup
 from planner.speed.host import MODULE_S, Host, Named, issued_s
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.prices import Price, price
 from planner.speed.rates import CardRates
-from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S, METRICS_S, MICRO_BATCH_S, STEP_S, WALK_S
-from planner.units import percent
+from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S, METRICS_S, MICRO_BATCH_S, STEP_S, WALK_S
 
 _ENGINE, _RECOMPUTE = ISSUERS.index("engine"), ISSUERS.index("recompute")
 _NUM = len(ISSUERS)
@@ -288,7 +288,7 @@ def loop_of(setup: TrainSetup) -> Loop:
         accumulation=setup.accumulation_steps,
         tokens=setup.tokens_per_step,
         waits=setup.stack in WAITS_FOR_LOSS,
-        trainer=setup.by.trainer_overhead,
+        trainer=setup.trainer.trainer_overhead,
     )
 
 
@@ -311,7 +311,7 @@ def run_time(program: Program, rates: CardRates, loop: Loop, host: Host | None =
     """The time of a step of `program`."""
     host = host or Host()
     priced = _Priced(program, rates)
-    num_calls = sum(len(program.stretches[place].calls) for place in program.micro_batch)
+    num_calls = sum(len(program.repetitions[place].calls) for place in program.micro_batch)
     return timed(priced.timeline, priced.parts(loop), loop, num_calls, host)
 
 
@@ -385,7 +385,7 @@ class _Priced:
         self.program = program
         self.prices = [price(call, rates) for call in program.operators]
         self._device = dict(enumerate(map(device_s, self.prices)))
-        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.stretches for call in one.calls)
+        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.repetitions for call in one.calls)
         self._issued = Issued(program.operators, [bool(one.kernels) for one in self.prices], checkpointed=checkpointed)
 
     def _course(self, calls: Iterable[int], scale: float) -> Course:
@@ -398,17 +398,17 @@ class _Priced:
         ahead: list[Stage] = []
         order: list[Stage] = []
         for place in (*program.micro_batch, *program.step):
-            stretch = program.stretches[place]
+            repetition = program.repetitions[place]
             if place not in courses:
-                calls = stretch.calls
-                if not ahead and stretch.phase not in ("forward", "step"):
+                calls = repetition.calls
+                if not ahead and repetition.phase not in ("forward", "step"):
                     first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         before, calls = calls[:first], calls[first:]
-                        ahead = [*order, Stage(stretch.phase, self._course(before, scale))]
+                        ahead = [*order, Stage(repetition.phase, self._course(before, scale))]
                         order = []
                 courses[place] = self._course(calls, scale)
-            order.append(Stage(stretch.phase, courses[place]))
+            order.append(Stage(repetition.phase, courses[place]))
         added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
         end = len(order) - len(program.step)
         timeline = Timeline(
@@ -426,9 +426,9 @@ class _Priced:
         times = Counter({place: loop.accumulation * n for place, n in Counter(self.program.micro_batch).items()})
         times.update(self.program.step)
         for place, repeats in times.items():
-            stretch = self.program.stretches[place]
-            for call, count in Counter(call // _NUM for call in stretch.calls).items():
-                add_parts(parts, stretch.phase, self.prices[call], repeats * count)
+            repetition = self.program.repetitions[place]
+            for call, count in Counter(call // _NUM for call in repetition.calls).items():
+                add_parts(parts, repetition.phase, self.prices[call], repeats * count)
         for call, count in self.program.added.items():
             parts["optimizer"] += (loop.accumulation - 1) * count * device_s(self.prices[call])
         return dict(parts)

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.records import dataclass
 from planner.speed.host import host_of, issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
 from planner.speed.rates import card_band, card_rates
+from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S
 from planner.speed.timeline import Loop, host_notes, run_time
-from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S
 
 _RECOMPUTE, _NUM = ISSUERS.index("recompute"), len(ISSUERS)
 _SHOWN = 20
@@ -85,7 +85,7 @@ def _times(program: Program) -> dict[int, int]:
     """How often each call comes in the step."""
     found: dict[int, int] = defaultdict(int)
     for place in (*program.micro_batch, *program.step):
-        for call in program.stretches[place].calls:
+        for call in program.repetitions[place].calls:
             found[call] += 1
     return found
 
@@ -105,9 +105,9 @@ def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_
     host: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     names = [name_of(line, module) for line, module in rows["names"]]
-    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.stretches for call in one.calls)
-    for stretch in (*program.micro_batch, *program.step):
-        for call, place in zip(program.stretches[stretch].calls, rows["places"][stretch], strict=True):
+    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.repetitions for call in one.calls)
+    for repetition in (*program.micro_batch, *program.step):
+        for call, place in zip(program.repetitions[repetition].calls, rows["places"][repetition], strict=True):
             number, issuer = divmod(call, _NUM)
             name = names[place]
             device[name] += prices[number].seconds

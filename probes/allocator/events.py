@@ -21,7 +21,7 @@ class Free(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What follows belongs to the phase `name` (one of `planner.memory.types.PHASES`); a name may come again."""
+    """What follows belongs to the phase `name` (one of `planner.setup.memory_terms.PHASES`); a name may come again."""
 
     name: str
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.allocator.blocks import Block
 from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.stretches import Step, Stretch
+from probes.allocator.repetitions import Repetition, Step
 
 _Live = dict[int, tuple[Block, int] | None]
 """Storage -> its block and the bytes asked for; None: of zero bytes."""
@@ -36,7 +36,7 @@ class ReplayResult:
 
 
 def replay(
-    events: Iterable[Event | Stretch], *, expandable_segments: bool = False, limit_bytes: int | None = None
+    events: Iterable[Event | Repetition], *, expandable_segments: bool = False, limit_bytes: int | None = None
 ) -> ReplayResult:
     """Peak allocated and reserved bytes of `events`.
 
@@ -65,7 +65,7 @@ def replay(
     )
 
 
-def _serve(allocator: CachingAllocator, events: Iterable[Event | Stretch], live: _Live) -> None:
+def _serve(allocator: CachingAllocator, events: Iterable[Event | Repetition], live: _Live) -> None:
     malloc, free = allocator.malloc, allocator.free
     for event in events:
         if isinstance(event, Alloc):
@@ -82,7 +82,7 @@ def _serve(allocator: CachingAllocator, events: Iterable[Event | Stretch], live:
                 raise ValueError(f"storage {event.id} is freed but not alive") from None
             if entry is not None:
                 free(*entry)
-        elif isinstance(event, Stretch):
+        elif isinstance(event, Repetition):
             for run, hole in zip_longest(event.pattern.runs, event.holes, fillvalue=()):
                 _serve_run(allocator, run, event.first, live)
                 _serve(allocator, hole, live)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
 
-from planner.children import child_environment, python_argv
+from planner.core.children import child_environment, python_argv
 
 TREE = "probes.module_tree:answer"
 

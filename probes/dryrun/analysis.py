@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain, zip_longest
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.stretches import Stretch, rounded
+from probes.allocator.repetitions import Repetition, rounded
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin
@@ -112,12 +112,12 @@ class Curve:
             self._rise(self._total, len(self.totals))
         self.totals.append(self._total)
 
-    def add_stretch(self, stretch: Stretch) -> None:
+    def add_stretch(self, repetition: Repetition) -> None:
         """Its events."""
-        pattern = stretch.pattern
+        pattern = repetition.pattern
         for place in pattern.left:
-            self._sizes[stretch.first + place] = rounded(pattern.sizes[place])
-        for course, hole in zip_longest(pattern.courses, stretch.holes, fillvalue=()):
+            self._sizes[repetition.first + place] = rounded(pattern.sizes[place])
+        for course, hole in zip_longest(pattern.courses, repetition.holes, fillvalue=()):
             if course and course.totals:
                 base, start = self._total, len(self.totals)
                 self._rise(base + course.totals[course.top], start + course.top)
@@ -140,7 +140,7 @@ def curve_of(trace: Trace) -> Curve:
     """One walk over the events, from which peaks, their contents and the timeline follow."""
     curve = Curve()
     for item in trace.events:
-        if isinstance(item, Stretch):
+        if isinstance(item, Repetition):
             curve.add_stretch(item)
         else:
             curve.add(item)
@@ -166,11 +166,11 @@ class _Alive:
         self._index = 0  # of the next event
         self._alive: dict[int, tuple[Group, int]] = {}
 
-    def add(self, item: Event | Stretch) -> None:
+    def add(self, item: Event | Repetition) -> None:
         """The next event or events."""
         if not self._indices:
             return
-        if not isinstance(item, Stretch):
+        if not isinstance(item, Repetition):
             self._one(item)
         elif self._index + item.num_events > self._indices[0]:
             for event in item.events():
@@ -182,9 +182,9 @@ class _Alive:
                 self._one(event)
             self._index += item.num_own_events
 
-    def _one(self, event: Event, stretch: Stretch | None = None) -> None:
+    def _one(self, event: Event, repetition: Repetition | None = None) -> None:
         if isinstance(event, Alloc):
-            self._make(event.id, stretch)
+            self._make(event.id, repetition)
         elif isinstance(event, Free):
             del self._alive[event.id]
         if self._indices and self._index == self._indices[0]:
@@ -195,12 +195,12 @@ class _Alive:
             self.at[self._indices.popleft()] = SegmentPeak(size_bytes=sum(found.values()), groups=found)
         self._index += 1
 
-    def _make(self, number: int, stretch: Stretch | None) -> None:
+    def _make(self, number: int, repetition: Repetition | None) -> None:
         origin, owner = self._trace.origins.get(number), self._trace.owners.get(number)
         if origin is None:
-            assert stretch is not None
-            place = number - stretch.first
-            origin, owner = stretch.pattern.origins[place], stretch.pattern.owners.get(place)
+            assert repetition is not None
+            place = number - repetition.first
+            origin, owner = repetition.pattern.origins[place], repetition.pattern.owners.get(place)
         self._alive[number] = group_of(origin, owner), rounded(origin.size_bytes)
 
 
@@ -210,7 +210,7 @@ def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:
     width = max(1, len(totals) // points)
     found = []
     for start in range(0, len(totals) - width + 1, width):
-        stretch = totals[start : start + width]
-        highest = max(stretch)
-        found.append((start + stretch.index(highest), highest))
+        repetition = totals[start : start + width]
+        highest = max(repetition)
+        found.append((start + repetition.index(highest), highest))
     return tuple(found)

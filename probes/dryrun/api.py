@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from planner.evidence.bands import unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
-from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from planner.planning.evidence.bands import unknown_mixers, with_evidence
+from planner.planning.run_speed import with_run_speed
 from planner.setup import TrainSetup
-from planner.speed.run import with_run_speed
+from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import cache
 from probes.dryrun.ahead import reported
 from probes.dryrun.followed import why_not_traced
@@ -172,7 +172,7 @@ def _refusal(setup: TrainSetup) -> str:
         )
     if setup.quantize_experts and setup.quantization == "int8":
         return "bitsandbytes has no parametrization of stacked experts in 8 bits, Axolotl's own is not installed"
-    pieces = setup.loss == "chunked" or bool(setup.by.loss_chunk_tokens)
+    pieces = setup.loss == "chunked" or bool(setup.trainer.loss_chunk_tokens)
     if pieces and setup.tokens_per_micro_batch > MAX_TOKENS_IN_PIECES:
         return (
             f"a micro-batch of {setup.tokens_per_micro_batch:,} tokens: a dry run follows each piece of the loss, of "
@@ -182,4 +182,4 @@ def _refusal(setup: TrainSetup) -> str:
 
 
 def _unsupported(message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
+    return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)

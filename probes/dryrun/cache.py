@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.codec import decode
-from planner.errors import ConfigError
-from planner.interchange import setup_to_dict, to_jsonable
-from planner.memory import profile_store
-from planner.outputs import write_whole
+from planner.core.errors import ConfigError
+from planner.core.outputs import write_whole
+from planner.memory import profiles as profile_store
 from planner.setup import TrainSetup
+from planner.setup.codec import decode
+from planner.setup.interchange import setup_to_dict, to_jsonable
 from planner.speed.operators import program_of
 from probes.dryrun.report import DryRunReport
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.dryrun.layer_map import LayerMap
 from probes.stack.build import bare_model
 from probes.stack.configs import config_of_layers, layer_signatures, layers_of, num_layers, period_of

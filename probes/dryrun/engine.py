@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.evidence.bands import DRY_RUN_BAND
-from planner.memory.types import PHASES, MemoryTerm
-from planner.notes import risk
-from planner.outcome import Prediction, Rung
+from planner.core.notes import risk
+from planner.core.units import gib
+from planner.planning.evidence.bands import DRY_RUN_BAND
 from planner.setup import TrainSetup
-from planner.units import gib
+from planner.setup.memory_terms import PHASES, MemoryTerm
+from planner.setup.outcome import Fidelity, Prediction
 from probes.allocator import replay
 from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
 from probes.dryrun.operators import full_program
+from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack.configs import load_config
@@ -83,8 +83,10 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
         trace = _run(plan, capability, setup, world)
     if plan.layers is not None:
         try:
-            trace = splice(trace, plan.layers, setup) if world is None else world.splice(trace, plan.layers)
-        except SpliceError as error:
+            trace = (
+                repeat_layers(trace, plan.layers, setup) if world is None else world.repeat_layers(trace, plan.layers)
+            )
+        except RepetitionError as error:
             assert plan.wider is not None
             wider = plan.wider()
             log.debug("%s of %s layers instead of %s: %s", wider.depth, plan.full, plan.depth, error)
@@ -119,7 +121,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
     peak = phases[peak_phase]
     reserved, retry_notes = _reserved(trace, setup.expandable_segments, limit_bytes)
     prediction = Prediction(
-        rung=Rung.DRY_RUN,
+        rung=Fidelity.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved + CONTEXT_BYTES,

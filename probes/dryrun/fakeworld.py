@@ -1,9 +1,4 @@
-"""One rank of a job of any size in one process: PyTorch's fake process group on meta tensors.
-
-The group answers every collective without communicating. What PyTorch's own DDP and FSDP2 need beyond it to run on
-meta (a device handle with streams, collectives that return at once) stands here; all of it is installed for the length
-of one dry run.
-"""
+"""A process group of one process that stands for many, and the streams of its collectives."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,9 +6,45 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.notices import errors_only
+
+# Attention of a rank whose sequence is cut over several GPUs: PyTorch's own ring, on meta tensors.
+
+
+class RingAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Flash or memory-efficient attention, causal, over the pieces of all ranks of `group`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str, scale: Any, group: Any
+    ) -> torch.Tensor:
+        mesh: Any = SimpleNamespace(get_group=lambda: group)
+        run: Any = getattr(own, f"_scaled_dot_product_ring_{kernel}_attention")
+        out, sums, *rest = run(mesh, query, key, value, is_causal=True, scale=scale)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.rest, ctx.kernel, ctx.scale, ctx.mesh = rest, kernel, scale, mesh
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        if ctx.kernel == "flash":
+            starts, ends, most_q, most_k, seed, offset, *_ = ctx.rest
+            run: Any = own._scaled_dot_product_ring_flash_attention_backward
+            args = (out, sums, starts, ends, most_q, most_k, 0.0, True, seed, offset)
+        else:
+            run = own._scaled_dot_product_ring_efficient_attention_backward
+            args = (None, out, sums, *ctx.rest[:2], 0.0, (True, True, True, False), True)
+        grads = run(ctx.mesh, grad_out, query, key, value, *args, scale=ctx.scale)
+        return *grads[:3], None, None, None
+
+
+# One rank of a job of any size in one process: PyTorch's fake process group on meta tensors.
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.layer_map import LayerMap
@@ -103,7 +103,7 @@ class OptimizerRun:
             if tracker.log is not None:
                 tracker.log.begin_full_step(self.layers)
             with self.shards.stepping(), quick_checks(), tracker:
-                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.by.clips_gradients)
+                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
             own_optimizer_state(tracker, optimizer, owners)
             found.append(
                 StepEvents(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.patching import Replacement, replaced
 from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled, without_casts
 
@@ -158,7 +158,7 @@ def _over_the_ring(
     group: Any, kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """Attention over the pieces of all ranks, causal whatever mask was given, as Accelerate's hook makes it."""
-    from probes.dryrun.ring import RingAttention  # late: its imports are for cut sequences alone
+    from probes.dryrun.fakeworld import RingAttention  # late: its imports are for cut sequences alone
 
     if kernel == "math":
         raise ValueError("PyTorch's context parallelism has no math kernel")

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 
 T = TypeVar("T")
 
@@ -28,12 +28,12 @@ class LayerMap:
     def unrolled(self, items: Iterable[T], layer_of: Callable[[T], int | None]) -> Iterator[tuple[T, int | None]]:
         """What the run has in the order of its layers (ascending or descending), as the full model has it: each with
         its layer there. What belongs to no layer stays where it is."""
-        for in_layers, stretch in groupby(items, lambda one: layer_of(one) is not None):
+        for in_layers, repetition in groupby(items, lambda one: layer_of(one) is not None):
             if not in_layers:
-                yield from ((one, None) for one in stretch)
+                yield from ((one, None) for one in repetition)
                 continue
             by_layer: dict[Any, list[T]] = defaultdict(list)
-            for one in stretch:
+            for one in repetition:
                 by_layer[layer_of(one)].append(one)
             first, last = next(iter(by_layer)), next(reversed(by_layer))
             for layer in range(len(self.of)) if first <= last else reversed(range(len(self.of))):

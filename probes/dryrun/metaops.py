@@ -10,7 +10,7 @@ import torch
 from planner.speed.operators import WAIT
 from probes.dryrun.fastmeta import register_in_place
 from probes.patching import replaced
-from probes.stack.launches import launched
+from probes.stack.kernels import launched
 
 
 class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]

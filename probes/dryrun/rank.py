@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from planner.setup import TrainSetup
-from probes.dryrun.ddp import DdpWorld
+from probes.dryrun.data_parallel import DdpWorld, FsdpWorld
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.followed import traced_rank, why_not_traced
-from probes.dryrun.fsdp import FsdpWorld
 from probes.dryrun.tensor import TensorWorld
 from probes.dryrun.trace import World
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from planner.outcome import Prediction
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.setup.outcome import Prediction
 from planner.speed.operators import Program
 
 Group = tuple[str, str]

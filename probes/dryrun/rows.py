@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.setup.interchange import to_jsonable
 from probes.dryrun.report import DryRunReport
 
 SHORTEST = {"linear": 64, "softmax": 128}

@@ -17,8 +17,8 @@ from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker
+from probes.dryrun.repeat_layers import repeat_layers
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.splice import splice
 from probes.dryrun.trace import Owners, Trace, load
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.configs import load_config, num_layers, truncated_config
@@ -89,9 +89,9 @@ class PipelineWorld:
             layout = pipeline_layout(model, setup, self._stage, device=device)
             yield layout, load(tracker, model)
 
-    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
+    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, layers, self._setup)
+        return repeat_layers(trace, layers, self._setup)
 
 
 class _Sent:

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 
 from planner.setup import TrainSetup
-from probes.dryrun.fsdp import OnHost
+from probes.dryrun.data_parallel import OnHost
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
-from probes.dryrun.splice import splice
+from probes.dryrun.repeat_layers import repeat_layers
 from probes.dryrun.trace import Owners, Trace, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step
@@ -53,10 +53,12 @@ class TensorWorld:
                 tracker.keep_all_on_host(model.parameters())
             yield layout, load(tracker, model)
 
-    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
+    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
         steps = _Steps()
-        return splice(trace, layers, self._setup, OnHost(steps) if self._setup.offload == "parameters" else steps)
+        return repeat_layers(
+            trace, layers, self._setup, OnHost(steps) if self._setup.offload == "parameters" else steps
+        )
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
-from probes.allocator.stretches import Stretch, flat
+from probes.allocator.repetitions import Repetition, flat
 from probes.dryrun.again import Replay
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
@@ -74,7 +74,7 @@ class Trace:
         operators: what the first step issued, None of a rank of several GPUs.
     """
 
-    events: Sequence[Event | Stretch]
+    events: Sequence[Event | Repetition]
     origins: dict[int, Origin]
     owners: Mapping[int, Owner]
     num_layers: int
@@ -91,7 +91,7 @@ class Trace:
         """The same with every event by itself."""
         origins, owners = self.origins.copy(), dict(self.owners)
         for item in self.events:
-            if isinstance(item, Stretch):
+            if isinstance(item, Repetition):
                 origins.update(enumerate(item.pattern.origins, item.first))
                 owners.update((item.first + place, owner) for place, owner in item.pattern.owners.items())
         return replace(self, events=[*flat(self.events)], origins=origins, owners=owners)
@@ -110,8 +110,8 @@ class World(Protocol):
         """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
         what was loaded; followed until its end."""
 
-    def splice(self, trace: "Trace", layers: Any) -> "Trace":
-        """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
+    def repeat_layers(self, trace: "Trace", layers: Any) -> "Trace":
+        """As `probes.dryrun.repeat_layers.splice`, with what grows otherwise than by layers."""
 
 
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:

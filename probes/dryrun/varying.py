@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.records import dataclass
 from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
-from probes.allocator.stretches import flat
+from probes.allocator.repetitions import flat
 from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.build import bare_model
 from probes.stack.configs import layer_signatures, load_config, num_layers, period_of, truncated_config, unequal_halves

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from planner.locks import NO_LINK, OPEN_FLAGS, lock
-from planner.outputs import user_id
-from planner.records import dataclass
-from planner.units import MIB
+from planner.core.locks import NO_LINK, OPEN_FLAGS, lock
+from planner.core.outputs import user_id
+from planner.core.records import dataclass
+from planner.core.units import MIB
 from probes.gpu.environment import DeviceStatus, device_status
 
 SHARED_BYTES = 1024 * MIB

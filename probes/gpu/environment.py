@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from planner.exporters.common import allocator_settings
+from planner.core.records import dataclass
+from planner.frameworks.exporters.common import allocator_settings
 from planner.hardware.driver import device_handle, nvml, text
-from planner.outcome import Environment
-from planner.records import dataclass
+from planner.setup.outcome import Environment
 from probes.installed import installed
 
 LIBRARIES = (

@@ -7,15 +7,15 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, field, replace
 from functools import cached_property
 
-from planner.codec import Outcome
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
+from planner.core.records import dataclass
+from planner.core.units import seconds
 from planner.hardware.gpu import GpuSpec
-from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
-from planner.outcome import Environment, FailureKind, ProbeFailure, Rung
-from planner.records import dataclass
 from planner.setup import LAYOUT_FIELDS, TrainSetup
-from planner.units import seconds
+from planner.setup.codec import Outcome
+from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.outcome import Environment, FailureKind, Fidelity, ProbeFailure
 from probes.fingerprint import config_digest, fingerprint
 from probes.gpu.executors import Executor
 from probes.gpu.request import Limits, ProbeRequest
@@ -52,7 +52,7 @@ class Prober:
     limits: Limits = field(default_factory=Limits)
     depths: tuple[int, ...] = ()
     check_depth: bool = True
-    rung: Rung = Rung.PROBE
+    rung: Fidelity = Fidelity.PROBE
     on_event: Callable[[ProbeEvent], None] = lambda event: None
     ends_at: float = math.inf
     least_s: Callable[[TrainSetup], float] = lambda setup: 0.0
@@ -80,7 +80,7 @@ class Prober:
         """Why no engine runs this setup on several GPUs, as an outcome; None where one does."""
         if setup.num_gpus == 1:
             return None
-        from planner.engines import why_not
+        from planner.memory.engines import why_not
 
         reason = why_not(self.model, setup)
         return ProbeFailure(rung=self.rung, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
@@ -164,7 +164,7 @@ def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s:
 
     Source: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311.
     """
-    from planner.throughput import throughput_profile
+    from planner.speed.roofline import throughput_profile
 
     nominal = nominal_flops_per_s(gpu, setup)
     if not nominal or step_time_s <= 0 or setup.num_gpus > setup.data_degree:

@@ -16,13 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.children import SAFE_PATH, python_argv
-from planner.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
-from planner.errors import EnvironmentProblem
+from planner.core.children import SAFE_PATH, python_argv
+from planner.core.errors import EnvironmentProblem
+from planner.core.install import install_command
 from planner.hardware.driver import nvml, visible_handles
-from planner.install import install_command
-from planner.interchange import to_jsonable
-from planner.outcome import Environment, FailureKind, ProbeFailure
+from planner.setup.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
+from planner.setup.interchange import to_jsonable
+from planner.setup.outcome import Environment, FailureKind, ProbeFailure
 from probes.gpu.environment import read_environment
 from probes.gpu.failures import UnsupportedProbe
 from probes.gpu.request import ProbeRequest

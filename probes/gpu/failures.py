@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from planner.errors import PlannerError
-from planner.outcome import FailureKind
+from planner.core.errors import PlannerError
+from planner.setup.outcome import FailureKind
 
 CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 

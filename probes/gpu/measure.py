@@ -15,10 +15,10 @@ from dataclasses import field, replace
 
 import torch
 
-from planner.evidence.trainers import NO_SHARE, trainer_share
-from planner.outcome import Measurement
-from planner.records import dataclass
-from planner.units import MIB, gib, percent
+from planner.core.records import dataclass
+from planner.core.units import MIB, gib, percent
+from planner.planning.evidence.trainers import NO_SHARE, trainer_share
+from planner.setup.outcome import Measurement
 from probes.gpu.child import StatusPipe, limit_cpu_memory
 from probes.gpu.depth import Depths, choose_depths
 from probes.gpu.device import DeviceLease, clean_lease, lease_device
@@ -165,7 +165,7 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
     share = trainer_share(request.setup) if request.device != "cpu" else NO_SHARE
     if share.fraction:
         found.notes.append(
-            f"timed is our own step; {request.setup.by.title} took {percent(share.fraction)} longer "
+            f"timed is our own step; {request.setup.trainer.title} took {percent(share.fraction)} longer "
             f"(±{percent(share.band_fraction)}) where both were measured, which is counted"
         )
     return Measurement(

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.core.units import MIB
 from planner.hardware.driver import device_handle, nvml
-from planner.memory.types import PHASES
 from planner.memory.workspace import CONTEXT_BYTES
-from planner.units import MIB
+from planner.setup.memory_terms import PHASES
 from probes.allocator.events import Phase
 from probes.dryrun.analysis import Curve
 from probes.dryrun.layout_tracker import LayoutTracker

@@ -23,7 +23,7 @@ _REPEATS = 3
 
 
 def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dict[str, Any]:
-    """Figures of one device as JSON values, the form of `planner.throughput.local.Microbench`.
+    """Figures of one device as JSON values, the form of `planner.speed.roofline.local.Microbench`.
 
     Rates are per second; `matmul_shapes` keeps every shape's rate. Needs about 1.6 GiB of free device memory.
 
@@ -57,8 +57,8 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
 
 def _torch(device: str) -> Any:
     """torch, where it is and `device` works."""
-    from planner.errors import EnvironmentProblem
-    from planner.install import install_command
+    from planner.core.errors import EnvironmentProblem
+    from planner.core.install import install_command
 
     try:
         import torch

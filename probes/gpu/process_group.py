@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.outcome import Measurement
-from planner.records import dataclass
-from planner.units import gib
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.setup.outcome import Measurement
 from probes.gpu.ranks import RankInfo, worst_first
 
 MIN_TIMEOUT_S = 5.0

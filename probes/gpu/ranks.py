@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from planner.install import packages_command
-from planner.outcome import FailureKind
-from planner.records import dataclass
+from planner.core.install import packages_command
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind
 from probes.gpu.failures import classify_exit, is_peer_trouble
 
 _TERMINATED = -15

@@ -9,14 +9,14 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
-from planner.codec import decode
-from planner.errors import ConfigError, UsageError
-from planner.interchange import to_jsonable
+from planner.core.errors import ConfigError, UsageError
+from planner.core.outputs import write_whole
+from planner.core.records import dataclass
 from planner.memory.workspace import CONTEXT_BYTES
-from planner.outcome import SETTLED_FRACTION, Rung
-from planner.outputs import write_whole
-from planner.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.codec import decode
+from planner.setup.interchange import to_jsonable
+from planner.setup.outcome import SETTLED_FRACTION, Fidelity
 from probes.gpu.ranks import num_processes
 
 REQUEST_SCHEMA = 1
@@ -92,7 +92,7 @@ class ProbeRequest:
     config: Mapping[str, Any] = field(repr=False)
     setup: TrainSetup
     device: str
-    rung: Rung = Rung.PROBE
+    rung: Fidelity = Fidelity.PROBE
     depths: tuple[int, ...] = ()
     check_depth: bool = True
     limits: Limits = field(default_factory=Limits)

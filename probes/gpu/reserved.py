@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.outcome import ProbeFailure
 from planner.setup import TrainSetup
+from planner.setup.outcome import ProbeFailure
 from probes.dryrun.api import report_for_config
 from probes.gpu.environment import ALLOCATOR_VARIABLES
 from probes.stack.configs import load_config, truncated_config

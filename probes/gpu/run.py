@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from planner.choices.optimizers import OPTIMIZERS
-from planner.exporters.deepspeed import STAGES as ZERO_STAGES
+from planner.core.records import dataclass
+from planner.core.units import MIB, gib
+from planner.frameworks.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.hardware.gpus import find_gpu
-from planner.memory.optimizer import paged_bytes
+from planner.memory.states import paged_bytes
 from planner.memory.workspace import CONTEXT_BYTES, context_bytes
-from planner.records import dataclass
-from planner.units import MIB, gib
+from planner.options.optimizers import OPTIMIZERS
 from probes.gpu.child import StatusPipe
 from probes.gpu.device import DeviceLease
 from probes.gpu.failures import UnsupportedProbe, building

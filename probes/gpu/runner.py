@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.children import child_environment, python_argv
-from planner.codec import BadOutcome, Outcome, outcome_from_dict
-from planner.errors import EnvironmentProblem
-from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.core.children import child_environment, python_argv
+from planner.core.errors import EnvironmentProblem
+from planner.setup.codec import BadOutcome, Outcome, outcome_from_dict
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu.environment import child_settings
 from probes.gpu.failures import classify_exit, oom_kill_count
 from probes.gpu.ranks import why_not_probed

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.gpu.request import Limits
 
 Clock = Callable[[], float]

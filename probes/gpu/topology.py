@@ -6,8 +6,8 @@ from itertools import combinations
 from types import ModuleType
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.hardware.driver import device_handle, nvml
-from planner.records import dataclass
 
 _ANCESTORS = {
     "NVML_TOPOLOGY_INTERNAL": "one board",

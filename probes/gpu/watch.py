@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
 
-from planner.outcome import FailureKind
-from planner.records import dataclass
-from planner.units import MIB
+from planner.core.records import dataclass
+from planner.core.units import MIB
+from planner.setup.outcome import FailureKind
 from probes.gpu.ranks import RankReport
 
 RANK_GRACE_S = 10.0

@@ -23,9 +23,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner.codec import Outcome, evidence_to_dict
-from planner.outcome import ProbeFailure
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.setup.codec import Outcome, evidence_to_dict
+from planner.setup.outcome import ProbeFailure
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
 from probes.gpu.ranks import rank_failure_event, rank_info_of

@@ -21,15 +21,15 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from planner.children import child_environment, python_argv
-from planner.codec import Outcome, decode
-from planner.errors import ConfigError, EnvironmentProblem
-from planner.inputs import parse_object, read_text
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
-from planner.outputs import write_whole
-from planner.records import dataclass
-from planner.redaction import without_secrets, without_secrets_in_words
-from planner.units import gib
+from planner.core.children import child_environment, python_argv
+from planner.core.errors import ConfigError, EnvironmentProblem
+from planner.core.inputs import parse_object, read_text
+from planner.core.outputs import write_whole
+from planner.core.records import dataclass
+from planner.core.redaction import without_secrets, without_secrets_in_words
+from planner.core.units import gib
+from planner.setup.codec import Outcome, decode
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.device import turns
 from probes.gpu.environment import device_status, read_environment
 from probes.gpu.executors import Executor
@@ -346,7 +346,7 @@ def measurement(file: LaunchedFile, request: ProbeRequest, seen: Seen, used_befo
     between = sorted(seen.between_s[WARM_UP_STEPS - 1 :])
     here = read_environment(request.device, request.gpu_key, cuda=seen.cuda)
     return Measurement(
-        rung=Rung.RUN,
+        rung=Fidelity.RUN,
         peak_allocated_bytes=seen.peak_resident_bytes if allocated is None else allocated,
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved if added is None else added,
@@ -389,4 +389,4 @@ def split_command(command: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _failure(kind: FailureKind, message: str, tail: str = "") -> ProbeFailure:
-    return ProbeFailure(rung=Rung.RUN, kind=kind, message=message, log_tail=tail[-4000:])
+    return ProbeFailure(rung=Fidelity.RUN, kind=kind, message=message, log_tail=tail[-4000:])

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from planner.children import ROOT
+from planner.core.children import ROOT
+from planner.core.outputs import write_whole
 from planner.hardware.driver import device_handle, nvml
-from planner.outputs import write_whole
 
 VARIABLE = "FINETUNE_PLANNER_WATCH"
 """The order of every process of a watched run, as JSON: `folder` (where it writes), `num_steps`, `device`."""

@@ -120,7 +120,7 @@ class _Report:
 
 
 def _start(order: dict[str, Any], watcher: Watcher) -> None:
-    from planner.codec import decode
+    from planner.setup.codec import decode
     from probes.phantom.card import Card, TraceOptions
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done

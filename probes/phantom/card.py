@@ -1,8 +1,8 @@
 """What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
-from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

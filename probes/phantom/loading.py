@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from planner.core.units import MIB, gib
 from planner.models import catalogue, copies
-from planner.units import MIB, gib
 from probes.phantom.cuda import Refused
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from planner.units import gib
+from planner.core.units import gib
 from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
 from probes.allocator.blocks import Block
 from probes.phantom.card import Card

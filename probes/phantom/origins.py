@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from planner.trace_result import Refusal
+from planner.planning.trace_result import Refusal
 from probes.patching import replaced
 
 _HERE = str(Path(__file__).parent.parent.parent)

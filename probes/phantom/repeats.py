@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.allocator import Alloc, Event, Free
 from probes.allocator.blocks import SMALL_BYTES
 from probes.phantom.imports import Patch

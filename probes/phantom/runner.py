@@ -19,11 +19,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from planner.children import ROOT, python_argv
-from planner.errors import EnvironmentProblem, UsageError
-from planner.inputs import read_text
-from planner.records import dataclass
-from planner.trace_result import MAX_BYTES, Protection, TraceResult
+from planner.core.children import ROOT, python_argv
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.inputs import read_text
+from planner.core.records import dataclass
+from planner.planning.trace_result import MAX_BYTES, Protection, TraceResult
 from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from planner.choices.sound import TEXT_TOKENS
+from planner.options.sound import TEXT_TOKENS
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 

@@ -4,9 +4,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from planner.trace_result import Holding, TraceResult
+from planner.planning.trace_result import Holding, TraceResult
 from probes.allocator import Alloc, Free
-from probes.allocator.stretches import rounded
+from probes.allocator.repetitions import rounded
 from probes.installed import installed
 from probes.phantom.compiled import EAGER
 from probes.phantom.mode import Phantom
@@ -137,9 +137,9 @@ def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, st
     points: list[tuple[float, int, str]] = []
     phase = "load"
     for start in range(0, len(totals), width):
-        stretch = totals[start : start + width]
+        repetition = totals[start : start + width]
         for event in phantom.memory.events[start : start + width]:
             if isinstance(event, Alloc):
                 phase = phantom.origins.found[event.id].phase
-        points.append((start / len(totals), max(stretch), phase))
+        points.append((start / len(totals), max(repetition), phase))
     return tuple(points)

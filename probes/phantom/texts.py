@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from probes.phantom import sound
 from probes.phantom.images import PICTURE, processor_for
 from probes.phantom.imports import Patch

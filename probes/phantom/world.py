@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from torch import distributed
 
+from planner.core.units import gib
 from planner.memory.workspace import group_bytes
-from planner.units import gib
 from probes.dryrun.fakeworld import of_ddp
 from probes.dryrun.layout_tracker import untracked_trials
 from probes.patching import Replacement, nothing, replaced

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
+from planner.memory.states import layer_numbers, of_tokens, scaled_inputs
 from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
@@ -95,7 +95,7 @@ def freeze_others(model: Any, setup: TrainSetup) -> None:
         parameter.requires_grad_(found is not None and int(found[1]) in trained)
         if parameter.requires_grad and setup.widens_trained:
             parameter.data = parameter.data.to(torch.float32)
-    if setup.checkpointing and setup.by.checkpoints_trained:
+    if setup.checkpointing and setup.trainer.checkpoints_trained:
         _checkpoint_trained(model)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.configs import has_audio
 from probes.stack.dtypes import DTYPES
@@ -41,7 +41,7 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     device = torch.device(device)
     seqs, tokens = setup.micro_batch_seqs * setup.seqs_per_sample, setup.seq_len_tokens // setup.context_degree
     vocab = int(config.get_text_config().vocab_size)
-    flat = setup.packing and not setup.by.packs_rows
+    flat = setup.packing and not setup.trainer.packs_rows
     shape = (1, seqs * tokens) if flat else (seqs, tokens)
     ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)
     labels = ids.clone()

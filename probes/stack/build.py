@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from planner.choices.objectives import Head
-from planner.hardware.kernels import left_unnamed
+from planner.memory.attention_kernels import left_unnamed
+from planner.options.objectives import Head
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import has_audio, load_config, truncated_config

@@ -8,7 +8,7 @@ import torch
 
 from planner.speed.operators import WAIT
 from probes.stack.configs import layers_of
-from probes.stack.launches import launched
+from probes.stack.kernels import launched
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
 from probes.stack.real_losses import real_loss
 

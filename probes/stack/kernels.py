@@ -1,15 +1,7 @@
-"""Kernel families on a built model: on meta their autograd functions by what they save and allocate, on a GPU the real.
-
-The functions here compute nothing: a dry run needs the tensors that live and how long, which is what is written down.
-Triton kernels allocate nothing themselves, so an output is an empty tensor and what a kernel overwrites stays.
-
-Source: liger-kernel 0.8.5 `ops/rms_norm.py`, `ops/rope.py`, `ops/swiglu.py`, `ops/geglu.py`; Axolotl
-`kernels/lora.py` (commit 00564c8f; Unsloth's `kernels/fast_lora.py`, from which it comes, allocates a little less).
-Measured: against Liger itself under the phantom tracer, benchmarks/trace_vs_dryrun.py.
-"""
+"""Kernel libraries' own Python on meta tensors, their launches as no-ops."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import MethodType
@@ -18,10 +10,36 @@ from unittest import mock
 
 import torch
 
-from planner.choices.kernels import parts_of
-from planner.install import packages_command
+from planner.core.install import packages_command
+from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
-from probes.stack.launches import launched
+
+# Kernels that no operator launches: stand-ins that compute nothing say here what would run, and whoever follows
+# listens.
+
+
+Listener = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+_LISTENERS: list[Listener] = []
+
+
+def launched(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = ()) -> None:
+    """A kernel (a row of `planner.speed.prices`) would read `inputs` and write `outputs` now."""
+    for listener in _LISTENERS:
+        listener(name, inputs, outputs)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Within it `listener` is told of every launch."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+# Kernel families on a built model: on meta their autograd functions by what they save and allocate, on a GPU the real.
+
 
 OUT_OF_PLACE = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "olmo2", "olmo3", "qwen3_5", "qwen3_5_text"})
 """Types whose norms' backward writes a tensor of its own, where others overwrite the gradient that comes.

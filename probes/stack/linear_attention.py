@@ -18,11 +18,10 @@ from unittest import mock
 
 import torch
 
-from planner.choices.packages import DELTA
-from planner.install import packages_command
+from planner.core.install import packages_command
 from planner.setup import TrainSetup
-from probes.stack.kernels import KernelsMissing
-from probes.stack.launches import launched
+from planner.setup.packages import DELTA
+from probes.stack.kernels import KernelsMissing, launched
 
 CHUNK = 64
 """Tokens of one chunk: transformers' and fla's default."""

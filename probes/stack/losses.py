@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
-from probes.stack.launches import launched
+from probes.stack.kernels import launched
 
 Kernel = Callable[..., None]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.choices.optimizers import OPTIMIZERS
+from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
 _LEARNING_RATE = 1e-5
@@ -26,7 +26,7 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
 
 def wide_parameters(model: torch.nn.Module, setup: TrainSetup) -> list[torch.nn.Parameter]:
     """The trained embedding tables, where the setup's stack keeps their 8-bit states in 32 bits."""
-    if not setup.by.wide_embedding_states:
+    if not setup.trainer.wide_embedding_states:
         return []
     tables = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
     return [weight for table in tables for weight in table.parameters() if weight.requires_grad]
@@ -40,7 +40,7 @@ def optimizer_of(model: torch.nn.Module, setup: TrainSetup) -> Any:
 def make_optimizer(
     name: str, parameters: Iterable[torch.nn.Parameter], *, wide: Iterable[torch.nn.Parameter] = ()
 ) -> Any:
-    """The optimizer called `name` in `planner.choices.optimizers` over `parameters`.
+    """The optimizer called `name` in `planner.options.optimizers` over `parameters`.
 
     Args:
         wide: parameters whose 8-bit states are kept in 32 bits.

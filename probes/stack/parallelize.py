@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from planner.exporters.several_gpus import distributed_config, tensor_refusal
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.frameworks.exporters.several_gpus import distributed_config, tensor_refusal
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of

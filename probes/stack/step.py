@@ -1,4 +1,4 @@
-"""One optimizer step as the setup's stack does it (`planner.choices.stacks`), phase by phase;
+"""One optimizer step as the setup's stack does it (`planner.options.stacks`), phase by phase;
 `transformers.Trainer`'s by default."""
 
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.autocast import emulated_autocast
@@ -30,7 +30,7 @@ from probes.stack.rollouts import generate
 MAX_GRAD_NORM = 1.0
 
 Mark = Callable[[str, int | None], None]
-"""Called as (phase, layer): phase is one of planner.memory.types.PHASES, layer the decoder layer or None."""
+"""Called as (phase, layer): phase is one of planner.setup.memory_terms.PHASES, layer the decoder layer or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def _under_autocast(plain: Callable[..., Any], setup: TrainSetup, device_type: s
         with autocast_context(device_type, dtype):
             return plain(**inputs)
 
-    return ConvertOutputsToFp32(under_autocast) if setup.by.widens_outputs else under_autocast
+    return ConvertOutputsToFp32(under_autocast) if setup.trainer.widens_outputs else under_autocast
 
 
 def make_scaler(setup: TrainSetup, device_type: str) -> Any:
@@ -189,7 +189,7 @@ def train_step(
 def step_optimizer(trainer: Trainer, tell: Mark) -> None:
     """The end of a step: its phase, clipping, the optimizer, gradients released."""
     tell("step", None)
-    clips = trainer.setup.by.clips_gradients
+    clips = trainer.setup.trainer.clips_gradients
     optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type, clips=clips)
 
 
@@ -223,12 +223,12 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:
             inputs["use_cache"] = False
-        if not setup.by.transformers_loss:
+        if not setup.trainer.transformers_loss:
             return _own_loss(trainer, inputs)
         if _accepts_loss_kwargs(trainer.inner):
             inputs["num_items_in_batch"] = items
         outputs = trainer.forward(**inputs)
-        if setup.by.keeps_outputs:
+        if setup.trainer.keeps_outputs:
             trainer.kept[:] = [outputs]
         loss: torch.Tensor = outputs["loss"]
         return loss
@@ -243,7 +243,7 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
 
 def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
     """The full loss of a stack that takes the logits and computes it itself, whole or in pieces."""
-    by, labels = trainer.setup.by, inputs.pop("labels")
+    by, labels = trainer.setup.trainer, inputs.pop("labels")
     if trainer.inner.config.is_encoder_decoder:
         raise ValueError(f"{by.title} trains decoders")
     outputs = trainer.forward(**inputs)

@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from planner.engines.zero import zero_bucket_elements
-from planner.exporters.deepspeed import engine_config
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.frameworks.exporters.deepspeed import engine_config
+from planner.memory.engines.zero import zero_bucket_elements
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model, compute_buffers, random_parameter

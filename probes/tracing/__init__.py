@@ -1,1 +1,1 @@
-"""From runs on meta tensors to step profiles (`planner.memory.step_profile`)."""
+"""From runs on meta tensors to step profiles (`planner.memory.profiles`)."""

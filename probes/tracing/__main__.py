@@ -11,10 +11,10 @@ import argparse
 import sys
 import time
 
-from planner.errors import PlannerError, UsageError
-from planner.memory.profile_store import load_profiles, save_profiles, user_path
+from planner.core.errors import PlannerError, UsageError
+from planner.memory.profiles import load_profiles, save_profiles, user_path
 from planner.models.resolve import resolve_model
-from planner.plan_request import PlanRequest
+from planner.planning.plan_request import PlanRequest
 from planner.speed.step_program import save_programs, user_programs
 from probes.tracing.profile_builder import CARDS, asked_structures, build_profiles, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiled import profiled_breakdown, profiled_step
+from planner.memory.engines import engine_of
+from planner.memory.profiles import profiled_breakdown, profiled_step
 from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

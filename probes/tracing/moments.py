@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.step_profile import LOSS_BEGINS, Group
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.memory.profiles import LOSS_BEGINS, Group
 from probes.allocator.blocks import MIN_BLOCK_BYTES
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.stretches import Pattern, Stretch
+from probes.allocator.repetitions import Pattern, Repetition
 from probes.dryrun.analysis import group_of
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin
@@ -116,7 +116,7 @@ class _Walk:
                 total = total - sizes[alive.pop(event.id)]
 
         for index, item in enumerate(self.trace.events):
-            if isinstance(item, Stretch):
+            if isinstance(item, Repetition):
                 pattern, number = item.pattern, 0
                 for place in pattern.left:
                     alive[item.first + place] = pattern.sizes[place]
@@ -156,7 +156,7 @@ class _Walk:
             asked: dict[int, list[tuple[str, int]]] = defaultdict(list)
             for place, key in wanted.get(index, ()):
                 asked[place].append(key)
-            if isinstance(item, Stretch) and not asked:
+            if isinstance(item, Repetition) and not asked:
                 self._whole(item, alive, count)
                 continue
             for number, event in enumerate(_events(item)):
@@ -170,7 +170,7 @@ class _Walk:
         alive = {one: form for one, form in alive.items() if form.any()}
         return FoundMoment(phase=key[0], micro_batch=key[1], alive=alive)
 
-    def _whole(self, item: Stretch, alive: dict[int, tuple[int, int]], count: Any) -> None:
+    def _whole(self, item: Repetition, alive: dict[int, tuple[int, int]], count: Any) -> None:
         for place in item.pattern.left:
             self._make(item.first + place, item, alive, count)
         for hole in item.holes:
@@ -179,17 +179,17 @@ class _Walk:
 
     def _one(self, event: Event, item: Any, alive: dict[int, tuple[int, int]], count: Any) -> None:
         if isinstance(event, Alloc):
-            self._make(event.id, item if isinstance(item, Stretch) else None, alive, count)
+            self._make(event.id, item if isinstance(item, Repetition) else None, alive, count)
         elif isinstance(event, Free):
             count[alive.pop(event.id)] -= 1
 
-    def _make(self, number: int, stretch: Stretch | None, alive: dict[int, tuple[int, int]], count: Any) -> None:
+    def _make(self, number: int, repetition: Repetition | None, alive: dict[int, tuple[int, int]], count: Any) -> None:
         origin = self.trace.origins.get(number)
         if origin is not None:
             key = self._key(origin, self.trace.owners.get(number))
         else:
-            assert stretch is not None
-            key = self._keys(stretch.pattern)[number - stretch.first]
+            assert repetition is not None
+            key = self._keys(repetition.pattern)[number - repetition.first]
         alive[number] = key
         count[key] += 1
 
@@ -206,8 +206,8 @@ class _Walk:
         return self._numbers.setdefault(group, len(self._numbers)), origin.size_bytes
 
 
-def _events(item: Event | Stretch) -> Iterator[Event]:
-    return item.events() if isinstance(item, Stretch) else iter((item,))
+def _events(item: Event | Repetition) -> Iterator[Event]:
+    return item.events() if isinstance(item, Repetition) else iter((item,))
 
 
 def cover(moments: Sequence[FoundMoment], values: Any) -> list[FoundMoment]:

@@ -14,16 +14,24 @@ import numpy as np
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.memory.profile_store import profiled_kind, structure_key
-from planner.memory.step_profile import LOSS_BEGINS, Form, Group, Piece, ProfileMoment, StepProfile
+from planner.memory.profiles import (
+    LOSS_BEGINS,
+    Form,
+    Group,
+    Piece,
+    ProfileMoment,
+    StepProfile,
+    profiled_kind,
+    structure_key,
+)
 from planner.models.spec import ModelSpec
-from planner.plan_request import PlanRequest
+from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
 from probes.dryrun.api import VERSION
 from probes.dryrun.cache import library_versions
-from probes.dryrun.splice import SpliceError
+from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.tracing.moments import FoundMoment
 from probes.tracing.sizes import NoPolynomial, Sizes
@@ -37,7 +45,7 @@ NEARLY = 1e-3
 """The same of a phase that is not the highest."""
 CUBLAS: Group = ("workspace", "cuBLAS workspaces")
 """Of the card, not of the structure."""
-NOT_PROFILED = (NoPolynomial, SpliceError, ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError)
+NOT_PROFILED = (NoPolynomial, RepetitionError, ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError)
 """What a structure's runs end with where it has no profile: a step that is no polynomial, or that cannot be traced."""
 
 

@@ -11,14 +11,13 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from planner.choices.losses import LOSSES
-from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profile_store import structure_key
-from planner.memory.step_profile import MONOMIALS, Form
+from planner.memory.profiles import MONOMIALS, Form, structure_key
 from planner.models.spec import ModelSpec
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
-from planner.speed.operators import ISSUERS, TRAINER, Layout, Operator, Program, Stretch
+from planner.speed.operators import ISSUERS, TRAINER, Layout, Operator, Program, Repetition
 from planner.speed.step_program import (
     ONCE,
     TILES,
@@ -221,13 +220,13 @@ class ProgramBuilder:
         for mine, others in zip(flat_base, flat_own, strict=False):
             if swaps.setdefault(mine, others) != others:
                 return None
-        stretches = [*self.tables.stretches]
+        repetitions = [*self.tables.repetitions]
         changed = {one for one, other in swaps.items() if one != other}
         if len(flat_base) != len(flat_own) or any(
-            stretches[one].phase == "loss" and one not in swaps for one in flat_like
+            repetitions[one].phase == "loss" and one not in swaps for one in flat_like
         ):
             return None
-        if any(stretches[one].phase != "loss" and one not in flat_like for one in changed):
+        if any(repetitions[one].phase != "loss" and one not in flat_like for one in changed):
             return None
 
         def swapped(blocks: Blocks) -> Blocks:
@@ -266,32 +265,33 @@ class ProgramBuilder:
     def _sized(self, found: Program, setup: TrainSetup, steps: Mapping[str, Counts]) -> StepProgram:
         tile, num_tiles = self._tiles(setup)
         sized = _Sized(found, self._primes, self.tables, tile)
-        stretches: list[int] = []
+        repetitions: list[int] = []
         places: dict[int, list[int]] = {}
         ahead: list[int] = []
         order: list[int] = []
         for place in found.micro_batch:
             if place not in places:
-                stretch = found.stretches[place]
-                parts = [stretch]
-                if not ahead and stretch.phase != "forward":
-                    first = next((at for at, call in enumerate(stretch.calls) if call % _NUM == _ENGINE), None)
+                repetition = found.repetitions[place]
+                parts = [repetition]
+                if not ahead and repetition.phase != "forward":
+                    first = next((at for at, call in enumerate(repetition.calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         parts = [
-                            replace(stretch, calls=part) for part in (stretch.calls[:first], stretch.calls[first:])
+                            replace(repetition, calls=part)
+                            for part in (repetition.calls[:first], repetition.calls[first:])
                         ]
-                        ahead = [*order, self.tables.stretch(sized.stretch(parts[0], num_tiles))]
+                        ahead = [*order, self.tables.repetition(sized.repetition(parts[0], num_tiles))]
                         order, parts = [], parts[1:]
-                places[place] = [self.tables.stretch(sized.stretch(one, num_tiles)) for one in parts]
+                places[place] = [self.tables.repetition(sized.repetition(one, num_tiles)) for one in parts]
             order += places[place]
-        looped = {run.per for one in (*ahead, *order) for run in [*self.tables.stretches][one].runs}
+        looped = {run.per for one in (*ahead, *order) for run in [*self.tables.repetitions][one].runs}
         if num_tiles > 2 and TILES not in looped:
             raise NoProgram("the loop over the loss's tiles was not found")
-        stretches = order
-        calls = [call for one in found.stretches for call in one.calls]
+        repetitions = order
+        calls = [call for one in found.repetitions for call in one.calls]
         return StepProgram(
             ahead=_repeated(ahead),
-            behind=_repeated(stretches),
+            behind=_repeated(repetitions),
             added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in found.added.items()),
             steps=steps,
             num_modules=found.num_modules,
@@ -321,7 +321,7 @@ class ProgramBuilder:
         log = OperatorLog()
         OptimizerRun(replace(trace, operators=log), layers, setup, Whole()).steps(2)
         program = Program(
-            operators=log.operators, stretches=[Stretch(phase="step", calls=log.calls)], micro_batch=[], step=[0],
+            operators=log.operators, repetitions=[Repetition(phase="step", calls=log.calls)], micro_batch=[], step=[0],
             added={}, num_modules=0,
         )  # fmt: skip
         sized = _Sized(program, self._primes, self.tables, 0, step=True, adapted=setup.method != "full")
@@ -381,11 +381,11 @@ class _Sized:
             return ((MONOMIALS.index((0, 0, 1, 0)), size / rank),)
         return ((0, float(size)),) if size else ()
 
-    def stretch(self, stretch: Stretch, num_tiles: int) -> SizedStretch:
+    def repetition(self, repetition: Repetition, num_tiles: int) -> SizedStretch:
         """A stretch with its loops told apart: over tiles of the loss, and over chunks of a sequence."""
-        calls = [call for call in stretch.calls if not self._aligns(call)]
-        runs = self._tiled(calls, num_tiles) if stretch.phase == "loss" else self._chunked([*map(self.call, calls)])
-        return SizedStretch(stretch.phase, tuple(one for one in runs if one.calls))
+        calls = [call for call in repetition.calls if not self._aligns(call)]
+        runs = self._tiled(calls, num_tiles) if repetition.phase == "loss" else self._chunked([*map(self.call, calls)])
+        return SizedStretch(repetition.phase, tuple(one for one in runs if one.calls))
 
     def _tiled(self, calls: Sequence[int], num_tiles: int) -> list[Run]:
         """Calls with their loops over tiles told apart; a first tile that does more is none of the loop's."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.step_profile import MONOMIALS, Form
+from planner.memory.profiles import MONOMIALS, Form
 
 
 class Point(NamedTuple):

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from planner.choices.losses import LOSSES
-from planner.memory.step_profile import MONOMIALS, Form
-from planner.records import dataclass
+from planner.core.records import dataclass
+from planner.memory.profiles import MONOMIALS, Form
+from planner.options.losses import LOSSES
 from planner.setup import TrainSetup
 from probes.allocator import replay
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.stretches import Pattern, Stretch, rounded
+from probes.allocator.repetitions import Pattern, Repetition, rounded
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.layer_map import LayerMap
-from probes.dryrun.splice import SpliceError, splice
+from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.trace import Trace, trace_samples
 from probes.stack.configs import load_config
 from probes.tracing.moments import FoundMoment, moments_of
@@ -55,7 +55,7 @@ def spans(windows: Sequence[int]) -> tuple[Span, ...]:
 
 
 Gaps = tuple[tuple[int, float], ...]
-"""As in `planner.memory.step_profile.Piece`."""
+"""As in `planner.memory.profiles.Piece`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Structure:
         """
         try:
             return self._pieces(wanted, known)
-        except SpliceError:
+        except RepetitionError:
             if self._plan.wider is None:
                 raise
             self._plan, self._every = self._plan.wider(), self.setup.checkpointing
@@ -190,7 +190,7 @@ class Structure:
                 table[number, index] += rounded(round(factor)) if len(form) == 1 and index == 0 else factor
         named = _with_classes(trace, [classes[pair] for pair in zip(forms, sizes, strict=True)])
         if self._plan.layers is not None:
-            named = splice(named, self._plan.layers, self.setup)
+            named = repeat_layers(named, self._plan.layers, self.setup)
         return table, [size for _, size in classes], named
 
     def _gap(self, named: Trace, sizes: Sequence[int], point: Point) -> tuple[int, float]:
@@ -257,11 +257,11 @@ def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
     return found
 
 
-def _sized(events: Iterable[Event | Stretch], sizes: Sequence[int]) -> Iterator[Event | Stretch]:
+def _sized(events: Iterable[Event | Repetition], sizes: Sequence[int]) -> Iterator[Event | Repetition]:
     """Events whose sizes are numbers of classes, with the bytes of each class."""
     patterns: dict[int, Pattern] = {}
     for item in events:
-        if isinstance(item, Stretch):
+        if isinstance(item, Repetition):
             own = item.pattern
             if id(own) not in patterns:
                 runs = [[(place, size if size is None else sizes[size]) for place, size in run] for run in own.runs]
@@ -276,11 +276,11 @@ def _sized_event(event: Event, sizes: Sequence[int]) -> Event:
     return Alloc(event.id, sizes[event.size_bytes]) if isinstance(event, Alloc) else event
 
 
-def _loaded_bytes(events: Iterable[Event | Stretch]) -> int:
+def _loaded_bytes(events: Iterable[Event | Repetition]) -> int:
     """What is allocated before the first forward."""
     alive: dict[int, int] = {}
     for item in events:
-        if isinstance(item, Stretch) or (isinstance(item, Phase) and item.name != "load"):
+        if isinstance(item, Repetition) or (isinstance(item, Phase) and item.name != "load"):
             break
         if isinstance(item, Alloc):
             alive[item.id] = rounded(item.size_bytes)

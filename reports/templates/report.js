@@ -12,7 +12,7 @@
   const METHOD_WORDS = { full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA" };
   const FIT_WORDS = { fits: "", tight: ", tight: may not fit", over: ", does not fit" };
 
-  // The same text as planner.units writes.
+  // The same text as planner.core.units writes.
   const gib = (bytes) => Math.abs(bytes) < 0.1 * GIB ? (bytes / MIB).toFixed(1) + " MiB" : (bytes / GIB).toFixed(2) + " GiB";
   const whole = (number) => Math.round(number).toLocaleString("en-US");
   const rate = (speed) => speed ? (speed >= 10 ? whole(speed) : speed.toPrecision(2)) + " tokens/s" : "unknown";

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from planner.core.units import GIB, gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.outcome import Rung
+from planner.memory.workload import Data
 from planner.planning.answer import plan_workload
-from planner.units import GIB, gib
-from planner.workload import Data
+from planner.setup.outcome import Fidelity
 from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase
 from reports.html import Entry, report_html
 from reports.plan_json import plan_to_dict
@@ -78,7 +78,7 @@ def rich_extras() -> Extras:
 def document() -> dict[str, Any]:
     """A plan.json with everything that a report can show."""
     plan = make_plan(
-        make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Rung.PROBE, search=SEARCH
+        make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Fidelity.PROBE, search=SEARCH
     )
     texts = plan_files(plan, rich_extras(), html=False)
     values: dict[str, Any] = json.loads(texts["plan.json"])
@@ -431,7 +431,7 @@ def test_two_thousand_candidates_stay_responsive(browser: Browser, tmp_path: Pat
 
 
 def test_page_from_plan_json_is_the_page_from_the_plan() -> None:
-    plan = make_plan(rung=Rung.PROBE)
+    plan = make_plan(rung=Fidelity.PROBE)
     extras = rich_extras()
     from_json = report_html([entry_of(json.loads(plan_files(plan, extras, html=False)["plan.json"]))])
     assert from_json == report_html([Entry(plan=plan, extras=extras)])

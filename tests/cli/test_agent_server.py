@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.cli.agent_desk import MAX_ANSWER_BYTES, Desk
-from planner.cli.agent_server import SKILL, build_server
-from planner.cli.app import run
+from finetune_planner.cli.agent_desk import MAX_ANSWER_BYTES, Desk
+from finetune_planner.cli.agent_server import SKILL, build_server
+from finetune_planner.cli.app import run
 from reports.brief_json import LEFT_OUT, brief
 from tests.whole import some
 
@@ -70,7 +70,15 @@ def test_an_agent_is_answered_over_stdio(tmp_path: Path) -> None:
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters
 
-    words = ["-P", "-c", "from planner.cli import main; main()", "mcp", "--root", str(tmp_path), "--no-dry-run"]
+    words = [
+        "-P",
+        "-c",
+        "from finetune_planner.cli import main; main()",
+        "mcp",
+        "--root",
+        str(tmp_path),
+        "--no-dry-run",
+    ]
 
     async def session() -> list[Any]:
         server = StdioServerParameters(command=sys.executable, args=words, env={"PYTHONPATH": str(ROOT)})

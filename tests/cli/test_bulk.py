@@ -7,13 +7,13 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from planner.app.bulk import COLUMNS, Config, Grid, rows_of
-from planner.cli.app import run
+from finetune_planner.app.bulk import COLUMNS, Config, Grid, rows_of
+from finetune_planner.cli.app import run
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 CARDS = ("t4", "rtx-4090")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
-from planner.errors import EnvironmentProblem
+from finetune_planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
+from planner.core.errors import EnvironmentProblem
+from planner.core.units import GIB
 from planner.models import catalogue
-from planner.units import GIB
 from tests.whole import WHOLE
 
 FAST = ["--no-dry-run"]
@@ -163,7 +163,7 @@ def test_main_command_is_written_in_only_where_no_subcommand_stands() -> None:
 
 def test_formula_plan_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from planner.cli.app import run;"
+        "import sys; from finetune_planner.cli.app import run;"
         "code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
         "heavy = {'torch', 'transformers', 'optuna', 'numpy', 'peft', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
         "print(heavy, file=sys.stderr); sys.exit(9 if heavy else code)"
@@ -352,7 +352,7 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The report's command asks for all that was asked for; a full disk does not cost what was measured."""
-    monkeypatch.setattr("planner.cli.tune.tune_plan", lambda plan, tuning: plan)
+    monkeypatch.setattr("finetune_planner.cli.tune.tune_plan", lambda plan, tuning: plan)
     monkeypatch.chdir(tmp_path)
     asked = ["tune", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--lr", "3e-05"]
     asked += ["--method", "lora", "--seq-len", "512", "--goal", "memory", "--out", "found here"]
@@ -367,7 +367,7 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     def full(*args: object, **kwargs: object) -> None:
         raise EnvironmentProblem("cannot write: no space left on device", hint="free some space")
 
-    monkeypatch.setattr("planner.cli.tune.write_out", full)
+    monkeypatch.setattr("finetune_planner.cli.tune.write_out", full)
     assert run(asked) == 3
     answer = capsys.readouterr()
     assert "It fits" in answer.out

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.choices.adapters import ADAPTERS
-from planner.cli.app import run
+from finetune_planner.cli.app import run
+from planner.options.adapters import ADAPTERS
 
 
 def test_every_kind_has_a_row_and_lora_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

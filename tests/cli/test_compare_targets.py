@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from planner.app.climb import answered
-from planner.cli.app import run
-from planner.decision.policy import left_out
+from finetune_planner.app.climb import answered
+from finetune_planner.cli.app import run
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Workload
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.policy import left_out
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
-from planner.workload import Workload
 
 
 def test_each_target_has_its_own_plan_and_the_fastest_is_first(

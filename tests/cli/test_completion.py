@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.cli.app import run
+from finetune_planner.cli.app import run
 
 BASH, ZSH = "complete_bash", "complete_zsh"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from planner.app import machine, running
-from planner.cli import confirm
-from planner.cli.app import run
+from finetune_planner.app import machine, running
+from finetune_planner.cli import confirm
+from finetune_planner.cli.app import run
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
-from planner.units import MIB
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
@@ -49,7 +49,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             promised = plan_of(Path(str(seen_folder[0]))).chosen.formula
             assert promised.step_time_s is not None
             return Measurement(
-                rung=Rung.RUN,
+                rung=Fidelity.RUN,
                 peak_allocated_bytes=promised.peak_allocated_bytes,
                 peak_reserved_bytes=promised.peak_reserved_bytes,
                 peak_device_bytes=promised.peak_device_bytes + MIB,
@@ -112,9 +112,9 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
     assert file.files["launch/trl/trl-sft.yaml"] == launch
     assert file.command.endswith("python -m trl.scripts.sft --config launch/trl/trl-sft.yaml")
     assert (file.model_name, file.dataset_names, file.model_here) == (MODEL, ("YOUR_DATASET",), False)
-    assert (request.rung, request.gpu_key, request.config["model_type"]) == (Rung.RUN, "rtx-4090", "llama")
+    assert (request.rung, request.gpu_key, request.config["model_type"]) == (Fidelity.RUN, "rtx-4090", "llama")
     plan = plan_of(folder)
-    assert plan.chosen.run.rung is Rung.RUN
+    assert plan.chosen.run.rung is Fidelity.RUN
     assert plan.chosen.tokens_per_s == pytest.approx(0.9 * plan.chosen.formula.tokens_per_s)
     assert plan.ranked[0].run == plan.chosen.run
     assert (folder / "launch" / "trl" / "trl-sft.yaml").read_text() == launch
@@ -131,8 +131,8 @@ def test_a_stored_run_corrects_the_next_plan_of_the_card(
     folder: Path, on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The user's own store is read by every plan: a run at 0.6 times the promise moves its speed towards that."""
-    from planner.app.climb import answered
-    from planner.plan import Plan
+    from finetune_planner.app.climb import answered
+    from planner.planning.plan import Plan
 
     on_a_gpu(speed=0.6)
     assert run(["confirm", str(folder), "--run", "trl"]) == 1
@@ -149,7 +149,7 @@ def test_out_of_memory_refutes_the_plan(
     folder: Path, on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = ProbeFailure(
-        rung=Rung.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory", log_tail="line 1\nline 2"
+        rung=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory", log_tail="line 1\nline 2"
     )
     on_a_gpu(failure=failed)
     assert run(["confirm", str(folder), "--run", "trl", "--store", str(tmp_path / "s.jsonl")]) == 1
@@ -226,7 +226,7 @@ def test_trl_really_runs_the_file_as_it_was_written(
 def test_tune_ends_with_the_run_of_the_first_file_whose_tool_is_here(
     folder: Path, on_a_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from planner.cli.confirm import confirmed_plan
+    from finetune_planner.cli.confirm import confirmed_plan
 
     on_a_gpu(speed=1.02)
     plan = plan_of(folder)

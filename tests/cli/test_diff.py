@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.cli.app import run
+from finetune_planner.cli.app import run
 
 SCRIPT = """
 import torch

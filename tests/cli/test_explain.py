@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.choices.optimizers import OPTIMIZERS
-from planner.cli.app import run
-from planner.cli.explain import glossary, plain
+from finetune_planner.cli.app import run
+from finetune_planner.cli.explain import glossary, plain
+from planner.options.optimizers import OPTIMIZERS
 
 
 def test_a_word_is_found_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.app.progress import printable
-from planner.cli import lists
-from planner.cli.app import run
-from planner.cli.output import console
-from planner.errors import EXIT_INTERNAL
+from finetune_planner.app.progress import printable
+from finetune_planner.cli import lists
+from finetune_planner.cli.app import run
+from finetune_planner.cli.output import console
+from planner.core.errors import EXIT_INTERNAL
 
 
 @pytest.fixture

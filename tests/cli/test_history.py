@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from planner.app.history import QUESTION, history_of, with_history
-from planner.app.tuning import Tuning, tune_plan
-from planner.cli.app import run
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
-from planner.plan import Plan
+from finetune_planner.app.history import QUESTION, history_of, with_history
+from finetune_planner.app.tuning import Tuning, tune_plan
+from finetune_planner.cli.app import run
+from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.plan import Plan
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
@@ -46,7 +46,7 @@ def measured(store: Path, asked: Workload, setup: TrainSetup, *, speed: float, d
     assert formula.step_time_s is not None
     environment = here(asked.gpu.key, device)
     outcome = Measurement(
-        rung=Rung.PROBE,
+        rung=Fidelity.PROBE,
         peak_allocated_bytes=formula.peak_allocated_bytes,
         peak_reserved_bytes=formula.peak_reserved_bytes,
         peak_device_bytes=formula.peak_device_bytes,
@@ -146,7 +146,7 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
         return as_transfer_observations(known, model, gpu)
 
     monkeypatch.setattr("search.corrections.as_transfer_observations", seen)
-    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
+    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
     tune_plan(planned(asked), how, evaluate=lambda setup: failure)
     assert tuple(given) == history_of(asked, store) != ()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from planner.cli.app import run
-from planner.errors import ConfigError
-from planner.readers.loading import parse_toml
+from finetune_planner.cli.app import run
+from planner.core.errors import ConfigError
+from planner.frameworks.readers.loading import parse_toml
 from planner.samples.dataset import measure
 from tests.whole import paired, some
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.cli.app import run
-from planner.exporters.jobs import SCHEDULERS
+from finetune_planner.cli.app import run
+from planner.frameworks.exporters.jobs import SCHEDULERS
 from planner.hardware.gpus import all_gpus, find_gpu
 
 LLAMA = ["meta-llama/Llama-3.1-8B", "--no-dry-run", "--target", "trl"]
@@ -109,7 +109,7 @@ def test_a_job_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_are_of_cards_in_the_table_and_labels_are_labels() -> None:
-    from planner.exporters.jobs import _names
+    from planner.frameworks.exporters.jobs import _names
 
     assert {find_gpu(key).key for key in _names()} == set(_names())
     for gpu in all_gpus():

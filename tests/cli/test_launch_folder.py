@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from planner.choices.stacks import written_by
-from planner.cli.app import run
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
-from planner.exporters.folder import README, folder_files
-from planner.exporters.gated import gate_of, gates
-from planner.locks import folder_lock, try_lock
+from finetune_planner.cli.app import run
+from planner.core.locks import folder_lock, try_lock
+from planner.core.units import gib
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
+from planner.frameworks.exporters.folder import README, folder_files
+from planner.frameworks.exporters.gated import gate_of, gates
 from planner.models import catalogue
+from planner.options.stacks import written_by
 from planner.setup import TrainSetup
-from planner.units import gib
 from tests.planner.launch_sweep import request, setups
 
 LLAMA = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]

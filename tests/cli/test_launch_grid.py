@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from planner.app.targets import own_choice
-from planner.cli.writing import launch_files, launch_sentences, write_out
-from planner.exporters import TARGETS
+from finetune_planner.cli.writing import launch_files, launch_sentences, write_out
+from planner.core.units import gib
+from planner.frameworks.exporters import TARGETS
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.expressed import as_run
-from planner.predict import device_peak_bytes
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import device_peak_bytes
+from planner.planning.targets import own_choice
 from planner.setup import TrainSetup
-from planner.units import gib
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 

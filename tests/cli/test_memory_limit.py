@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from planner.cli.app import run
+from finetune_planner.cli.app import run
+from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
-from planner.outcome import FailureKind, ProbeFailure, Rung
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 
 MODEL = "huggingfacetb/smollm-135m"
 
@@ -23,7 +23,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[GpuSpec]:
 
     def dry_run(model: object, gpu: GpuSpec, setup: TrainSetup, **options: object) -> ProbeFailure:
         found.append(gpu)
-        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="not traced here")
+        return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="not traced here")
 
     monkeypatch.setattr("probes.dryrun.dry_run", dry_run)
     return found

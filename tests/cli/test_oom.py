@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from planner.cli.app import run
-from planner.failures.diagnosis import diagnose
-from planner.failures.message import read_message
-from planner.units import GIB, MIB
+from finetune_planner.cli.app import run
+from planner.core.units import GIB, MIB
+from planner.planning.failures.diagnosis import diagnose
+from planner.planning.failures.message import read_message
 
 NEW = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {total} of "

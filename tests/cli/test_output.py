@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import run
-from planner.cli.output import write_text
-from planner.errors import EnvironmentProblem
-from planner.outputs import private_directory
+from finetune_planner.cli.app import run
+from finetune_planner.cli.output import write_text
+from planner.core.errors import EnvironmentProblem
+from planner.core.outputs import private_directory
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,

@@ -15,7 +15,7 @@ EXAMPLE = ROOT / "examples" / "finetune-planner-acme"
 
 def plan(place: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """`plan` as a process that sees what is installed in a place."""
-    code = "import sys; from planner.cli import main; main(sys.argv[1:])"
+    code = "import sys; from finetune_planner.cli import main; main(sys.argv[1:])"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
     return subprocess.run([sys.executable, "-c", code, *words], env=env, capture_output=True, text=True, check=False)
 

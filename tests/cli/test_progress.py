@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from planner.app import progress
-from planner.app.progress import CHANGE_S, STILL_S, ProgressLine
+from finetune_planner.app import progress
+from finetune_planner.app.progress import CHANGE_S, STILL_S, ProgressLine
 
 
 class Clock:

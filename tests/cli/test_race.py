@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from planner.app import machine
-from planner.app.own_files import own_file
-from planner.cli.app import run
-from planner.errors import UsageError
+from finetune_planner.app import machine
+from finetune_planner.app.own_files import own_file
+from finetune_planner.cli.app import run
+from planner.core.errors import UsageError
+from planner.core.units import GIB
+from planner.frameworks.readers import ReadConfig, read_config
+from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
-from planner.readers import ReadConfig, read_config
-from planner.readers.published import PUBLISHED
-from planner.units import GIB
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
@@ -117,9 +117,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             else:
                 name = self._file.target
             if name not in seconds:
-                return ProbeFailure(rung=Rung.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory")
+                return ProbeFailure(rung=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory")
             return Measurement(
-                rung=Rung.RUN, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, peak_device_bytes=2 * GIB,
+                rung=Fidelity.RUN, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, peak_device_bytes=2 * GIB,
                 phase_peaks_bytes={}, step_times_s=(seconds[name],) * 4, tokens_per_step=request.setup.tokens_per_step,
                 layers_measured=(), environment=HERE, between_steps_s=0.0, program=self._file.target,
             )  # fmt: skip

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.accuracy import _lookup, compare_rivals, rivals_table
-from planner.errors import EnvironmentProblem
-from planner.evidence.measured import load_rows
+from finetune_planner.cli.accuracy import _lookup, compare_rivals, rivals_table
+from planner.core.errors import EnvironmentProblem
+from planner.planning.evidence.measured import load_rows
 
 ROWS = [row for row in load_rows() if row.group == "canifinetune"]
 ANSWER = '[{"name": "fake 1.0", "figure": "reserved", "gib": 5.0, "why": ""}]'

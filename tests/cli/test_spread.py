@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 
-from planner.app.machine import default_store_path, local_link
-from planner.cli.app import run
-from planner.cli.estimate import estimate
-from planner.cli.make import make
-from planner.cli.options import layout_fields, one_setup
-from planner.cli.probe import probe
-from planner.cli.request_options import AnySetupOptions, RequestOptions, SetupOptions, SpaceOptions
-from planner.cli.setup_flags import PARALLELS
-from planner.cli.tables import which_gpu
-from planner.cli.tune import tune
-from planner.errors import UsageError
+from finetune_planner.app.machine import default_store_path, local_link
+from finetune_planner.cli.app import run
+from finetune_planner.cli.estimate import estimate
+from finetune_planner.cli.make import make
+from finetune_planner.cli.options import layout_fields, one_setup
+from finetune_planner.cli.probe import probe
+from finetune_planner.cli.request_options import AnySetupOptions, RequestOptions, SetupOptions, SpaceOptions
+from finetune_planner.cli.setup_flags import PARALLELS
+from finetune_planner.cli.tables import which_gpu
+from finetune_planner.cli.tune import tune
+from planner.core.errors import UsageError
 from planner.hardware.cluster import links, make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.option_values import duration_s
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
+from planner.planning.option_values import duration_s
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
-from planner.setup_fields import PARALLELS as FIELD_VALUES
+from planner.setup.allowed import PARALLELS as FIELD_VALUES
 from probes.dryrun.cache import default_directory
 from probes.gpu.topology import Topology
 from tests.whole import WHOLE
@@ -447,9 +447,9 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
         climbed.append(plan)
         return plan
 
-    monkeypatch.setattr("planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
-    monkeypatch.setattr("planner.app.machine.local_link", lambda num: "pcie")
-    monkeypatch.setattr("planner.app.tuning.climb_probe", climb)
+    monkeypatch.setattr("finetune_planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("finetune_planner.app.machine.local_link", lambda num: "pcie")
+    monkeypatch.setattr("finetune_planner.app.tuning.climb_probe", climb)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
     assert run(words) == 0
     assert [plan.workload.num_gpus for plan in climbed] == [2]
@@ -464,7 +464,7 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "optuna" else real(name, *rest))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    monkeypatch.setattr("planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("finetune_planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--method", "lora", *FAST]) == 0
     assert "no probes: a search needs optuna" in capsys.readouterr().err
     assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import run
+from finetune_planner.cli.app import run
 
 LOOP = """
 import torch
@@ -151,7 +151,7 @@ def test_a_trace_that_is_terminated_takes_its_program_along(tmp_path: Path, warm
     """As Slurm and `timeout` end it; the program has a session of its own."""
     (tmp_path / "train.py").write_text(WAITS)
     words = ["trace", "--gpu", "rtx-4090", "--yes", "--unsafe-writes", "--", warm_python, "train.py"]
-    code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
+    code = f"from finetune_planner.cli.app import run; raise SystemExit(run({words!r}))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     planner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     try:

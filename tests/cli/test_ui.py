@@ -11,17 +11,17 @@ from zipfile import ZipFile
 
 import pytest
 
-from planner.cli.app import run
-from planner.cli.data_options import DataOptions
-from planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
-from planner.errors import UsageError
+from finetune_planner.cli.app import run
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
+from planner.core.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.plan import NoPlan, Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.predict import predict
-from planner.samples.useful import job_s
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
+from planner.planning.useful import job_s
 from reports.brief import GROUPS, group_bytes
 from reports.rows import MIN_SHOWN_BYTES
 from reports.text import memory_mark, speed_mark
@@ -257,8 +257,8 @@ def test_a_static_site_goes_on_where_it_was_stopped(
     """What is there of the same request is kept; another request, or another planner, begins anew; the same on any
     cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr("planner.cli.ui.Shelf.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
-    monkeypatch.setattr("planner.cli.ui.grid_script", lambda grid: grid)
+    monkeypatch.setattr("finetune_planner.cli.ui.Shelf.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
+    monkeypatch.setattr("finetune_planner.cli.ui.grid_script", lambda grid: grid)
     models = ["openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
     command = ["ui", "--static", str(tmp_path), "--gpu", "t4", "--gpu", "l4"]
     command += [word for name in models for word in ("--model", name)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import run
-from planner.trace_result import TraceResult
-from planner.units import GIB
+from finetune_planner.cli.app import run
+from planner.core.units import GIB
+from planner.planning.trace_result import TraceResult
 from probes.phantom.runner import Ended, TraceOrder
 
 PEAK_BYTES = 5 * GIB

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.app.cores import on_cores
-from planner.cli.app import run
-from planner.decision.reach import STEP_TOKENS, longest_tokens
-from planner.errors import EnvironmentProblem
+from finetune_planner.app.cores import on_cores
+from finetune_planner.cli.app import run
+from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.others import STEP_TOKENS, longest_tokens
+from planner.planning.plan_request import PlanRequest
 from tests.whole import some
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from planner.exporters import DatasetChoice, ExportRequest, Launch, prepare
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import DatasetChoice, ExportRequest, Launch, prepare
+from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.tiny_models import CHAT_TEMPLATE
 

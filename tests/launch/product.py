@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from planner.choices.stacks import TARGET_ROWS
 from planner.models import catalogue
+from planner.options.stacks import TARGET_ROWS
 from tests.launch.data_formats import FORMATS
 from tests.launch.tiny_models import kind_of
 from tests.planner.spoken_names import CARDS, SPOKEN

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, chat
-from planner.exporters.folder import folder_files
-from planner.exporters.types import Launch
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, chat
+from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.exporters.types import Launch
+from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, write_jsonl, write_launch
 from tests.whole import some

@@ -18,8 +18,8 @@ pytest.importorskip("trl")
 
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from planner.cli.app import run  # noqa: E402
-from planner.exporters import EXPORTERS, DatasetChoice, prepare  # noqa: E402
+from finetune_planner.cli.app import run  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare  # noqa: E402
 from planner.samples.dataset import measure  # noqa: E402
 from planner.samples.found import path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -27,9 +27,9 @@ peft = pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from planner.exporters import EXPORTERS, Launch  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS, Launch  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.hardware.kernels import HUBLESS, supported_attentions  # noqa: E402
+from planner.memory.attention_kernels import HUBLESS, supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, hf
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, hf
+from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, num_saved, write_launch
 

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, setup_of, spec_of
-from planner.choices.images import Images
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
-from planner.memory.trained import trained_parameters
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.memory.states import trained_parameters
 from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
+from planner.options.images import Images
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
 from tests.launch.conftest import Run, num_saved, two_steps

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.choices.objectives import OBJECTIVES
-from planner.choices.rollouts import Rollout
-from planner.exporters import TARGETS, DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import TARGETS, DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.options.objectives import OBJECTIVES
+from planner.options.rollouts import Rollout
 from planner.setup import TrainSetup
 from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl, write_launch
 from tests.launch.test_spread import layout

@@ -26,8 +26,8 @@ pytest.importorskip("trl")
 
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from planner.cli.app import run  # noqa: E402
-from planner.exporters.mlx import TYPES  # noqa: E402
+from finetune_planner.cli.app import run  # noqa: E402
+from planner.frameworks.exporters.mlx import TYPES  # noqa: E402
 from planner.hardware.gpu import GpuSpec  # noqa: E402
 from planner.hardware.gpus import find_gpus  # noqa: E402
 from planner.models.stored import PLAIN_COPIES  # noqa: E402

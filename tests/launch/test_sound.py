@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
-from planner.memory.trained import trained_parameters
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.memory.states import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch, hf, slurm
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch, hf, slurm
+from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, furnish, run_launch, write_launch
 from tests.launch.test_hf import said

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, num_saved, prepared, write_jsonl, write_launch
 

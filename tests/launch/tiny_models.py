@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.exporters import DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
+from planner.frameworks.exporters import DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
 from planner.models import catalogue, module_tree
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec

@@ -3,13 +3,13 @@
 from collections import defaultdict
 from typing import Any
 
-from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.workload import Workload
 from planner.models import catalogue
-from planner.plan_request import PlanRequest
+from planner.options.losses import LOSSES, LossChain, LossShape
+from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
-from planner.workload import Workload
 
 
 def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any) -> Workload:

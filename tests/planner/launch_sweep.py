@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from planner.choices.objectives import OBJECTIVES, SHARED_BY, Objective
-from planner.errors import SetupError
-from planner.exporters import DatasetChoice, ExportRequest
-from planner.hyperparameters import choose
-from planner.interchange import setup_from_dict
+from planner.core.errors import SetupError
+from planner.frameworks.exporters import DatasetChoice, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.options.objectives import OBJECTIVES, SHARED_BY, Objective
 from planner.setup import TrainSetup
-from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS
+from planner.setup.allowed import (
+    ATTENTIONS,
+    KERNEL_FAMILIES,
+    LOSSES,
+    OPTIMIZERS,
+    PARALLELS,
+    PRECISIONS,
+    QUANTIZATIONS,
+)
+from planner.setup.interchange import setup_from_dict
 from tests.whole import WHOLE
 
 NUM_SETUPS = 300

@@ -2,19 +2,19 @@
 
 import pytest
 
-from planner import setup_fields as fields
-from planner.choices.absent import ABSENT
-from planner.choices.objectives import OBJECTIVES
-from planner.cli.writing import known_targets
-from planner.errors import PlannerError
-from planner.exporters import EXPORTERS
+from finetune_planner.cli.writing import known_targets
+from planner.core.errors import PlannerError
+from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.option_values import choices
-from planner.plan_request import PlanRequest
+from planner.options.absent import ABSENT
+from planner.options.objectives import OBJECTIVES
 from planner.planning.answer import plan_workload
+from planner.planning.option_values import choices
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
+from planner.setup import allowed as fields
 
 TAKEN = {*OBJECTIVES, *EXPORTERS, *fields.QUANTIZATIONS, *fields.OPTIMIZERS, *fields.ATTENTIONS, *fields.METHODS}
 

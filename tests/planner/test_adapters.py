@@ -2,17 +2,17 @@
 
 import pytest
 
-from planner.choices.adapters import ADAPTERS
-from planner.errors import SetupError
-from planner.exporters import EXPORTERS
+from planner.core.errors import SetupError
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.readers.read import read_text
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
-from planner.predict import predict
-from planner.readers.read import read_text
+from planner.options.adapters import ADAPTERS
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
-from planner.throughput import conditions_of, throughput_profile
+from planner.speed.roofline import conditions_of, throughput_profile
 from tests.planner.launch_sweep import request
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pooled_cell
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
-from planner.decision.facts import Limits
-from planner.evidence.bands import NOBODY, UNSEEN_CARD, Cell, evidence_bands
 from planner.hardware.gpus import find_gpu
-from planner.interchange import asked_setup
 from planner.models import catalogue
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.decision.facts import Limits
+from planner.planning.evidence.bands import NOBODY, UNSEEN_CARD, Cell, evidence_bands
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.interchange import asked_setup
 
 RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
 A100 = find_gpu("a100-80gb")

@@ -10,28 +10,23 @@ from dataclasses import fields, replace
 
 import pytest
 
-from planner.choices.losses import LOSSES
-from planner.choices.optimizers import OPTIMIZERS, Optimizer
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
-from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
-from planner.memory.trained import trained_parameters
-from planner.memory.weights import int8_bytes as int8_weight_bytes
-from planner.memory.weights import nf4_bytes
+from planner.memory.states import int8_bytes as int8_weight_bytes
+from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
+from planner.memory.step import allocator_gap_bytes
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
-from planner.predict import predict
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS, Optimizer
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.throughput.calibration import load_calibration
-from planner.throughput.conditions import CURRENT, Conditions
-from planner.throughput.counts import eager_score_bytes, layer_traffic
-from planner.throughput.inventory import inventory
-from planner.throughput.mixers import Mixer
-from planner.throughput.model import EIGHT_BIT_STATE_S, H100_SMS, SpeedModel, int8_bytes
-from planner.throughput.rates import matmul_s
-from planner.units import MIB
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.roofline.counts import Mixer, eager_score_bytes, inventory, layer_traffic
+from planner.speed.roofline.model import EIGHT_BIT_STATE_S, H100_SMS, SpeedModel, int8_bytes
+from planner.speed.roofline.types import CURRENT, Conditions, matmul_s
 from tests.planner.helpers import loss_chain
 
 A100 = find_gpu("a100-80gb")
@@ -328,8 +323,10 @@ def test_optimizer_steps_move_what_their_form_says(
 def test_paged_states_pay_for_what_has_no_room() -> None:
     """Where peak and states fit, the step of adamw-8bit; on a card that ends at the peak, all of them move."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", expandable_segments=False)
-    roomy, twin = (predict(smol(), A100, setup.replace(optimizer=name)) for name in ("paged-adamw-8bit", "adamw-8bit"))
-    assert roomy.tokens_per_s == pytest.approx(twin.tokens_per_s)
+    roomy, duplicate = (
+        predict(smol(), A100, setup.replace(optimizer=name)) for name in ("paged-adamw-8bit", "adamw-8bit")
+    )
+    assert roomy.tokens_per_s == pytest.approx(duplicate.tokens_per_s)
     full = replace(A100, memory_bytes=roomy.peak_device_bytes)
     paged = predict(smol(), full, setup.replace(optimizer="paged-adamw-8bit"))
     states = 2 * (smol().num_params + 4 * (smol().num_params // 256))

@@ -7,8 +7,8 @@ The test plans one model of every other type on one of the four cards in rotatio
 import pytest
 
 from planner.models import catalogue
-from planner.plan import NoPlan
 from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan
 from tests.planner.helpers import plan_request
 from tests.whole import these
 

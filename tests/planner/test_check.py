@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.check import (
+from finetune_planner.cli.app import run
+from finetune_planner.improvement import improve
+from planner.core.units import GIB
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.readers import canonical, read_text
+from planner.frameworks.readers.rewrite import rewrite
+from planner.frameworks.tools import changed_fields, tool_of
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.planning.check import (
     LENGTHS_ON_FIXED_SEGMENTS,
     Verdict,
     band_of,
@@ -19,19 +28,10 @@ from planner.check import (
     judge,
     table_bytes,
 )
-from planner.cli.app import run
-from planner.exporters import EXPORTERS
-from planner.hardware.gpus import find_gpu
-from planner.improvement import improve
-from planner.models import catalogue
-from planner.outcome import Prediction, Rung
-from planner.predict import predict
-from planner.readers import canonical, read_text
-from planner.readers.rewrite import rewrite
+from planner.planning.predict import predict
+from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
-from planner.single_changes import single_changes
-from planner.tools import changed_fields, tool_of
-from planner.units import GIB
+from planner.setup.outcome import Fidelity, Prediction
 from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
 from tests.whole import some
@@ -121,7 +121,7 @@ def prediction_of(setup: TrainSetup) -> Prediction:
 
 def of(peak_bytes: int) -> Prediction:
     return Prediction(
-        rung=Rung.FORMULA,
+        rung=Fidelity.FORMULA,
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=peak_bytes,
         peak_device_bytes=peak_bytes,
@@ -301,7 +301,7 @@ def test_the_command_says_2_for_what_it_cannot_read(
 
 
 def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from planner.cli.check import compare_configs
+    from finetune_planner.cli.check import compare_configs
 
     files = []
     for name in ("trl.yaml", "axolotl.yml", "llamafactory.yaml"):
@@ -536,8 +536,8 @@ def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
 
 @pytest.mark.parametrize("stack", ["axolotl", "llamafactory", "trl"])
 def test_more_evidence_never_widens_a_band(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner.app import climb
-    from planner.cli import checking
+    from finetune_planner.app import climb
+    from finetune_planner.cli import checking
 
     setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16, stack=stack)
     formula = predict(MODEL, GPU, setup, None)

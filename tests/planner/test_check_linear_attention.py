@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.check import CheckResult
-from planner.cli.checking import CheckRequest, checked
+from finetune_planner.cli.checking import CheckRequest, checked
+from planner.planning.check import CheckResult
 
 FILE = """\
 model_name_or_path: Qwen/Qwen3.5-4B

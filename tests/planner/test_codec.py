@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from planner.codec import (
+from planner.core.errors import ConfigError
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.planning.predict import predict
+from planner.setup import TrainSetup
+from planner.setup.codec import (
     BadOutcome,
     decode,
     evidence_from_dict,
@@ -14,18 +20,12 @@ from planner.codec import (
     evidence_to_dict,
     outcome_from_dict,
 )
-from planner.errors import ConfigError
-from planner.hardware.gpus import find_gpu
-from planner.interchange import to_jsonable
-from planner.memory.types import MemoryTerm
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
-from planner.outcome import Environment, Evidence, FailureKind, Measurement, Prediction, ProbeFailure, Rung
-from planner.predict import predict
-from planner.setup import TrainSetup
+from planner.setup.interchange import to_jsonable
+from planner.setup.memory_terms import MemoryTerm
+from planner.setup.outcome import Environment, Evidence, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
 
 MEASUREMENT = Measurement(
-    rung=Rung.PROBE,
+    rung=Fidelity.PROBE,
     peak_allocated_bytes=3,
     peak_reserved_bytes=4,
     peak_device_bytes=5,
@@ -55,7 +55,7 @@ MEASUREMENT = Measurement(
     trainer_band_fraction=0.019,
     program="trl",
 )
-FAILURE = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
+FAILURE = ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
 
 
 def formula() -> Prediction:
@@ -148,4 +148,4 @@ def test_text_that_is_no_evidence_is_refused(text: str) -> None:
 
 def test_a_prediction_is_no_outcome_of_a_probe() -> None:
     with pytest.raises(BadOutcome, match="got a prediction"):
-        outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), rung=Rung.DRY_RUN)))))
+        outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), rung=Fidelity.DRY_RUN)))))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.errors import UnknownModelError
+from planner.core.errors import UnknownModelError
 from planner.models import catalogue, copies
 from planner.models.resolve import resolve_model
 from planner.models.stored import stored_bits

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError
-from planner.samples import counting
+from planner.core.errors import ConfigError
+from planner.samples import tokenizing as counting
 from planner.samples.dataset import DatasetStats, choose_length, kind_of_data, measure, token_counter
 
 

@@ -3,8 +3,8 @@
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from planner.throughput import step_time
-from planner.throughput.inventory import inventory
+from planner.speed.roofline import step_time
+from planner.speed.roofline.counts import inventory
 
 
 def test_every_expert_multiplies_every_token() -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experts_of_transformers_4 import CONFIG, setups
-from planner.cli.checking import corrected, load, predictor
+from finetune_planner.cli.checking import corrected, load, predictor
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.targets import num_lora_params
-from planner.predict import predict
-from planner.units import GIB
+from planner.planning.predict import predict
 
 MEASURED = (201750016, 100641280, 242590720, 122179072, 161114112, 60193792, 201958912, 81508864)
 """Peaks of real steps, transformers 4.57.1 on a CPU: `benchmarks/experts_of_transformers_4.py`, 22 November 2026."""

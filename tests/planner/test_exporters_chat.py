@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from planner.exporters import EXPORTERS, DatasetChoice, chat
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, chat
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.errors import UsageError
-from planner.exporters import EXPORTERS, Launch, LaunchFile
+from planner.core.errors import UsageError
+from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import layout_setups, request, setups

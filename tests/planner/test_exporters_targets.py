@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.errors import ConfigError
-from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch, prepare
+from planner.core.errors import ConfigError
+from planner.core.units import GIB
+from planner.frameworks.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch, prepare
+from planner.frameworks.readers import read_text, schema
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import supported_attentions
+from planner.memory.attention_kernels import supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
-from planner.predict import predict
-from planner.readers import read_text, schema
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup_fields import TARGET_SETS
-from planner.units import GIB
+from planner.setup.allowed import TARGET_SETS
 from tests.launch.tiny_models import TYPES, kind_of
 from tests.planner.launch_sweep import request, setups
 
@@ -183,7 +183,7 @@ BREAKERS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("name", BREAKERS)
 def test_a_damaged_file_is_not_read_back(name: str) -> None:
-    from planner.readers import read_text
+    from planner.frameworks.readers import read_text
 
     text = EXPORTERS["trl"](request(TrainSetup(loss="chunked"))).files[0].text
     with pytest.raises(ConfigError):

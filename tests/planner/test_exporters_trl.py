@@ -7,9 +7,9 @@ import yaml
 from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-from planner.exporters import EXPORTERS, Launch, trl
+from planner.frameworks.exporters import EXPORTERS, Launch, trl
+from planner.frameworks.readers import read_text
 from planner.memory.dtypes import dtype_policy_of
-from planner.readers import read_text
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import FEWER, request, setups
 

@@ -4,23 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from planner.choices.stacks import written_by
-from planner.errors import UsageError
-from planner.exporters import EXPORTERS, TARGETS
+from planner.core.errors import UsageError
+from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.interchange import to_jsonable
+from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.option_values import default_headroom_bytes
-from planner.plan import NoPlan, Plan
+from planner.options.stacks import written_by
 from planner.planning.answer import plan_workload
 from planner.planning.expressed import as_run, unwritten
+from planner.planning.option_values import default_headroom_bytes
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.predict import device_peak_bytes
 from planner.planning.walk import walk
-from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
-from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES
-from planner.workload import Workload
+from planner.setup.allowed import ATTENTIONS, KERNEL_FAMILIES
+from planner.setup.interchange import to_jsonable
 from reports.rows import notes_of
 from tests.planner.launch_sweep import request, setups
 from tests.whole import paired

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cli.first import FOLLOWS, say_first
+from finetune_planner.cli.first import FOLLOWS, say_first
+from planner.memory.workload import Workload
 from planner.models.adapters import spec_from_sizes
 from planner.models.spec import ModelSpec
-from planner.workload import Workload
 from tests.planner.helpers import plan_request
 
 SEED = {"model_type": "seed_oss", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,

@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks import adapter_kinds, sound
 from benchmarks.oracle import frozen
-from planner.evidence.bands import memory_band
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.evidence.bands import memory_band
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
 RANKS = ("dry_runs", "context", "experts", "objectives", "stages")

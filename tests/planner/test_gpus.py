@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import planner.hardware.gpus as gpus
-from planner.errors import EnvironmentProblem, UnknownGpuError
+from planner.core.errors import EnvironmentProblem, UnknownGpuError
+from planner.core.units import GIB, MIB
 from planner.hardware.cluster import links
 from planner.hardware.prices import all_prices, cluster_offer, keys_on_demand, price_per_hour
-from planner.units import GIB, MIB
 from tests.fake_nvml import Card, nvml_module
 
 TABLE = list(csv.DictReader((Path(gpus.__file__).parents[1] / "data" / "gpus.csv").read_text().splitlines()))

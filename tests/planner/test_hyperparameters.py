@@ -4,9 +4,9 @@ from math import sqrt
 
 import pytest
 
-from planner.hyperparameters import PUBLISHED_BATCH_SEQS, batch_factor, choose
+from planner.frameworks.hyperparameters import PUBLISHED_BATCH_SEQS, batch_factor, choose
 from planner.setup import TrainSetup
-from planner.setup_fields import OPTIMIZERS
+from planner.setup.allowed import OPTIMIZERS
 
 FULL = TrainSetup(method="full", precision="bf16-pure", lora_rank=0, accumulation_steps=32)
 LORA = TrainSetup(accumulation_steps=32)

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from planner.check import CheckResult, Verdict, check, judge
-from planner.cli.app import run
-from planner.cli.checking import edits_of, fixed_text
-from planner.errors import ConfigError
+from finetune_planner.cli.app import run
+from finetune_planner.cli.checking import edits_of, fixed_text
+from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
+from planner.core.errors import ConfigError
+from planner.core.units import GIB
+from planner.frameworks.readers import read_config, read_text
+from planner.frameworks.readers.objectives import CONFIGS
+from planner.frameworks.tools import changed_fields
 from planner.hardware.gpus import find_gpu
-from planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
 from planner.models import catalogue
-from planner.outcome import Prediction
-from planner.predict import predict
-from planner.readers import read_config, read_text
-from planner.readers.objectives import CONFIGS
+from planner.planning.check import CheckResult, Verdict, check, judge
+from planner.planning.predict import predict
+from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
-from planner.single_changes import single_changes
-from planner.tools import changed_fields
-from planner.units import GIB
+from planner.setup.outcome import Prediction
 
 GPU = find_gpu("rtx-4090")
 MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")

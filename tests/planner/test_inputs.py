@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError, UsageError
-from planner.inputs import MAX_VALUES, check_values, open_regular, parse_json, parse_object, read_lines, read_text
-from planner.option_values import amount
-from planner.readers.loading import parse_yaml
+from planner.core.errors import ConfigError, UsageError
+from planner.core.inputs import (
+    MAX_VALUES,
+    check_values,
+    open_regular,
+    parse_json,
+    parse_object,
+    read_lines,
+    read_text,
+)
+from planner.frameworks.readers.loading import parse_yaml
+from planner.planning.option_values import amount
 
 QUICK_S = 5.0
 """CPU seconds; a bomb takes minutes."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import install
+from planner.core import install
 
 
 class _Installed:

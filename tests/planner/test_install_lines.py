@@ -21,14 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.choices.optimizers import OPTIMIZERS
-from planner.choices.packages import TESTED
-from planner.exporters import EXPORTERS
-from planner.exporters.install import BUILDS, TORCH_INDEX, install_calls
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.exporters.install import BUILDS, TORCH_INDEX, install_calls
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import missing_kernels
+from planner.memory.attention_kernels import missing_kernels
 from planner.models import catalogue
+from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
+from planner.setup.packages import TESTED
 from tests.planner.launch_sweep import request as asked_for
 from tests.planner.launch_sweep import setups
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
-from planner.choices.kernels import (
+from finetune_planner.cli.app import run
+from planner.core.errors import SetupError, UsageError
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.readers import read_text
+from planner.hardware.gpus import find_gpu
+from planner.memory.attention_kernels import missing_kernels
+from planner.memory.micro_batch import activation_parts
+from planner.memory.model import predict_memory
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
+from planner.options.kernels import (
     COMPILE_BAND,
     FUSED_LORA,
     KERNELS,
@@ -18,24 +29,13 @@ from planner.choices.kernels import (
     kernels_refusal,
     parts_of,
 )
-from planner.choices.packages import TESTED
-from planner.cli.app import run
-from planner.errors import SetupError, UsageError
-from planner.exporters import EXPORTERS
-from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import missing_kernels
-from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
-from planner.memory.micro_batch import activation_parts
-from planner.memory.model import predict_memory
-from planner.models import catalogue
-from planner.models.adapters import spec_from_config
-from planner.models.spec import ModelSpec
-from planner.plan import Plan
 from planner.planning.answer import plan_workload
+from planner.planning.plan import Plan
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
-from planner.readers import read_text
 from planner.setup import TrainSetup
+from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dict
+from planner.setup.packages import TESTED
 from planner.speed import speed_profile
 from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request
@@ -199,7 +199,7 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     for target in ("hf", "trl", "llamafactory"):
         launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=load(LLAMA)))
         assert "--target axolotl" in launch.refused
-    from planner.exporters.install import install_calls
+    from planner.frameworks.exporters.install import install_calls
 
     planned = request(TrainSetup(kernels="liger", loss="chunked"), model=load(LLAMA))
     assert f"liger-kernel=={TESTED[LIGER]}" in install_calls(EXPORTERS["trl"](planned), planned)[0]
@@ -326,7 +326,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
     asked = plan_request(LLAMA, "h200", fixed=narrow)
     assert {point.shared.kernels for point in walk(asked)} == {"liger"}
-    for room in ("planner.planning.walk", "planner.decision.facts"):
+    for room in ("planner.planning.walk", "planner.planning.decision.facts"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from planner.errors import UsageError
-from planner.exporters import EXPORTERS
+from planner.core.errors import UsageError
+from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import (
+from planner.memory.attention_kernels import (
     FLASH,
     attention_kernel,
     flash_refusal,
@@ -17,9 +17,9 @@ from planner.hardware.kernels import (
 )
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.plan_request import PlanRequest
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.planning.space import dimension_values
-from planner.predict import predict
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 

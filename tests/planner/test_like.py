@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from benchmarks.like_known import errors, pairs
-from planner.errors import ConfigError, PlannerError, UnknownModelError, UsageError
-from planner.evidence.bands import LIKE_BANDS, LIKE_MIXTURE_ADAPTED_BAND, LIKE_TIME_BANDS, memory_band
+from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.module_tree import NoTree
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.predict import predict
+from planner.planning.evidence.bands import LIKE_BANDS, LIKE_MIXTURE_ADAPTED_BAND, LIKE_TIME_BANDS, memory_band
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 
 GLM_NAMES = {

@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.layout_formula_vs_dryrun import formula, rows_of
-from planner.evidence.bands import (
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.planning.evidence.bands import (
     LAYOUT_BAND,
     LAYOUT_BANDS,
     MIXER_BAND,
@@ -14,11 +16,9 @@ from planner.evidence.bands import (
     WIDE_BAND,
     memory_band,
 )
-from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
-from planner.models import catalogue
-from planner.predict import predict
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/data/spread_dry_runs.jsonl"
 

@@ -4,13 +4,11 @@ import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import DtypePolicy, dtype_policy_of
-from planner.memory.loss import loss_parts
+from planner.memory.layer_terms import eager_scores, math_scores
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
-from planner.memory.moments import computing
-from planner.memory.scores import eager_scores, math_scores
-from planner.memory.state import backward_gradients, halves_stay_apart
-from planner.memory.trained import trained_parameters
+from planner.memory.states import backward_gradients, halves_stay_apart, trained_parameters
+from planner.memory.step import computing, loss_parts
 from planner.memory.traits import traits_of
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

@@ -6,22 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import SetupError
+from planner.core.errors import SetupError
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict, setup_to_dict
-from planner.memory.allocator import fixed_segments_gap_bytes
-from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_dtype_policy
 from planner.memory.model import predict_memory
-from planner.memory.moments import computing
 from planner.memory.rank_part import rank_parts
-from planner.memory.trained import trained_parameters
+from planner.memory.states import trained_parameters
+from planner.memory.step import computing, fixed_segments_gap_bytes, loss_parts
 from planner.memory.traits import traits_of
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.units import MIB
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 from tests.planner.helpers import loss_chain
 
 A100 = find_gpu("a100-80gb")

@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from planner.core.units import GIB
+from planner.frameworks.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
-from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
-from planner.memory.trained import trained_parameters
-from planner.memory.weights import int8_bytes, nf4_bytes
+from planner.memory.states import int8_bytes, nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.targets import num_lora_params
-from planner.outcome import Prediction
-from planner.plan import Plan
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.plan import Plan
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.throughput import CURRENT, throughput_profile
-from planner.units import GIB
+from planner.setup.outcome import Prediction
+from planner.speed.roofline import CURRENT, throughput_profile
 from tests.planner import textbook
 from tests.planner.helpers import plan_request
 

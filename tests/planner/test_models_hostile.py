@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import ConfigError, PlannerError, UnknownModelError
+from planner.core.errors import ConfigError, PlannerError, UnknownModelError
 from planner.models import catalogue
 from planner.models.adapters import has_adapter, model_types, spec_from_config
 from planner.models.config_file import MAX_CONFIG_BYTES, parse_config, with_floats

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks.monotone_plans import ALONG, GIVEN_FRACTION, PAIRS, rising, slower
-from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, WalkResults
-from planner.decision.layouts import ONE_GPU
-from planner.decision.node import node_of_setup
+from planner.planning.decision.choosing import choose
+from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults
+from planner.planning.decision.layouts import ONE_GPU
+from planner.planning.decision.node import node_of_setup
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from tests.planner.helpers import plan_request

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from planner.cli.answer import workload_for
-from planner.cli.request_options import RequestOptions
-from planner.errors import UnknownGpuError, UnknownModelError, UsageError
+from finetune_planner.cli.answer import workload_for
+from finetune_planner.cli.request_options import RequestOptions
+from planner.core.errors import UnknownGpuError, UnknownModelError, UsageError
 from planner.hardware.gpus import all_gpus, card_and_count, find_gpu, find_gpus
 from planner.models import catalogue
 from planner.models.resolve import resolve_model

@@ -7,30 +7,30 @@ from typing import Any
 
 import pytest
 
-from planner.choices.objectives import DEFAULT, OBJECTIVES
-from planner.choices.packages import packages_of
-from planner.choices.rollouts import COLOCATED, Rollout, open_rollouts
-from planner.errors import NotPlanned, SetupError, UsageError
-from planner.exporters import TARGETS, ExportRequest
+from planner.core.errors import NotPlanned, SetupError, UsageError
+from planner.frameworks.exporters import TARGETS, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.frameworks.readers import FileContext
+from planner.frameworks.readers.read import read_text
+from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import choose
-from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import predict_memory
-from planner.memory.weights import weight_bytes
+from planner.memory.states import weight_bytes
 from planner.models.catalogue import load
-from planner.plan import NoPlan, Plan
-from planner.plan_request import PlanRequest
+from planner.options.objectives import DEFAULT, OBJECTIVES
+from planner.options.rollouts import COLOCATED, Rollout, open_rollouts
 from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.planning.space import PREFERENCE_FRACTION
-from planner.predict import predict
-from planner.readers import FileContext
-from planner.readers.read import read_text
-from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.packages import packages_of
 from planner.speed import speed_profile
-from planner.throughput import CURRENT, throughput_profile
-from planner.throughput.types import WITHOUT_GRADIENTS
+from planner.speed.roofline import CURRENT, throughput_profile
+from planner.speed.roofline.types import WITHOUT_GRADIENTS
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
@@ -258,7 +258,7 @@ def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it()
 
 
 def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -> None:
-    from planner.readers.read import read_config
+    from planner.frameworks.readers.read import read_config
 
     for name, objective in (("dpo.yaml", "beta: 0.1"), ("kto.yaml", "desirable_weight: 1.0")):
         (tmp_path / name).write_text(f"model_name_or_path: gpt2\nuse_peft: true\n{objective}\n")
@@ -292,9 +292,9 @@ def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
 def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from planner.cli.answer import workload_for
-    from planner.cli.data_options import DataOptions
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.answer import workload_for
+    from finetune_planner.cli.data_options import DataOptions
+    from finetune_planner.cli.request_options import RequestOptions
 
     data = tmp_path / "pairs.jsonl"
     row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
@@ -466,7 +466,7 @@ def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None
 
 
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
-    from planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.request_options import RequestOptions
 
     asked = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
     assert {(one.num_generations, one.generator) for one in asked} == {(4, "vllm")}

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import run
-from planner.engines.host import host_bytes_per_node
-from planner.errors import SetupError
+from finetune_planner.cli.app import run
+from planner.core.errors import SetupError
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines.host import host_bytes_per_node
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.outcome import Prediction
-from planner.predict import predict
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Prediction
 
 FULL = TrainSetup(
     method="full", lora_rank=0, precision="bf16-autocast", checkpointing=1, loss="chunked", micro_batch_seqs=4,

@@ -16,12 +16,12 @@ import pytest
 
 from benchmarks.oracle import frozen
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
 from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict
 from planner.speed import speed_profile
-from planner.throughput import CURRENT, Conditions, step_time
+from planner.speed.roofline import CURRENT, Conditions, step_time
 
 RECORD = Path(__file__).with_name("on_record.jsonl")
 EVERY = 6

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from planner.children import ROOT
+from planner.core.children import ROOT
 
 LENGTH = 2_500
 LIMIT_S = 0.0125
@@ -43,7 +43,7 @@ FLAGS = ("MULTILINE", "DOTALL", "IGNORECASE", "VERBOSE")
 def patterns() -> Iterator[tuple[str, "re.Pattern[str]", str]]:
     """Every pattern written in the program, with how it is used: those compiled once, and the literals given to `re`'s
     functions. Not those of names of cards and models, which are cut to 200 and 100 letters and matched whole."""
-    rooms = [ROOT / name for name in ("planner", "reports", "search")]
+    rooms = [ROOT / name for name in ("planner", "finetune_planner", "reports", "search")]
     files = {file for room in rooms for file in room.rglob("*.py")} - {ROOT / "planner/models/spoken.py"}
     for path in sorted(file for file in files if file.parent.name != "hardware"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

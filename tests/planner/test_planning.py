@@ -5,26 +5,26 @@ from dataclasses import replace
 
 import pytest
 
-from planner.app.climb import SHORTER, answered
-from planner.choices.rollouts import Rollout
-from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
-from planner.decision.layouts import ONE_GPU
-from planner.errors import UsageError
+from finetune_planner.app.climb import SHORTER, answered
+from planner.core.errors import UsageError
+from planner.core.notes import Place, place_of
+from planner.core.units import GIB
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Data, Workload
 from planner.models import catalogue
-from planner.notes import Place, place_of
-from planner.plan import NoPlan, Plan
-from planner.plan_request import PlanRequest
+from planner.options.rollouts import Rollout
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
+from planner.planning.decision.layouts import ONE_GPU
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
-from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.units import GIB
-from planner.workload import Data, Workload
 from tests.planner.helpers import known_of, plan_request
 from tests.whole import these
 
@@ -73,7 +73,7 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
 def listing_all(asked: Workload, corrections: dict[CorrectionKey, float] | None = None) -> Plan | NoPlan:
     """The plan of a walk that lists every point."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.decision.facts.walk", lambda *given: walk(*given[:4]))
+        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:4]))
         return plan_workload(asked, corrections)
 
 

@@ -5,21 +5,21 @@ import json
 import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
-from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
-from planner.decision.node import node_of_setup
-from planner.decision.tie_break import tie_break
-from planner.decision.tree import METHOD_BAND
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Data, Workload
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.choosing import choose
+from planner.planning.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
+from planner.planning.decision.node import node_of_setup
+from planner.planning.decision.policy import tie_break
+from planner.planning.decision.tree import METHOD_BAND
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.planning.refine import correction_key
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
-from planner.workload import Data, Workload
 from reports.text import memory_sentence
 from tests.planner.helpers import known_of
 
@@ -221,12 +221,12 @@ def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: s
     num_compared = 0
     for (shared, *at), point in points.items():
         lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
-        twin = points.get((lean, *at))
-        if lean == shared or twin is None:  # its rival outran it
+        duplicate = points.get((lean, *at))
+        if lean == shared or duplicate is None:  # its rival outran it
             continue
         num_compared += 1
-        assert twin.peak_device_bytes <= point.peak_device_bytes
-        assert twin.tokens_per_s >= point.tokens_per_s
+        assert duplicate.peak_device_bytes <= point.peak_device_bytes
+        assert duplicate.tokens_per_s >= point.tokens_per_s
     assert num_compared > 1000
     values = dimension_values(asked)
     assert (len(values["lora_rank"]), len(values["kbit_fp32_cast"])) == (2, 2)

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from planner.errors import SetupError
-from planner.exporters import EXPORTERS
+from planner.core.errors import SetupError
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import missing_kernels
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.attention_kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
-from planner.memory.weights import weight_bytes
+from planner.memory.states import weight_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.readers import read_text
+from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
 from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request

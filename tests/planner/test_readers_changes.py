@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from planner.check import EVALUATION_BAND_FRACTION, Verdict, check
-from planner.cli.checking import edits_of, predictor
-from planner.errors import NotPlanned
+from finetune_planner.cli.checking import edits_of, predictor
+from finetune_planner.improvement import improve
+from planner.core.errors import NotPlanned
+from planner.core.units import gib
+from planner.frameworks.readers import FileContext, read_text
+from planner.frameworks.readers.overrides import overrides, parse_sets
+from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.gpus import find_gpu
-from planner.improvement import improve
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
-from planner.readers import FileContext, read_text
-from planner.readers.overrides import overrides, parse_sets
-from planner.readers.types import ReadConfig
+from planner.planning.check import EVALUATION_BAND_FRACTION, Verdict, check
 from planner.setup import TrainSetup
-from planner.units import gib
 
 HEAD = """
 import torch, bitsandbytes as bnb

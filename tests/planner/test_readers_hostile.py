@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import ConfigError, PlannerError
-from planner.readers import FileContext, read_config, read_text
-from planner.readers.overrides import determined
+from planner.core.errors import ConfigError, PlannerError
+from planner.frameworks.readers import FileContext, read_config, read_text
+from planner.frameworks.readers.overrides import determined
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -229,7 +229,7 @@ def test_a_value_that_holds_itself_or_doubles_is_left_open(start: str) -> None:
     ids=("sum", "extend", "arguments", "text", "comparisons", "scopes"),
 )
 def test_a_program_that_grows_ends_at_the_budget_of_size(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.readers.program.values.MAX_SIZE", 500_000)
+    monkeypatch.setattr("planner.frameworks.readers.program.values.MAX_SIZE", 500_000)
     with pytest.raises(ConfigError, match="computes more than is followed"):
         read_text(start + TRAINS, "train.py")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
+from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
+from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
+from planner.frameworks.readers.overrides import overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.predict import predict
-from planner.readers import FileContext, ReadConfig, read_config, read_text
-from planner.readers.overrides import overrides, parse_sets
+from planner.planning.predict import predict
 
 HEAD = """
 import os, sys, torch

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.choices.images import Images
-from planner.errors import ConfigError, Undetermined, UsageError
+from planner.core.errors import ConfigError, Undetermined, UsageError
+from planner.frameworks.readers import FileContext, read_config, read_text
+from planner.frameworks.readers.overrides import overrides, parse_sets
+from planner.frameworks.readers.rewrite import rewrite
+from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.readers import FileContext, read_config, read_text
-from planner.readers.overrides import overrides, parse_sets
-from planner.readers.rewrite import rewrite
-from planner.readers.types import TEXT_ALONE, ReadConfig
+from planner.options.images import Images
 
 PROGRAM = """
 import os, sys

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError, Undetermined, UsageError
+from planner.core.errors import ConfigError, Undetermined, UsageError
+from planner.frameworks.readers import FileContext, hydra, read_config, read_text
+from planner.frameworks.readers.overrides import determined, overrides, parse_sets, parse_versions
+from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.predict import predict
-from planner.readers import FileContext, hydra, read_config, read_text
-from planner.readers.overrides import determined, overrides, parse_sets, parse_versions
-from planner.readers.types import ReadConfig
+from planner.planning.predict import predict
 
 HEAD = """
 import torch

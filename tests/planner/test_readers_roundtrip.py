@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from planner.choices.images import Images
-from planner.choices.rollouts import Rollout
-from planner.exporters import EXPORTERS, Launch, accelerate
-from planner.exporters.install import install_calls
+from planner.frameworks.exporters import EXPORTERS, Launch, accelerate
+from planner.frameworks.exporters.install import install_calls
+from planner.frameworks.readers import FileContext, canonical, read_text
 from planner.models import catalogue
-from planner.readers import FileContext, canonical, read_text
+from planner.options.images import Images
+from planner.options.rollouts import Rollout
 from planner.setup import AROUND_FIELDS, LAYOUT_FIELDS, OF_OTHERS, TrainSetup
 from tests.planner.launch_sweep import FEWER, objective_layouts, request, setups
 

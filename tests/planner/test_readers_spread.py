@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.readers import FileContext, ReadConfig, read_text
+from planner.frameworks.readers import FileContext, ReadConfig, read_text
 from planner.setup import TrainSetup
 
 BASE = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner.errors import NotPlanned
+from planner.core.errors import NotPlanned
+from planner.frameworks.readers import FileContext, read_text
+from planner.frameworks.readers.types import ReadConfig
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.readers import FileContext, read_text
-from planner.readers.types import ReadConfig
 
 HEAD = """
 import argparse, inspect

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError, NotPlanned, Undetermined
+from planner.core.errors import ConfigError, NotPlanned, Undetermined
+from planner.frameworks.readers import read_config, read_text
+from planner.frameworks.readers.overrides import overrides, parse_sets
+from planner.frameworks.readers.types import ReadConfig
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.readers import read_config, read_text
-from planner.readers.overrides import overrides, parse_sets
-from planner.readers.types import ReadConfig
 
 HEAD = """
 import os, sys, json, yaml, argparse, torch

@@ -1,4 +1,4 @@
-"""`planner.records.dataclass` does what the standard library's does, case by case."""
+"""`planner.core.records.dataclass` does what the standard library's does, case by case."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from planner.records import dataclass
+from planner.core.records import dataclass
 
 
 def _keyword(make: Callable[..., Any]) -> Any:

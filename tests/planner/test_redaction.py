@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.app import run
-from planner.redaction import is_secret_name, without_secrets, without_secrets_in, without_secrets_in_words
+from finetune_planner.cli.app import run
+from planner.core.redaction import is_secret_name, without_secrets, without_secrets_in, without_secrets_in_words
 
 HUB = "hf_" + "aB3" * 11
 SECRET = "c0rrecthorse"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.profile_store import structure_key
+from planner.memory.profiles import structure_key
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -49,7 +49,7 @@ def flops(model: ModelSpec, setup: TrainSetup) -> float:
     calls = (
         call
         for place in flat((*program.ahead, *program.behind))
-        for run in known.stretches[place].runs
+        for run in known.repetitions[place].runs
         for call in run.calls
         if call % len(ISSUERS)
     )

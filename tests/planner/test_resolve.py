@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError, PlannerError, UnknownModelError, UsageError
+from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.models import catalogue, hub
 from planner.models.resolve import resolve_model
 
@@ -153,7 +153,7 @@ def test_an_unreadable_config_is_a_config_error(tmp_path: Path, monkeypatch: pyt
     def denied(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("planner.inputs.os.open", denied)
+    monkeypatch.setattr("planner.core.inputs.os.open", denied)
     with pytest.raises(ConfigError, match="permission denied"):
         resolve_model("./m")
 

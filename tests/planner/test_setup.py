@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from planner.errors import SetupError
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.core.errors import SetupError
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"method": "full"},  # the default rank of 16 has no meaning

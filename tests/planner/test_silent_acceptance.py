@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
+from planner.frameworks.readers import read_text
 from planner.models.catalogue import load
 from planner.models.resolve import resolve_model
-from planner.readers import read_text
 
 AXOLOTL = "base_model: HuggingFaceTB/SmolLM2-135M\nadapter: lora\nlora_r: 8\ndatasets: [{path: x}]\n"
 TRL = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\n"

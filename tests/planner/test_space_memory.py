@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decision.layouts import STAGES, layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of
+from planner.memory.workload import Workload
 from planner.models import catalogue
+from planner.planning.decision.layouts import STAGES, layouts
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
-from planner.workload import Workload
 from tests.planner.helpers import plan_request
 
 ROUNDING = 1e-6

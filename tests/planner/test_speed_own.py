@@ -11,19 +11,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from planner.cli import calibrate as command
-from planner.errors import UsageError
+from finetune_planner.cli import calibrate as command
+from planner.core.errors import UsageError
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_to_dict
 from planner.speed.own import band_of, calibrate
 from planner.speed.rates import card_rates
+from planner.speed.roofline import Calibration, load_calibration
+from planner.speed.roofline.calibration import calibration_from_dict
+from planner.speed.roofline.points import Point, log_errors, read_points
 from planner.speed.sized import program_speed
-from planner.throughput import Calibration, load_calibration
-from planner.throughput.calibration import calibration_from_dict
-from planner.throughput.points import Point, log_errors, read_points
 
 pytest.importorskip("scipy")
 

@@ -4,20 +4,18 @@ from statistics import median
 
 import pytest
 
-from planner.choices.stacks import STACKS
-from planner.errors import SetupError
-from planner.evidence.measured import MeasuredRow, load_rows
+from planner.core.errors import SetupError
+from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
-from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
-from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
-from planner.memory.moments import HOOKED
-from planner.memory.step import KEPT_OUTPUTS
+from planner.memory.step import HOOKED, KEPT_OUTPUTS, loss_parts
 from planner.models import catalogue
+from planner.options.stacks import STACKS
+from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.setup import TrainSetup
-from planner.setup_fields import STACK_NAMES
-from planner.throughput import CURRENT, conditions_of, step_time
-from planner.units import GIB
+from planner.setup.allowed import STACK_NAMES
+from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dict
+from planner.speed.roofline import CURRENT, conditions_of, step_time
 
 PUBLISHED = 0.02
 """The worst allocated peak of the plain-loop runs that a setup says in full: 1.6 %, with no checkpointing."""

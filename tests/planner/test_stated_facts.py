@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from planner.choices.stacks import STACKS
+from planner.frameworks.readers import FileContext, evaluating, read_text, sharding
+from planner.frameworks.readers.values import Settings
 from planner.hardware.gpus import find_gpu
-from planner.memory.loss import LossMoment, loss_parts
 from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
-from planner.memory.weights import weight_bytes
+from planner.memory.states import weight_bytes
+from planner.memory.step import LossMoment, loss_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.readers import FileContext, evaluating, read_text, sharding
-from planner.readers.values import Settings
+from planner.options.stacks import STACKS
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
-from planner.throughput import throughput_profile
-from planner.throughput.model import UNALIGNED_HEAD
+from planner.speed.roofline import throughput_profile
+from planner.speed.roofline.model import UNALIGNED_HEAD
 
 
 def model(name: str = "meta-llama/Llama-3.2-1B") -> ModelSpec:

@@ -7,24 +7,25 @@ from typing import Any, cast
 
 import pytest
 
-from planner.choices.layouts import PARALLELS
-from planner.decision import policy, remedies
-from planner.decision.node import Node
-from planner.decision.tree import (
+from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Workload
+from planner.models import catalogue
+from planner.models.targets import num_lora_params
+from planner.options.layouts import PARALLELS
+from planner.planning.decision import others as remedies
+from planner.planning.decision import policy
+from planner.planning.decision.node import Node
+from planner.planning.decision.tree import (
     METHOD_BAND,
     _micro_batch_answer,
     choose_node,
     data_needs_full,
     data_too_small_for_full,
 )
-from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
-from planner.models.targets import num_lora_params
-from planner.plan_request import PlanRequest
 from planner.planning.lora_rank import MAX_RANK
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
-from planner.setup_fields import PRECISIONS
-from planner.workload import Workload
+from planner.setup.allowed import PRECISIONS
 
 MODEL = catalogue.load("meta-llama/Llama-3.2-1B")
 assert MODEL is not None
@@ -169,7 +170,7 @@ def test_a_program_that_is_absent_is_not_walked(name: str) -> None:
 
 
 def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner.engines import host
+    from planner.memory.engines import host
 
     needs = {"optimizer": 10 << 30, "parameters": 30 << 30}
 

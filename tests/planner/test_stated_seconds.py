@@ -7,18 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from planner.choices.adapters import ADAPTERS
-from planner.engines import engine_of
 from planner.hardware.gpus import all_gpus, find_gpu
-from planner.memory import profile_store
-from planner.memory.allocator import GAP_FLOOR_BYTES
-from planner.memory.profile_store import StepProfile, config_digest, save_profiles
-from planner.memory.profiled import profiled_peaks
+from planner.memory import profiles as profile_store
+from planner.memory.engines import engine_of
+from planner.memory.profiles import (
+    MONOMIALS,
+    Piece,
+    ProfiledStep,
+    ProfileMoment,
+    StepProfile,
+    config_digest,
+    profiled_peaks,
+    save_profiles,
+)
 from planner.memory.rank_part import rank_parts
-from planner.memory.step_profile import MONOMIALS, Piece, ProfiledStep, ProfileMoment
+from planner.memory.step import GAP_FLOOR_BYTES
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.options.adapters import ADAPTERS
 from planner.setup import TrainSetup
 from planner.speed import speed_profile, step_program
 from planner.speed.host import (

@@ -8,22 +8,33 @@ from typing import Any
 
 import pytest
 
-from planner.engines import engine_of
+from planner.core.packed import write_packed
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory import profile_store
+from planner.memory import profiles as profile_store
+from planner.memory.engines import engine_of
 from planner.memory.model import memory_of, predict_memory
-from planner.memory.profile_store import config_digest, find_profile, load_profiles, save_profiles, structure_key
+from planner.memory.profiles import (
+    BATCH,
+    LOSS_BEGINS,
+    Piece,
+    ProfiledStep,
+    ProfileMoment,
+    StepProfile,
+    config_digest,
+    find_profile,
+    load_profiles,
+    save_profiles,
+    structure_key,
+)
 from planner.memory.rank_part import rank_parts
-from planner.memory.step_profile import BATCH, LOSS_BEGINS, Piece, ProfiledStep, ProfileMoment, StepProfile
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.outcome import Rung
-from planner.packed import write_packed
-from planner.plan_request import PlanRequest
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.planning.walk import walk
-from planner.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.outcome import Fidelity
 
 GPU = find_gpu("a100-80gb")
 NAME = "Qwen/Qwen2.5-0.5B"
@@ -142,10 +153,10 @@ def _fresh(model: ModelSpec) -> ModelSpec:
 def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     found = predict(model, GPU, setup)
-    assert found.rung is Rung.PROFILE
+    assert found.rung is Fidelity.PROFILE
     assert found.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
     for fields in ({"checkpointing": 0}, {"stack": "axolotl"}, {"num_gpus": 2, "parallel": "fsdp2"}):
-        assert predict(model, GPU, setup.replace(**fields)).rung is Rung.FORMULA
+        assert predict(model, GPU, setup.replace(**fields)).rung is Fidelity.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]
     mine = memory_of(model, GPU, setup)[0].breakdown

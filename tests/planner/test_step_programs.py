@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.profile_store import structure_key
+from planner.memory.profiles import structure_key
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed import family_speeds, speed_profile
+from planner.speed.roofline import CURRENT, ThroughputProfile, throughput_profile
 from planner.speed.sized import ProgramSpeed, ScaledSpeed
 from planner.speed.step_program import (
     ONCE,
@@ -26,7 +27,6 @@ from planner.speed.step_program import (
     save_programs,
 )
 from planner.speed.timeline import IDLE, JOIN, QUEUE_S, Course, course_of, issue_of
-from planner.throughput import CURRENT, ThroughputProfile, throughput_profile
 
 
 def loaded(name: str) -> ModelSpec:
@@ -154,15 +154,17 @@ def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
     layout = SizedLayout((((1, 1.0),), ((0, 64.0),)), (), True, (), "bfloat16")
     place = tables.operator(SizedOperator("aten.mul.Tensor", (layout, layout), (layout,)))
     assert tables.operator(SizedOperator("aten.mul.Tensor", (layout, layout), (layout,))) == place
-    stretch = tables.stretch(SizedStretch("forward", (Run(ONCE, 0, (5 * place + 1,)), Run(TILES, 0, (5 * place + 1,)))))
-    program = StepProgram((((stretch,), 3),), (((stretch,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
+    repetition = tables.repetition(
+        SizedStretch("forward", (Run(ONCE, 0, (5 * place + 1,)), Run(TILES, 0, (5 * place + 1,))))
+    )
+    program = StepProgram((((repetition,), 3),), (((repetition,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
     save_programs(tmp_path / "one.gz", tables, {"a key": program}, {"torch": "2"})
     found = load_programs(tmp_path / "one.gz")
     assert found is not None
     assert found.versions == {"torch": "2"}
     assert found.get("a key") == program
     assert found.operators == [*tables.operators]
-    assert found.stretches == [*tables.stretches]
+    assert found.repetitions == [*tables.repetitions]
     assert found.get("another") is None
     (tmp_path / "two.gz").write_bytes(b"no file of programs")
     assert load_programs(tmp_path / "two.gz") is None

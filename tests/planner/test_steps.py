@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.answer import workload_for
-from planner.cli.data_options import DataOptions
-from planner.cli.request_options import RequestOptions
-from planner.decision.facts import PREFERENCE_FRACTION
-from planner.decision.job import checkpoint_bytes
-from planner.errors import UsageError
-from planner.exporters import EXPORTERS
+from finetune_planner.cli.answer import workload_for
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.request_options import RequestOptions
+from planner.core.errors import UsageError
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.hyperparameters import rate_batch
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import rate_batch
 from planner.memory.around import evaluation_bytes, logits_bytes, occasions
+from planner.memory.workload import Data
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import PREFERENCE_FRACTION
+from planner.planning.decision.policy import checkpoint_bytes
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.useful import epoch_s, useful_speeds, useful_tokens_per_s
 from planner.samples.dataset import choose_length, measure
 from planner.samples.steps import (
     LEAST_GLOBAL_BATCH,
@@ -30,9 +32,7 @@ from planner.samples.steps import (
     small_data_note,
     steps_per_epoch,
 )
-from planner.samples.useful import epoch_s, useful_speeds, useful_tokens_per_s
 from planner.setup import TrainSetup
-from planner.workload import Data
 from reports.command import default_next_command
 from reports.text import epoch_sentence
 from tests.planner.helpers import plan_request

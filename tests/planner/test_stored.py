@@ -3,19 +3,19 @@
 import pytest
 import yaml
 
-from planner.errors import UsageError
-from planner.exporters import EXPORTERS
+from planner.core.errors import UsageError
+from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
-from planner.memory.weights import weight_bytes
+from planner.memory.states import weight_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.planning.space import dimension_values
-from planner.predict import predict
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 

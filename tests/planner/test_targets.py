@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.models import catalogue, matching
 from planner.models.spec import ModelSpec
 from planner.models.targets import (

@@ -13,7 +13,7 @@ from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput import (
+from planner.speed.roofline import (
     PARTS,
     Calibration,
     Conditions,
@@ -24,8 +24,8 @@ from planner.throughput import (
     step_time,
     throughput_profile,
 )
-from planner.throughput.rates import matmul_s, rates_of
-from planner.throughput.rented import BACKWARD_S, FORWARD_S
+from planner.speed.roofline.rented import BACKWARD_S, FORWARD_S
+from planner.speed.roofline.types import matmul_s, rates_of
 
 SUM_TOLERANCE = 1e-9  # floating-point order of addition
 GOLDEN_TOLERANCE = 0.10  # median error of the fit is 4 %, its 90th percentile 10 % (docs/speed-accuracy.md)
@@ -273,7 +273,7 @@ def test_step_time_every_catalogue_model() -> None:
 def test_throughput_needs_no_numpy() -> None:
     """The formula path stays light: a fresh process predicts without numpy, scipy or anything heavier."""
     code = (
-        "import sys; from planner.throughput import step_time; from planner.models.catalogue import load;"
+        "import sys; from planner.speed.roofline import step_time; from planner.models.catalogue import load;"
         "from planner.hardware.gpus import find_gpu; from planner.setup import TrainSetup;"
         "print(step_time(load('meta-llama/Llama-3.2-1B'), find_gpu('rtx-4090'), TrainSetup()).tokens_per_s);"
         "assert not {'numpy', 'scipy', 'torch', 'sklearn'} & set(sys.modules)"

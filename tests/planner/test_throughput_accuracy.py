@@ -10,8 +10,8 @@ import pytest
 from benchmarks.speed_accuracy import JSON_FILE, spearman
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import ratio_errors
-from planner.throughput import load_calibration
-from planner.throughput.points import log_errors
+from planner.speed.roofline import load_calibration
+from planner.speed.roofline.points import log_errors
 
 POINTS = load_points()
 ERRORS = log_errors(POINTS, load_calibration())

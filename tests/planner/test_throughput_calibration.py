@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.models.spec import ModelSpec
-from planner.throughput import Calibration, Constants, load_calibration
-from planner.throughput.calibration import (
-    DATA_FILE,
-    VARIABLE,
-    calibration_from_dict,
-    calibration_to_dict,
-    family,
-)
-from planner.throughput.local import Microbench, gpu_from_microbench, microbench_from_dict, with_microbench
-from planner.throughput.points import read_points
+from planner.speed.roofline import Calibration, Constants, load_calibration
+from planner.speed.roofline.calibration import DATA_FILE, VARIABLE, calibration_from_dict, calibration_to_dict, family
+from planner.speed.roofline.local import Microbench, gpu_from_microbench, microbench_from_dict, with_microbench
+from planner.speed.roofline.points import read_points
 
 SHIPPED = load_calibration()
 BENCH = Microbench(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.errors import PlannerError
-from planner.readers import read_text, schema
+from planner.core.errors import PlannerError
+from planner.frameworks.readers import read_text, schema
+from planner.frameworks.tools import TOOLS
 from planner.setup import TrainSetup
-from planner.tools import TOOLS
 from tests.whole import some
 
 MINIMAL = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.exporters import EXPORTERS
-from planner.readers import FileContext
-from planner.readers.read import WHOLE_GRADIENTS, read_text
+from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.readers import FileContext
+from planner.frameworks.readers.read import WHOLE_GRADIENTS, read_text
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.choices.images import Images
-from planner.errors import PlannerError, SetupError
-from planner.exporters import EXPORTERS, ExportRequest, Launch
-from planner.hyperparameters import Hyperparameters
+from planner.core.errors import PlannerError, SetupError
+from planner.frameworks.exporters import EXPORTERS, ExportRequest, Launch
+from planner.frameworks.hyperparameters import Hyperparameters
+from planner.frameworks.readers import FileContext, canonical, read_text
 from planner.models import catalogue
-from planner.readers import FileContext, canonical, read_text
+from planner.options.images import Images
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import objective_layouts, request, setups
 from tests.whole import WHOLE, some

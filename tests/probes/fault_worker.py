@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from planner.codec import Outcome
-from planner.outcome import Environment, Measurement
+from planner.setup.codec import Outcome
+from planner.setup.outcome import Environment, Measurement
 from probes.gpu import child, worker
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault

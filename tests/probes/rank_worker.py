@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither
 
 from fault_worker import measured
 
-from planner.codec import Outcome
+from planner.setup.codec import Outcome
 from probes.gpu import child, worker
 from probes.gpu.child import StatusPipe
 from probes.gpu.ranks import rank_info_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.units import GIB, MIB
+from planner.core.units import GIB, MIB
 from probes.allocator import Alloc, EmptyCache, Event, Free, Phase, replay, segment_size
 
 

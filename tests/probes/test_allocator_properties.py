@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.units import MIB
+from planner.core.units import MIB
 from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory, Phase, replay
 from probes.allocator.blocks import MIN_BLOCK_BYTES, SMALL_BYTES, Block, Pool
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
+from planner.core.units import GIB, MIB
 from planner.hardware import amd
 from planner.hardware.driver import nvml, visible_handles
 from planner.hardware.gpus import local_gpu
-from planner.outcome import FailureKind
-from planner.units import GIB, MIB
+from planner.setup.outcome import FailureKind
 from probes import doctor
 from probes.gpu.device import clean_lease
 from probes.gpu.environment import device_status, read_environment

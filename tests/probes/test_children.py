@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import children
+from planner.core import children
 from probes import doctor
 from tests.whole import some
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 PLANTED = ("torch", "json", "sitecustomize", "usercustomize", "transformers", "probes", "planner", "typing_extensions")
-PLAN = [sys.executable, "-P", "-c", "from planner.cli import main; main()"]
+PLAN = [sys.executable, "-P", "-c", "from finetune_planner.cli import main; main()"]
 """As the console script: the import path begins with no folder of the user's."""
 LLAMA = {
     "model_type": "llama",
@@ -92,7 +92,7 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["ui", "--model", ".", *card, "--static", "page"],
         ["confirm", "out", "--device", "cuda:9"],
     ]
-    script = f"from planner.cli.app import run\nprint([run(words) for words in {commands!r}], flush=True)"
+    script = f"from finetune_planner.cli.app import run\nprint([run(words) for words in {commands!r}], flush=True)"
     known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", script], cwd=folder, env=known, capture_output=True, text=True, check=False
@@ -148,7 +148,12 @@ def test_nothing_else_starts_a_python() -> None:
         for path in (ROOT / room).rglob("*.py")
         if "sys.executable" in path.read_text(encoding="utf-8")
     }
-    assert users == {"planner/children.py", "planner/install.py", "probes/doctor.py", "probes/phantom/runner.py"}
-    assert "import subprocess" not in (ROOT / "planner/install.py").read_text(encoding="utf-8")
+    assert users == {
+        "planner/core/children.py",
+        "planner/core/install.py",
+        "probes/doctor.py",
+        "probes/phantom/runner.py",
+    }
+    assert "import subprocess" not in (ROOT / "planner/core/install.py").read_text(encoding="utf-8")
     assert "Path(sys.executable).parent" in (ROOT / "probes/phantom/runner.py").read_text(encoding="utf-8")
     assert (ROOT / "probes/doctor.py").read_text(encoding="utf-8").count("sys.executable") == 1

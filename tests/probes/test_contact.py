@@ -17,10 +17,10 @@ from benchmarks.contact import readings as contact_readings
 from benchmarks.contact import traces as contact_traces
 from benchmarks.contact.staged import Stage
 from benchmarks.contact.steps import CASES
-from planner.children import ROOT
-from planner.outcome import FailureKind
+from planner.core.children import ROOT
+from planner.core.units import GIB, MIB
 from planner.setup import TrainSetup
-from planner.units import GIB, MIB
+from planner.setup.outcome import FailureKind
 from probes.gpu.failures import classify_exception
 from probes.gpu.request import Limits
 from tests.fake_nvml import Card, nvml_module

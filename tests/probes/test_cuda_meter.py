@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from planner.core.units import GIB, MIB
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.setup import TrainSetup
-from planner.units import GIB, MIB
 from probes.gpu import device, environment
 from probes.gpu import meters as measure_meters
 from probes.gpu.meters import CpuMeter, CudaMeter
@@ -236,7 +236,7 @@ def test_a_process_on_the_gpu_makes_it_shared_however_little_it_holds(monkeypatc
 
 def test_setup_names_paged_optimizers() -> None:
     """`paged-` is how the meter knows them."""
-    from planner.setup_fields import OPTIMIZERS
+    from planner.setup.allowed import OPTIMIZERS
 
     paged = [name for name in OPTIMIZERS if "paged" in name]
     assert paged

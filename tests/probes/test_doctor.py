@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.cli.app import run
-from planner.install import install_command
+from finetune_planner.cli.app import run
+from planner.core.install import install_command
 from probes import doctor, doctor_torch
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.notes import Place, place_of, risk
+from planner.core.notes import Place, place_of, risk
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.types import PHASES
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import PHASES
+from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import DryRunReport, cache, dry_run, dry_run_report, report_for_config
 from probes.dryrun.api import VERSION
 from tests.probes.dryrun_small import small_config
@@ -45,7 +45,7 @@ def _run(setup: TrainSetup, capability: tuple[int, int]) -> DryRunReport:
 
 def test_dry_run_prediction_is_attributed() -> None:
     prediction = _report().prediction
-    assert prediction.rung is Rung.DRY_RUN
+    assert prediction.rung is Fidelity.DRY_RUN
     assert set(prediction.phase_peaks_bytes) == set(PHASES)
     assert prediction.peak_allocated_bytes == prediction.phase_peaks_bytes[prediction.peak_phase]
     assert sum(term.size_bytes for term in prediction.terms) == prediction.peak_allocated_bytes

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Free, replay
-from probes.allocator.stretches import flat
+from probes.allocator.repetitions import flat
 from probes.dryrun import DryRunReport, engine, report_for_config
 from probes.dryrun.again import Replay
 from probes.dryrun.analysis import curve_of, phase_peaks

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
-from planner.outcome import Prediction  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.outcome import Prediction  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
 
 AGREES = 0.002

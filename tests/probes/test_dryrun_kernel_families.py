@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
-from planner.outcome import FailureKind, Prediction  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.outcome import FailureKind, Prediction  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
 from probes.gpu.failures import classify_exception  # noqa: E402
 from probes.stack.build import build_model  # noqa: E402

@@ -10,9 +10,9 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
+from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, WAIT, Program
-from planner.speed.run import run_speed
 from probes.dryrun import DryRunReport, dry_run_report
 from tests.whole import some
 
@@ -43,7 +43,7 @@ def counted(program: Program, places: Any) -> Counter[tuple[Any, int]]:
     """How often each operator with its layouts is issued, by whom."""
     found: Counter[tuple[Any, int]] = Counter()
     for place in places:
-        for call in program.stretches[place].calls:
+        for call in program.repetitions[place].calls:
             found[program.operators[call // len(ISSUERS)], call % len(ISSUERS)] += 1
     return found
 

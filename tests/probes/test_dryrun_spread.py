@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from planner.outcome import FailureKind, ProbeFailure
 from planner.setup import TrainSetup
-from planner.setup_fields import PARALLELS
+from planner.setup.allowed import PARALLELS
+from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.followed import OWN_CODE, why_not_traced

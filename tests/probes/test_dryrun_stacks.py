@@ -4,13 +4,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.evidence.measured import load_rows  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
-from planner.outcome import Prediction  # noqa: E402
+from planner.planning.evidence.measured import load_rows  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.outcome import Prediction  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
 from probes.stack.losses import InPlaceCrossEntropy  # noqa: E402
 from tests.probes.dryrun_small import small_config  # noqa: E402

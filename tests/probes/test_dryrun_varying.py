@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from planner.cli.app import run
-from planner.errors import UsageError
+from finetune_planner.cli.app import run
+from planner.core.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.models.adapters import spec_from_config
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
@@ -111,7 +111,7 @@ def test_micro_batches_hold_the_longest_of_the_epoch_and_the_same_seed_the_same(
 def test_estimate_says_it_beside_constant_lengths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.app.climb.OVER_MICRO_BATCHES", 24)
+    monkeypatch.setattr("finetune_planner.app.climb.OVER_MICRO_BATCHES", 24)
     words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "128", "--micro-batch", "2", "--lengths", "60:30"]
     assert run([*words, "--no-expandable-segments"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.outcome import FailureKind
+from planner.setup.outcome import FailureKind
 from probes.gpu import failures
 from probes.gpu.failures import building, classify_exception, classify_exit, oom_kill_count
 

@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, OUT, setup_of, spec_of
-from planner.choices.images import Images
-from planner.errors import ConfigError, SetupError
+from planner.core.errors import ConfigError, SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
-from planner.memory.trained import trained_parameters
+from planner.memory.states import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens
 from planner.models.stored import stored_refusal
 from planner.models.vision_encoders import mobilenet
-from planner.predict import predict
+from planner.options.images import Images
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, sdpa_of

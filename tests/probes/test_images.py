@@ -12,16 +12,16 @@ import torch
 
 from benchmarks.image_models import LISTED, configs
 from benchmarks.images import METHODS, setup_of, spec_of
-from planner.choices.images import Images
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import missing_kernels
+from planner.memory.attention_kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.memory.workspace import context_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens, with_vision
 from planner.models.spec import ModelSpec
+from planner.options.images import Images
 from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config

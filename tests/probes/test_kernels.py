@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.hardware.kernels import attention_kernel  # noqa: E402
+from planner.memory.attention_kernels import attention_kernel  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 
 from benchmarks import last_run
-from planner.children import ROOT
+from planner.core.children import ROOT
 
 
 @pytest.fixture

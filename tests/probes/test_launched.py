@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from planner.children import ROOT
-from planner.codec import decode
-from planner.errors import EnvironmentProblem
-from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
+from planner.core.children import ROOT
+from planner.core.errors import EnvironmentProblem
+from planner.core.units import GIB, MIB
 from planner.setup import TrainSetup
-from planner.units import GIB, MIB
+from planner.setup.codec import decode
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.launched import prepare, watch
 from probes.launched import run as launched
@@ -40,7 +40,7 @@ open(os.path.join(order["folder"], "seen-1.json"), "w").write({seen!r})
 
 
 def request(device: str = "cpu") -> ProbeRequest:
-    return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, rung=Rung.RUN, depths=(0,))
+    return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, rung=Fidelity.RUN, depths=(0,))
 
 
 def file(program: str = PROGRAM, **changes: Any) -> LaunchedFile:
@@ -82,7 +82,7 @@ def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> Non
     """The first two steps are not counted; what lies between two is; nothing is left of the run's folder."""
     found = outcome(tmp_path, file())
     assert isinstance(found, Measurement), found
-    assert (found.rung, found.program, found.step_times_s) == (Rung.RUN, "trl", (2.0, 2.0, 2.2))
+    assert (found.rung, found.program, found.step_times_s) == (Fidelity.RUN, "trl", (2.0, 2.0, 2.2))
     assert found.between_steps_s == 0.02
     assert found.step_time_s == pytest.approx(2.02)
     assert found.tokens_per_s == pytest.approx(SETUP.tokens_per_step / 2.02)

@@ -18,16 +18,16 @@ torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.models import catalogue  # noqa: E402
-from planner.outcome import Prediction, ProbeFailure  # noqa: E402
-from planner.predict import predict  # noqa: E402
+from planner.planning.predict import predict  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.outcome import Prediction, ProbeFailure  # noqa: E402
 from planner.speed.prices import price  # noqa: E402
 from planner.speed.rates import card_rates  # noqa: E402
 from probes.allocator.events import Alloc, Event, Free  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
 from probes.dryrun.operators import OperatorLog  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
-from probes.stack.launches import listening  # noqa: E402
+from probes.stack.kernels import listening  # noqa: E402
 from probes.stack.linear_attention import chunk_gated_delta_rule  # noqa: E402
 from tests.whole import paired  # noqa: E402
 

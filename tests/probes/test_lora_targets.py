@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from meta_models import build_on_meta, shallow
 
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.models import catalogue, module_tree
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec

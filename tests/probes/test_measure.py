@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.memory.types import PHASES
-from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import PHASES
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu.child import StatusPipe
 from probes.gpu.depth import choose_depths
 from probes.gpu.measure import measure

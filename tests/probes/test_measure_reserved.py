@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from planner.evidence.trainers import trainer_share
-from planner.outcome import SPEED_SPOILING_FLAGS, Prediction
+from planner.core.units import GIB, MIB
+from planner.planning.evidence.trainers import trainer_share
 from planner.setup import TrainSetup
-from planner.units import GIB, MIB
+from planner.setup.outcome import SPEED_SPOILING_FLAGS, Prediction
 from probes.dryrun.api import report_for_config
 from probes.gpu import measure as measuring
 from probes.gpu import run as measure_run

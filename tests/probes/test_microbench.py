@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.errors import EnvironmentProblem  # noqa: E402
-from planner.throughput import load_calibration  # noqa: E402
-from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench  # noqa: E402
+from planner.core.errors import EnvironmentProblem  # noqa: E402
+from planner.speed.roofline import load_calibration  # noqa: E402
+from planner.speed.roofline.local import gpu_from_microbench, microbench_from_dict, with_microbench  # noqa: E402
 from probes.gpu import microbench  # noqa: E402
 
 

@@ -15,19 +15,19 @@ pytest.importorskip("transformers")
 
 import torch
 
-from planner.app.climb import dry_runs_ahead
-from planner.errors import ConfigError, UnknownModelError
-from planner.evidence.bands import ENCODER_BAND
-from planner.exporters import EXPORTERS
+from finetune_planner.app.climb import dry_runs_ahead
+from planner.core.errors import ConfigError, UnknownModelError
+from planner.core.install import install_command
+from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
-from planner.install import install_command
 from planner.models import catalogue, module_tree
 from planner.models.adapters import has_adapter, model_types, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
-from planner.outcome import Prediction
-from planner.predict import predict
+from planner.planning.evidence.bands import ENCODER_BAND
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
 from probes.dryrun import dry_run
 from probes.module_tree import spec_of_tree
 from probes.stack.build import bare_model
@@ -295,7 +295,7 @@ def test_a_child_that_brings_no_tree_is_an_error_with_its_reason(
 def test_a_damaged_cache_is_read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = catalogue.load("gpt2")
     assert spec is not None
-    from planner.interchange import to_jsonable
+    from planner.setup.interchange import to_jsonable
 
     path = tmp_path / "spec.json"
     path.write_text('{"model_id": 3')

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fault_worker import measured
 
-from planner import locks
-from planner.children import ROOT, child_environment
-from planner.interchange import setup_to_dict
+from planner.core import locks
+from planner.core.children import ROOT, child_environment
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_to_dict
 from probes.gpu.request import ProbeRequest
 from probes.records import Record
 
@@ -29,7 +29,7 @@ del signal.SIGKILL
 PROGRAM = (
     HIDDEN
     + """
-from planner.cli.app import run
+from finetune_planner.cli.app import run
 assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run"]) == 0
 assert run(["store", "show", "--store", sys.argv[1]]) == 0
 import probes.gpu.device, search.storage, search.corrections

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.trace_vs_dryrun import config_of
-from planner.choices.objectives import OBJECTIVES
 from planner.hardware.gpus import find_gpu
-from planner.interchange import setup_from_dict
-from planner.memory.weights import weight_bytes
+from planner.memory.states import weight_bytes
 from planner.models.adapters import spec_from_config
-from planner.predict import predict
+from planner.options.objectives import OBJECTIVES
+from planner.planning.predict import predict
+from planner.setup.interchange import setup_from_dict
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 from tests.whole import paired

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.cli.app import run
-from planner.outcome import FailureKind, ProbeFailure
+from finetune_planner.cli.app import run
+from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
 from planner.models.spec import ModelSpec
-from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.confirm import Promise, compare, confirm
 from probes.gpu.evaluate import ProbeEvent, Prober, mfu_fraction
 from probes.gpu.executors import LocalExecutor, SubmititExecutor
@@ -165,10 +165,10 @@ def test_missing_submitit_is_an_environment_problem(tmp_path: Path, monkeypatch:
 
 
 def promise(**changes: Any) -> Promise:
-    from planner.outcome import Rung
+    from planner.setup.outcome import Fidelity
 
     values = {
-        "rung": Rung.DRY_RUN,
+        "rung": Fidelity.DRY_RUN,
         "peak_allocated_bytes": 3_000,
         "peak_device_bytes": 8_192,
         "tokens_per_s": 4_096.0,

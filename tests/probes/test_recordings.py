@@ -23,8 +23,8 @@ from benchmarks.contact.recording import (
     replay_problems,
 )
 from benchmarks.contact.traces import SETUPS, TapedMeter, setup_of
-from planner.children import ROOT
-from planner.units import GIB, MIB
+from planner.core.children import ROOT
+from planner.core.units import GIB, MIB
 from probes.allocator.events import Alloc, Free
 from probes.gpu.meters import CudaMeter
 

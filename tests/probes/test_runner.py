@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 from moved_clock import PATIENCE_S, Clock, clock
 
-from planner.errors import EnvironmentProblem, UsageError
-from planner.exporters.common import environment
-from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.frameworks.exporters.common import environment
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import device, runner, watch
 from probes.gpu.environment import DeviceStatus, read_environment
 from probes.gpu.evaluate import record_of

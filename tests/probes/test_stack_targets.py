@@ -14,7 +14,7 @@ peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 
 from peft import LoraConfig  # noqa: E402
 
-from planner.exporters import EXPORTERS  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.spec import LayerSpec, ModelSpec  # noqa: E402
 from planner.models.targets import lora_linears, peft_target_modules  # noqa: E402

@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 
-from planner.engines import engine_of
 from planner.hardware.gpus import find_gpu
-from planner.memory import profile_store
-from planner.memory.profile_store import SHIPPED, config_digest, find_profile, load_profiles, structure_key
-from planner.memory.profiled import profiled_breakdown, step_of
+from planner.memory import profiles as profile_store
+from planner.memory.engines import engine_of
+from planner.memory.profiles import (
+    MONOMIALS,
+    SHIPPED,
+    StepProfile,
+    config_digest,
+    find_profile,
+    load_profiles,
+    profiled_breakdown,
+    step_of,
+    structure_key,
+)
 from planner.memory.rank_part import rank_parts
-from planner.memory.step_profile import MONOMIALS, StepProfile
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.plan_request import PlanRequest
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
 from planner.speed import step_program
 from probes.dryrun import DryRunReport, dry_run_report

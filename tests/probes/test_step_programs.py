@@ -7,8 +7,8 @@ import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
-from planner.speed.run import run_speed
 from planner.speed.sized import ProgramSpeed
 from planner.speed.step_program import load_programs, save_programs
 from probes.dryrun import DryRunReport, dry_run_report

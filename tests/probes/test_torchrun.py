@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from planner.cli.app import run
-from planner.codec import evidence_to_dict, outcome_from_dict
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from finetune_planner.cli.app import run
 from planner.setup import TrainSetup
+from planner.setup.codec import evidence_to_dict, outcome_from_dict
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu import runner, watch
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import UnsupportedProbe
@@ -199,7 +199,7 @@ def test_spread_that_no_probe_runs_is_refused_before_anything_starts(
 def of_rank(peak_bytes: int, **changes: Any) -> Measurement:
     here = Environment(gpu_name="G", gpu_key=None, driver="", cuda="", python="", platform="", libraries={})
     values: dict[str, Any] = {
-        "rung": Rung.PROBE,
+        "rung": Fidelity.PROBE,
         "peak_allocated_bytes": peak_bytes,
         "peak_reserved_bytes": peak_bytes,
         "peak_device_bytes": peak_bytes,

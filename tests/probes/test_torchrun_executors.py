@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.app import machine
-from planner.errors import EnvironmentProblem
+from finetune_planner.app import machine
+from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.outcome import FailureKind, ProbeFailure
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.fingerprint import fingerprint
 from probes.gpu.evaluate import Prober, mfu_fraction, one_copy
 from probes.gpu.executors import DevicePool, LocalExecutor

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from moved_clock import PATIENCE_S, Clock, clock
 
-from planner.locks import open_lock, try_lock
-from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.core.locks import open_lock, try_lock
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import device, runner, watch
 from probes.gpu.environment import DeviceStatus
 from probes.gpu.ranks import RankInfo, RankReport, num_processes, rank_info_of, why_not_probed

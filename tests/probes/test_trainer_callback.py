@@ -19,9 +19,9 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trai
 
 from finetune_planner import PlannerError, plan
 from finetune_planner.callback import PlanCallback, PredictedOutOfMemory, program
-from planner.check import Verdict
-from planner.errors import UsageError
-from planner.readers.read import read_text
+from planner.core.errors import UsageError
+from planner.frameworks.readers.read import read_text
+from planner.planning.check import Verdict
 from probes.store import Store
 
 TOKENS = 32

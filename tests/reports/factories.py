@@ -2,22 +2,14 @@
 
 from typing import Any
 
+from planner.core.units import GIB, MIB
 from planner.hardware.gpu import GpuSpec
-from planner.memory.types import PHASES, MemoryTerm
+from planner.memory.workload import Workload
 from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
-from planner.outcome import (
-    Candidate,
-    Environment,
-    FailureKind,
-    Measurement,
-    Prediction,
-    ProbeFailure,
-    Rung,
-)
-from planner.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
 from planner.setup import TrainSetup
-from planner.units import GIB, MIB
-from planner.workload import Workload
+from planner.setup.memory_terms import PHASES, MemoryTerm
+from planner.setup.outcome import Candidate, Environment, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
 
 
 def make_gpu(key: str = "rtx-4090", name: str = "RTX 4090", memory_gib: float = 23.51, **changes: Any) -> GpuSpec:
@@ -135,14 +127,16 @@ def make_terms(setup: TrainSetup, scale: float = 1.0) -> tuple[MemoryTerm, ...]:
     return tuple(sorted(terms, key=lambda term: -term.size_bytes))
 
 
-def make_prediction(setup: TrainSetup, rung: Rung = Rung.FORMULA, *, scale: float = 1.0, **changes: Any) -> Prediction:
+def make_prediction(
+    setup: TrainSetup, rung: Fidelity = Fidelity.FORMULA, *, scale: float = 1.0, **changes: Any
+) -> Prediction:
     terms = make_terms(setup, scale)
     phase_peaks = {phase: sum(term.size_bytes for term in terms if phase in term.phases) for phase in PHASES}
     peak_phase = max(PHASES, key=lambda phase: phase_peaks[phase])
     at_peak = tuple(term for term in terms if peak_phase in term.phases)
     allocated = phase_peaks[peak_phase]
     speed = 3100.0 * (1 - 0.5 / setup.micro_batch_seqs) * (0.75 if setup.checkpointing else 1.0) - setup.lora_rank
-    known_speed = rung is Rung.FORMULA
+    known_speed = rung is Fidelity.FORMULA
     values: dict[str, Any] = {
         "rung": rung,
         "peak_allocated_bytes": allocated,
@@ -151,7 +145,7 @@ def make_prediction(setup: TrainSetup, rung: Rung = Rung.FORMULA, *, scale: floa
         "peak_phase": peak_phase,
         "phase_peaks_bytes": phase_peaks,
         "terms": at_peak,
-        "memory_band_fraction": 0.08 if rung is Rung.FORMULA else 0.015,
+        "memory_band_fraction": 0.08 if rung is Fidelity.FORMULA else 0.015,
         "step_time_s": setup.tokens_per_step / speed if known_speed else None,
         "tokens_per_s": speed if known_speed else None,
         "time_band_fraction": 0.2 if known_speed else None,
@@ -176,7 +170,7 @@ def make_environment() -> Environment:
 
 def make_measurement(setup: TrainSetup, prediction: Prediction, **changes: Any) -> Measurement:
     values: dict[str, Any] = {
-        "rung": Rung.PROBE,
+        "rung": Fidelity.PROBE,
         "peak_allocated_bytes": int(prediction.peak_allocated_bytes * 0.996),
         "peak_reserved_bytes": int(prediction.peak_reserved_bytes * 1.01),
         "peak_device_bytes": int(prediction.peak_device_bytes * 1.008),
@@ -205,19 +199,19 @@ def make_setup(**changes: Any) -> TrainSetup:
 
 
 def make_candidate(
-    setup: TrainSetup | None = None, workload: Workload | None = None, *, rung: Rung = Rung.FORMULA
+    setup: TrainSetup | None = None, workload: Workload | None = None, *, rung: Fidelity = Fidelity.FORMULA
 ) -> Candidate:
     """A candidate known up to `rung`."""
     setup, workload = setup or make_setup(), workload or make_workload()
     formula = make_prediction(setup)
-    dry_run = make_prediction(setup, Rung.DRY_RUN, scale=1.03) if rung is not Rung.FORMULA else None
-    probe = make_measurement(setup, dry_run) if dry_run is not None and rung is Rung.PROBE else None
+    dry_run = make_prediction(setup, Fidelity.DRY_RUN, scale=1.03) if rung is not Fidelity.FORMULA else None
+    probe = make_measurement(setup, dry_run) if dry_run is not None and rung is Fidelity.PROBE else None
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=formula, dry_run=dry_run, probe=probe)
 
 
 def make_failed_dry_run() -> ProbeFailure:
     return ProbeFailure(
-        rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="aten::_grouped_mm has no meta kernel for bf16"
+        rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="aten::_grouped_mm has no meta kernel for bf16"
     )
 
 
@@ -255,7 +249,7 @@ def make_walk(budget_bytes: int) -> tuple[Answer, ...]:
     )
 
 
-def make_plan(workload: Workload | None = None, *, rung: Rung = Rung.FORMULA, **changes: Any) -> Plan:
+def make_plan(workload: Workload | None = None, *, rung: Fidelity = Fidelity.FORMULA, **changes: Any) -> Plan:
     workload = workload or make_workload()
     chosen = make_candidate(make_setup(), workload, rung=rung)
     lora = make_setup(method="lora", quantization="none", micro_batch_seqs=2, accumulation_steps=8)

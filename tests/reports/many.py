@@ -2,7 +2,7 @@
 
 import itertools
 
-from planner.plan import Plan
+from planner.planning.plan import Plan
 from tests.reports.factories import make_candidate, make_plan, make_setup, make_workload
 
 

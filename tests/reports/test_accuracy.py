@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from planner.evidence.measured import MeasuredRow, load_rows
+from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from reports.accuracy import AccuracyTable, accuracy_table, percentile
 from reports.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 
@@ -57,7 +57,7 @@ def lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
 
 def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Prediction:
     return Prediction(
-        rung=Rung.FORMULA,
+        rung=Fidelity.FORMULA,
         peak_allocated_bytes=round(allocated_bytes),
         peak_reserved_bytes=round(1.05 * allocated_bytes),
         peak_device_bytes=round(1.05 * allocated_bytes) + GIB // 2,
@@ -109,7 +109,9 @@ def test_failures_are_listed_not_hidden() -> None:
     def fail(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | ProbeFailure | None:
         if setup.lora_rank == 8:
             return None
-        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel")
+        return ProbeFailure(
+            rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel"
+        )
 
     rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]
     table = accuracy_table(rows, fail, what="allocated", lookup=lookup, rung="dry run")

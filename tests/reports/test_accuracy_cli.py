@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy_summary, own_runs
-from planner.cli import main
+from finetune_planner.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from planner.core.notes import found
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Data
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.notes import found
-from planner.plan import NoPlan, Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.workload import Data
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
 from reports.brief import MAX_LINES, why_not
 from reports.rows import compared, notes_of
 from reports.terminal import render_plan

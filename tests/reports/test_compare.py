@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.decision.node import Node
-from planner.outcome import Candidate
-from planner.plan import Alternative, NoPlan, Plan
 from planner.planning.answer import best_by_method
+from planner.planning.decision.node import Node
+from planner.planning.plan import Alternative, NoPlan, Plan
+from planner.setup.outcome import Candidate
 from reports.compare import comparison_markdown, plan_labels, render_comparison
 from reports.text import cost_per_million
 from reports.which import GpusSheet, rank_gpus, which_gpu_sentences

@@ -2,7 +2,7 @@
 
 import json
 
-from planner.outcome import FailureKind, ProbeFailure, Rung
+from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from reports.charts import search_history
 from reports.extras import MAX_TENSORS, search_values, timeline_of
 from tests.reports.factories import make_candidate, make_setup
@@ -26,9 +26,9 @@ def test_timeline_of_nothing_is_none_and_many_tensors_are_cut() -> None:
 
 
 def test_search_values_say_what_fits_and_why_not() -> None:
-    probed = make_candidate(rung=Rung.PROBE)
+    probed = make_candidate(rung=Fidelity.PROBE)
     assert probed.probe is not None
-    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="")
+    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="")
     setup = make_setup()
     budget = probed.budget_bytes
     trials = [

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from planner.errors import EnvironmentProblem
-from planner.outcome import Rung
-from planner.units import gib
+from planner.core.errors import EnvironmentProblem
+from planner.core.units import gib
+from planner.setup.outcome import Fidelity
 from reports import html
 from reports.charts import accuracy_rows, memory_bars, pareto_front, search_history, speed_memory
 from reports.extras import Extras
@@ -68,8 +68,8 @@ def test_echarts_is_the_published_file() -> None:
     assert f'version="{ECHARTS_VERSION}"'.encode() in data
 
 
-@pytest.mark.parametrize("rung", [Rung.FORMULA, Rung.DRY_RUN, Rung.PROBE])
-def test_page_is_well_formed_and_self_contained(rung: Rung) -> None:
+@pytest.mark.parametrize("rung", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
+def test_page_is_well_formed_and_self_contained(rung: Fidelity) -> None:
     page = report_html([Entry(plan=make_plan(rung=rung))])
     checker = checked(page)
     assert all(address.startswith(("#", "data:")) for address in checker.addresses)
@@ -107,7 +107,7 @@ def test_script_in_chart_data_cannot_end_the_script_element() -> None:
 
 
 def test_memory_bars_add_up_to_the_device_peak_of_one_rung() -> None:
-    plan = make_plan(rung=Rung.PROBE)
+    plan = make_plan(rung=Fidelity.PROBE)
     chart = memory_bars([(label, one) for label, one, _ in beside(plan)], 1, 1)
     sums = [sum(values) for values in zip(*(series["bytes"] for series in chart["series"]), strict=True)]
     assert sums == chart["device_bytes"]
@@ -149,7 +149,7 @@ def test_speed_memory_names_each_candidate_once() -> None:
 
 def test_accuracy_rows_only_where_something_was_measured() -> None:
     assert accuracy_rows(make_plan()) == []
-    plan = make_plan(rung=Rung.PROBE)
+    plan = make_plan(rung=Fidelity.PROBE)
     rows = accuracy_rows(plan)
     assert [row["rung"] for row in rows] == ["formula ±8 %", "dry run ±1.5 %"]
     for row in rows:
@@ -158,8 +158,8 @@ def test_accuracy_rows_only_where_something_was_measured() -> None:
 
 
 def test_accuracy_rows_count_a_measured_ranked_candidate_once() -> None:
-    chosen = make_candidate(rung=Rung.PROBE)
-    other = make_candidate(make_setup(lora_rank=8), rung=Rung.PROBE)
+    chosen = make_candidate(rung=Fidelity.PROBE)
+    other = make_candidate(make_setup(lora_rank=8), rung=Fidelity.PROBE)
     rows = accuracy_rows(make_plan(chosen=chosen, alternatives=(), ranked=(chosen, other)))
     assert [row["label"] for row in rows] == ["chosen", "chosen", "ranked 2", "ranked 2"]
 

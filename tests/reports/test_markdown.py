@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.outcome import Rung
-from planner.units import gib
-from planner.workload import Data
+from planner.core.units import gib
+from planner.memory.workload import Data
+from planner.setup.outcome import Fidelity
 from reports.extras import Extras, LaunchFile, LaunchTarget, sensitivity
 from reports.markdown import escape, fenced, plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
@@ -36,7 +36,7 @@ def full_extras() -> Extras:
 PAGES: dict[str, Callable[[], str]] = {
     "plan_formula.md": lambda: plan_markdown(make_plan()),
     "plan_probe_extras.md": lambda: plan_markdown(
-        make_plan(make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Rung.PROBE),
+        make_plan(make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Fidelity.PROBE),
         full_extras(),
     ),
     "no_plan.md": lambda: plan_markdown(make_no_plan()),
@@ -49,7 +49,7 @@ def test_markdown_golden(name: str) -> None:
 
 
 def test_markdown_is_the_same_from_plan_json() -> None:
-    plan = make_plan(rung=Rung.DRY_RUN)
+    plan = make_plan(rung=Fidelity.DRY_RUN)
     assert plan_markdown(plan_from_dict(plan_to_dict(plan))) == plan_markdown(plan)
 
 
@@ -61,7 +61,7 @@ def test_markdown_tables_have_one_width_and_as_many_cells_as_columns() -> None:
 
 
 def test_markdown_figures_are_plan_json_figures() -> None:
-    plan = make_plan(rung=Rung.PROBE)
+    plan = make_plan(rung=Fidelity.PROBE)
     document = plan_to_dict(plan)
     page = plan_markdown(plan)
     for rung in ("formula", "dry_run", "probe"):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import ConfigError, PlannerError
-from planner.outcome import Measurement, Rung
-from planner.plan import Plan
-from planner.units import MIB
+from planner.core.errors import ConfigError, PlannerError
+from planner.core.units import MIB
+from planner.planning.plan import Plan
+from planner.setup.outcome import Fidelity, Measurement
 from reports.extras import (
     Extras,
     LaunchFile,
@@ -48,8 +48,8 @@ def through_json(document: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-@pytest.mark.parametrize("rung", [Rung.FORMULA, Rung.DRY_RUN, Rung.PROBE])
-def test_plan_json_round_trip(rung: Rung) -> None:
+@pytest.mark.parametrize("rung", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
+def test_plan_json_round_trip(rung: Fidelity) -> None:
     workload = make_workload(fixed={"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora")})
     plan = make_plan(workload, rung=rung, search={"trials": [1, 2], "stop": "budget"})
     back = plan_from_dict(through_json(plan_to_dict(plan)))
@@ -64,7 +64,7 @@ def test_plan_json_round_trip(rung: Rung) -> None:
 
 def test_plan_json_keeps_what_a_probe_measured_beside_its_peaks() -> None:
     """The rate of a copy tells a throttled card, the ranks' peaks an uneven job; plans of before have neither."""
-    plain = make_candidate(rung=Rung.PROBE)
+    plain = make_candidate(rung=Fidelity.PROBE)
     assert isinstance(plain.probe, Measurement)
     peaks = (("rank 1", 1, 9_000), ("rank 0", 1, 8_000))
     candidate = replace(plain, probe=replace(plain.probe, copy_bandwidth_bytes_per_s=3.9e12, rank_peaks=peaks))
@@ -81,7 +81,7 @@ def test_no_plan_json_round_trip() -> None:
 
 
 def test_plan_json_same_keys_on_every_rung_and_for_failures() -> None:
-    known = make_candidate(rung=Rung.PROBE)
+    known = make_candidate(rung=Fidelity.PROBE)
     failed = make_candidate().__class__(
         setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
     )
@@ -166,7 +166,7 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), s
 @given(data=st.data())
 def test_plan_from_dict_damaged_anywhere_is_a_config_error_or_still_a_plan(data: st.DataObject) -> None:
     """Any value of the document replaced by junk: a ConfigError (or SetupError), never another exception."""
-    document = through_json(plan_to_dict(make_plan(rung=Rung.PROBE)))
+    document = through_json(plan_to_dict(make_plan(rung=Fidelity.PROBE)))
     node: Any = document
     while True:
         key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from planner.decision.candidates import candidate
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import candidate
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from reports.extras import Extras, sensitivity
 from reports.plan_json import plan_from_dict
 from reports.terminal import render_plan

@@ -7,18 +7,18 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from planner.choices.objectives import OBJECTIVES
-from planner.cli.output import FULL
-from planner.cli.report import compare, report
-from planner.cli.tables import which_gpu
-from planner.errors import ConfigError, UsageError
+from finetune_planner.cli.output import FULL
+from finetune_planner.cli.report import compare, report
+from finetune_planner.cli.tables import which_gpu
+from planner.core.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.plan import NoPlan, Plan
+from planner.memory.workload import Data
+from planner.options.objectives import OBJECTIVES
 from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.useful import job_s
 from planner.samples.dataset import DatasetStats, LengthChoice, choose_length, measure
 from planner.samples.rows import num_held_out
-from planner.samples.useful import job_s
-from planner.workload import Data
 from reports.write import plan_files
 from tests.planner.helpers import plan_request
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
@@ -39,7 +39,7 @@ def app() -> typer.Typer:
 @pytest.fixture(autouse=True)
 def few_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole table takes ten seconds."""
-    monkeypatch.setattr("planner.cli.tables.all_gpus", lambda: [find_gpu(key) for key in CARDS])
+    monkeypatch.setattr("finetune_planner.cli.tables.all_gpus", lambda: [find_gpu(key) for key in CARDS])
 
 
 def call(app: typer.Typer, *words: str) -> Result:

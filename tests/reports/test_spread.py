@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.decision.candidates import candidate
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.outcome import Candidate
-from planner.plan import NoPlan, Plan
+from planner.memory.workload import Data, Workload
 from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import candidate
+from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from planner.workload import Data, Workload
+from planner.setup.outcome import Candidate
 from reports.command import default_next_command
 from reports.compare import plan_labels
 from reports.html import Entry, report_html
@@ -118,7 +118,7 @@ def test_no_plan_comes_back_and_is_told() -> None:
 
 
 def test_a_damaged_cluster_is_refused(plan: Plan) -> None:
-    from planner.errors import ConfigError
+    from planner.core.errors import ConfigError
 
     document = json.loads(json.dumps(plan_to_dict(plan)))
     document["workload"]["cluster"]["num_gpus"] = "eight"

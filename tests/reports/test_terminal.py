@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 from typer.main import get_command
 
-from planner.choices.rollouts import Rollout
-from planner.cli.app import MAIN_COMMAND, build_app
+from finetune_planner.cli.app import MAIN_COMMAND, build_app
+from planner.core.units import GIB, count, gib
+from planner.memory.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Data
 from planner.models.spec import ModelSpec
-from planner.option_values import default_headroom_bytes, memory_and_headroom
-from planner.outcome import Candidate, Rung
-from planner.plan import Alternative, with_trades
-from planner.units import GIB, count, gib
-from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Data
+from planner.options.rollouts import Rollout
+from planner.planning.option_values import default_headroom_bytes, memory_and_headroom
+from planner.planning.plan import Alternative, with_trades
+from planner.setup.outcome import Candidate, Fidelity
 from reports.command import default_next_command
 from reports.html import Entry, report_html
 from reports.lists import ModelRow, render_gpus, render_models
@@ -45,7 +45,7 @@ HOSTILE = "evil/[bold red]x[/]\x1b[2J\x07\n<script>alert(1)</script>"
 
 
 def failed_candidate() -> Candidate:
-    known = make_candidate(rung=Rung.FORMULA)
+    known = make_candidate(rung=Fidelity.FORMULA)
     return Candidate(
         setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
     )
@@ -56,14 +56,14 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "plan_probe": lambda console: render_plan(
         make_plan(
             make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69, price_source="RunPod 2026-11"),
-            rung=Rung.PROBE,
+            rung=Fidelity.PROBE,
         ),
         console,
         next_command="plan confirm my-plan",
     ),
     "no_plan": lambda console: render_plan(make_no_plan(), console),
     "estimate_probe": lambda console: render_estimate(
-        make_candidate(rung=Rung.PROBE), make_model(), make_gpu(), console
+        make_candidate(rung=Fidelity.PROBE), make_model(), make_gpu(), console
     ),
     "estimate_failed": lambda console: render_estimate(failed_candidate(), make_model(), make_gpu(), console),
     "gpus": lambda console: render_gpus([make_gpu(), make_gpu("t4", "T4", 14.56, bf16_flops_per_s=None)], console),
@@ -205,7 +205,7 @@ def test_next_command_is_read_as_the_same_wish() -> None:
 
 def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
     """A plan whose chosen setup does not fit is never recommended, by none of the reports."""
-    known = make_candidate(rung=Rung.DRY_RUN)
+    known = make_candidate(rung=Fidelity.DRY_RUN)
     refuted = Candidate(
         setup=known.setup,
         budget_bytes=known.formula.peak_device_bytes + 1,
@@ -234,7 +234,7 @@ def test_terminal_plan_without_walk_alternatives_or_notes() -> None:
 
 def test_breakdown_slices_join_and_fill_the_card() -> None:
     workload = make_workload()
-    for rung in (Rung.FORMULA, Rung.DRY_RUN, Rung.PROBE):
+    for rung in (Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE):
         candidate = make_candidate(workload=workload, rung=rung)
         for max_terms in (None, 3, 20):
             parts = breakdown(candidate, workload.memory_bytes, max_terms=max_terms)
@@ -248,7 +248,7 @@ def test_breakdown_slices_join_and_fill_the_card() -> None:
 
 
 def test_alternative_of_another_rung_names_both_rungs() -> None:
-    chosen = make_candidate(rung=Rung.PROBE)
+    chosen = make_candidate(rung=Fidelity.PROBE)
     other = Alternative(label="same, predicted", candidate=make_candidate(), trade="")
     shown = page(lambda console: render_plan(make_plan(chosen=chosen, alternatives=(other,)), console))
     assert "probe ±0.4 %" in shown
@@ -275,10 +275,10 @@ def test_a_narrow_table_of_gpus_cuts_no_key() -> None:
 
 def test_alternatives_are_compared_on_one_rung_and_differ_as_their_figures_do() -> None:
     """A dry-run choice of 17.66 GiB beside a rank at 18.40 GiB by formula was once called 0.17 GiB smaller."""
-    plan = make_plan(rung=Rung.DRY_RUN)
+    plan = make_plan(rung=Fidelity.DRY_RUN)
     rows = compared(replace(plan, alternatives=with_trades(plan.chosen, plan.alternatives)))
-    assert plan.chosen.memory_evidence.rung is Rung.DRY_RUN
-    assert {row.peak.rung for row in rows} == {row.speed.rung for row in rows} == {Rung.FORMULA}
+    assert plan.chosen.memory_evidence.rung is Fidelity.DRY_RUN
+    assert {row.peak.rung for row in rows} == {row.speed.rung for row in rows} == {Fidelity.FORMULA}
     for row in rows[1:]:
         delta = row.peak.peak_device_bytes - rows[0].peak.peak_device_bytes
         assert f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" in row.trade
@@ -291,7 +291,7 @@ def test_a_trade_says_no_zero_percent() -> None:
 
 
 def test_what_the_formula_noted_survives_the_rungs_above_it() -> None:
-    plan = make_plan(rung=Rung.DRY_RUN)
+    plan = make_plan(rung=Fidelity.DRY_RUN)
     formula = replace(plan.chosen.formula, notes=("54 GiB of the experts stay 16-bit",))
     noted = replace(plan, chosen=replace(plan.chosen, formula=formula))
     assert "54 GiB of the experts stay 16-bit" in page(lambda console: render_plan(noted, console), 120)

@@ -23,7 +23,7 @@ MAX_PROBES = 3
 
 def tune(model: str, folder: str) -> int:
     """The command with these ranks in place of the real ones."""
-    from planner.cli.app import run
+    from finetune_planner.cli.app import run
     from probes.gpu import executors
 
     os.environ[FOLDER] = folder
@@ -38,7 +38,7 @@ def rank() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither here nor in the working directory
     from search_cases import measurement
 
-    from planner.codec import Outcome
+    from planner.setup.codec import Outcome
     from probes.gpu import child, worker
     from probes.gpu.ranks import rank_info_of
     from probes.gpu.request import ProbeRequest

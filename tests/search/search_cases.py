@@ -5,9 +5,9 @@ from functools import cache
 from math import exp
 
 from benchmarks.synthetic_gpu import SCENARIOS, Scenario
-from planner.outcome import Candidate, Environment, Evidence, FailureKind, Measurement, ProbeFailure, Rung
+from planner.core.units import GIB
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Candidate, Environment, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.problem import Problem
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
@@ -41,7 +41,7 @@ def scenario(name: str = "8b-80g") -> Scenario:
 
 def measurement(setup: TrainSetup, tokens_per_s: float, peak_bytes: float) -> Measurement:
     return Measurement(
-        rung=Rung.PROBE,
+        rung=Fidelity.PROBE,
         peak_allocated_bytes=int(peak_bytes),
         peak_reserved_bytes=int(peak_bytes),
         peak_device_bytes=int(peak_bytes),
@@ -54,7 +54,7 @@ def measurement(setup: TrainSetup, tokens_per_s: float, peak_bytes: float) -> Me
 
 
 def out_of_memory() -> ProbeFailure:
-    return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+    return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
 
 
 def exact(candidate: Candidate, *, speed_error: float = 0.0, memory_error: float = 0.0) -> Evidence:

@@ -16,8 +16,8 @@ from pathlib import Path
 from search_cases import problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.outcome import Evidence
 from planner.setup import TrainSetup
+from planner.setup.outcome import Evidence
 from search import run
 from search.dimensions import key_of
 from search.heartbeat import HeartbeatTiming

@@ -5,7 +5,7 @@ import pytest
 
 from planner.setup import TrainSetup
 from search.attribution import CLEARED, KNOWN_PAIR_BLAME, FailedTrial, FailureAttribution
-from search.kernel import encode
+from search.residual import encode
 
 SETUPS = [
     TrainSetup(attention=attention, precision=precision)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from search_cases import measurement
 
-from planner.app.time_left import TimeIsUp, least_probe_s, until
-from planner.app.tuning import Tuning, tune_plan
-from planner.codec import Outcome
+from finetune_planner.app.time_left import TimeIsUp, least_probe_s, until
+from finetune_planner.app.tuning import Tuning, tune_plan
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Evidence
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
+from planner.setup.codec import Outcome
+from planner.setup.outcome import Evidence
 from probes.gpu import executors
 from probes.gpu.evaluate import Prober
 from search.stopping import Budget
@@ -72,7 +72,7 @@ def test_a_search_ends_with_its_budget_whatever_a_child_does(
 ) -> None:
     argv = (sys.executable, "-c", child)
     monkeypatch.setattr(executors, "LocalExecutor", partial(executors.LocalExecutor, argv=argv))
-    monkeypatch.setattr("planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
+    monkeypatch.setattr("finetune_planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
     submit = Prober.submit
 
     def with_little_left(self: Prober, setup: TrainSetup) -> "Future[Outcome]":
@@ -105,9 +105,9 @@ def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also no dry run goes before it."""
-    for name in ("probes.gpu.executors.run_probe", "planner.app.climb.dry_run_setup"):
+    for name in ("probes.gpu.executors.run_probe", "finetune_planner.app.climb.dry_run_setup"):
         monkeypatch.setattr(name, lambda *args, **values: pytest.fail("begun"))
-    monkeypatch.setattr("planner.app.tuning.cpu_flops_per_s", lambda: 1e9)
+    monkeypatch.setattr("finetune_planner.app.tuning.cpu_flops_per_s", lambda: 1e9)
     plan, _ = tuned(tmp_path, 20.0, dry_run=True)
     assert "no probe was measured (a probe takes " in plan.notes[-1]
     assert "probes run on this CPU, which is slow" in capsys.readouterr().err
@@ -142,8 +142,8 @@ def test_work_in_this_process_ends_when_time_is_up() -> None:
 
 
 def test_a_dry_run_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.app.climb.dry_run_setup", lambda *args: time.sleep(LONG_S))
-    monkeypatch.setattr("planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
+    monkeypatch.setattr("finetune_planner.app.climb.dry_run_setup", lambda *args: time.sleep(LONG_S))
+    monkeypatch.setattr("finetune_planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
     plan, took_s = tuned(tmp_path, 2.0, dry_run=True)
     assert took_s < 2.0 + SLACK_S
     assert "no probe was measured" in plan.notes[-1]

@@ -9,10 +9,10 @@ import pytest
 from search_cases import BY_NAME, exact, problem, scenario, small_candidates
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.outcome import Measurement
+from planner.setup.outcome import Measurement
 from search.corrections import (
     MAX_PER_GPU,
     CorrectionStore,

@@ -24,9 +24,9 @@ from workers import ENDLESS
 
 import search.run
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.outcome import Evidence, Prediction, ProbeFailure, Rung
+from planner.core.units import GIB
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Evidence, Fidelity, Prediction, ProbeFailure
 from search.dimensions import key_of
 from search.heartbeat import LockHeartbeat
 from search.journal import JOURNAL_NAME
@@ -129,7 +129,7 @@ class Worker:
         factor = 3 if few().index[key_of(setup)] % 3 == 2 else 1
         return replace(
             formula,
-            rung=Rung.DRY_RUN,
+            rung=Fidelity.DRY_RUN,
             peak_device_bytes=formula.peak_device_bytes * factor,
             memory_band_fraction=0.02,
             tokens_per_s=None,

@@ -14,7 +14,7 @@ from search_worker import GRACE_S
 from workers import PATIENCE_S, Workers, all_workers
 
 import search.storage
-from planner.errors import EnvironmentProblem
+from planner.core.errors import EnvironmentProblem
 from search.heartbeat import AttributeHeartbeat
 from search.storage import close_storage, open_storage
 from search.trials import ALIVE_ATTR

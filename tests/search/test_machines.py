@@ -9,9 +9,9 @@ from search_cases import all_candidates, problem, scenario, small_candidates
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
 from benchmarks.synthetic_gpu import LAYOUT_SCENARIOS, SCENARIOS, Scenario, SyntheticGpu, perturbed
-from planner.evidence.measured import load_rows
-from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure
+from planner.planning.evidence.measured import load_rows
 from planner.setup import TrainSetup
+from planner.setup.outcome import FailureKind, Measurement, Prediction, ProbeFailure
 from search.problem import Problem, Result
 from search.run import search
 from search.sampler import Posterior, Sampler
@@ -184,10 +184,10 @@ def test_recorded_grids_are_real_and_answer_with_recorded_figures() -> None:
 
 
 def test_search_on_a_recorded_grid_finds_the_best_recorded_setup_within_four_probes() -> None:
+    from planner.core.units import GIB
     from planner.hardware.gpus import find_gpu
     from planner.models import catalogue
-    from planner.predict import predict
-    from planner.units import GIB
+    from planner.planning.predict import predict
     from search.stopping import Budget
 
     grid = next(grid for grid in recorded_grids(load_rows()) if "Mistral" in grid.name)

@@ -15,7 +15,7 @@ import pytest
 from search_cases import problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.interchange import setup_to_dict
+from planner.setup.interchange import setup_to_dict
 from search.corrections import as_transfer_observations, observations_of
 from search.problem import TransferObservation
 from search.run import SearchResult, search

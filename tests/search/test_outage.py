@@ -16,7 +16,7 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy.exc import OperationalError
 
 import search.outage
-from planner.errors import EnvironmentProblem, PlannerError, UsageError
+from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from search.journal import JOURNAL_NAME
 from search.outage import at_once, make_patient
 from search.storage import close_storage, open_storage, shown

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import measurement, small_candidates
 
-from planner.outcome import Candidate
+from planner.core.units import GIB
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Candidate
 from search.problem import pareto_set
 
 points = st.lists(

@@ -6,7 +6,7 @@ from math import log
 import pytest
 from search_cases import measurement, problem
 
-from planner.outcome import Candidate, Prediction
+from planner.setup.outcome import Candidate, Prediction
 from search.problem import Problem, Result, TransferObservation
 from search.stopping import Budget
 

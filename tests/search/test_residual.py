@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 from search_cases import small_candidates
 
-from search.arrays import Target
-from search.kernel import ErrorKernel, encode
-from search.normal import cdf, pdf
-from search.parts import parts_of, share_matrix
-from search.residual import SCALE_DF, SURPRISE, Residual
+from search.residual import SCALE_DF, SURPRISE, ErrorKernel, Residual, Target, cdf, encode, parts_of, pdf, share_matrix
 
 TOLERANCE = 1e-8  # float64 linear algebra of a few dozen rows
 

@@ -14,10 +14,18 @@ from optuna.trial import TrialState
 from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.errors import EnvironmentProblem, UsageError
-from planner.outcome import SPEED_SPOILING_FLAGS, Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.units import GIB
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import (
+    SPEED_SPOILING_FLAGS,
+    Candidate,
+    Evidence,
+    Fidelity,
+    Measurement,
+    Prediction,
+    ProbeFailure,
+)
 from search.corrections import observations_of
 from search.dimensions import key_of
 from search.optuna_samplers import SAMPLERS
@@ -194,7 +202,7 @@ def test_the_dry_run_excludes_without_a_probe() -> None:
         factor = 10 if formula.peak_device_bytes > 40 * GIB else 1
         return replace(
             formula,
-            rung=Rung.DRY_RUN,
+            rung=Fidelity.DRY_RUN,
             peak_device_bytes=formula.peak_device_bytes * factor,
             memory_band_fraction=0.02,
             tokens_per_s=None,
@@ -218,7 +226,7 @@ def test_without_a_gpu_the_dry_run_is_the_evaluator() -> None:
     def dry_run(setup: TrainSetup) -> Prediction:
         formula = by_setup[setup].formula
         return replace(
-            formula, rung=Rung.DRY_RUN, peak_device_bytes=int(1.05 * formula.peak_device_bytes), tokens_per_s=None
+            formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(1.05 * formula.peak_device_bytes), tokens_per_s=None
         )
 
     result = search(problem(), dry_run)

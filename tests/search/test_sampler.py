@@ -10,7 +10,7 @@ import pytest
 from search_cases import all_candidates, exact, measurement, out_of_memory, problem, scenario, small_candidates
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.outcome import FailureKind, ProbeFailure, Rung
+from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
 from search.sampler import MIN_PROBABILITY, WORTH, Posterior, ResidualSampler, acquisition, expected_improvement
@@ -23,7 +23,7 @@ def best_fitting(posterior: Posterior) -> int:
 
 
 def failure(kind: FailureKind, message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Rung.PROBE, kind=kind, message=message)
+    return ProbeFailure(rung=Fidelity.PROBE, kind=kind, message=message)
 
 
 def test_one_probe_moves_all_predictions_by_most_of_its_error() -> None:
@@ -201,7 +201,7 @@ def test_dry_run_exclusion_teaches_memory() -> None:
     posterior = Posterior(problem())
     index = best_fitting(posterior)
     formula = posterior.problem.candidates[index].formula
-    larger = replace(formula, rung=Rung.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
+    larger = replace(formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
     posterior.tell_excluded(index, larger)
     assert posterior.memory.mean[index] > 0.05
     assert not posterior.open[index]

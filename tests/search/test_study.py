@@ -13,10 +13,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 from search_cases import exact, measurement, out_of_memory, problem
 
-from planner.codec import evidence_to_dict
-from planner.errors import EnvironmentProblem, UsageError
-from planner.interchange import setup_from_dict
-from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.setup.codec import evidence_to_dict
+from planner.setup.interchange import setup_from_dict
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from search.dimensions import key_of
 from search.heartbeat import AttributeHeartbeat, Heartbeat, HeartbeatTiming, LockHeartbeat
 from search.journal import JOURNAL_NAME, FlockLock, repair_journal
@@ -92,7 +92,7 @@ def test_a_trial_carries_setup_prediction_and_evidence(study: Study) -> None:
 def test_what_does_not_fit_is_infeasible_and_never_scored_zero(study: Study) -> None:
     candidates = [c for c in problem().candidates if c.fits]
     too_large = measurement(candidates[0].setup, 1000.0, candidates[0].budget_bytes * 1.25)
-    crash = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="boom")
+    crash = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="boom")
     for candidate, evidence in zip(candidates, (too_large, out_of_memory(), crash, exact(candidates[3])), strict=False):
         study.enqueue(candidate, "test")
         claimed = study.claim()
@@ -251,7 +251,7 @@ def test_every_dimension_holds_its_least_value() -> None:
 
 def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
     """It is none of this call's candidates; what it would have needed nobody knows."""
-    crash = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="x")
+    crash = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="x")
     setup = problem().candidates[0].setup
     assert constraint_values(problem(), None, setup, crash) == {"memory": 0.0, "runs": 1.0}
 
@@ -357,7 +357,7 @@ def test_exclusions_are_completed_by_whoever_ends_and_counted_once(tmp_path: Pat
 
 def test_a_candidate_that_the_dry_run_excluded_is_not_claimed_again(study: Study) -> None:
     candidate = next(c for c in problem().candidates if c.fits)
-    too_large = replace(candidate.formula, rung=Rung.DRY_RUN, peak_device_bytes=2 * candidate.budget_bytes)
+    too_large = replace(candidate.formula, rung=Fidelity.DRY_RUN, peak_device_bytes=2 * candidate.budget_bytes)
     for _ in range(2):
         study.enqueue(candidate, "test")
     claimed = study.claim()

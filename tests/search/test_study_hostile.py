@@ -8,9 +8,9 @@ import pytest
 from optuna.trial import TrialState, create_trial
 from search_cases import exact, problem
 
-from planner.errors import EnvironmentProblem, UsageError
-from planner.interchange import setup_to_dict
+from planner.core.errors import EnvironmentProblem, UsageError
 from planner.setup import TrainSetup
+from planner.setup.interchange import setup_to_dict
 from search.dimensions import key_of
 from search.heartbeat import AttributeHeartbeat, Heartbeat, LockHeartbeat
 from search.journal import JOURNAL_NAME, repair_journal

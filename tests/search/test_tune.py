@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from search_cases import measurement
 
-from planner.app import search_space
-from planner.app.search_space import search_candidates
-from planner.app.tuning import Tuning, trial_line, tune_plan
-from planner.decision.facts import PREFERENCE_FRACTION
+from finetune_planner.app import search_space
+from finetune_planner.app.search_space import search_candidates
+from finetune_planner.app.tuning import Tuning, trial_line, tune_plan
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure, Rung
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.decision.facts import PREFERENCE_FRACTION
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.units import GIB
+from planner.setup.outcome import Candidate, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.trials import TrialRecord
@@ -55,7 +55,7 @@ def stand_in(setup: TrainSetup) -> Evidence:
     prediction = predict(plan_request.model, plan_request.gpu, setup)
     assert prediction.tokens_per_s is not None
     if prediction.peak_device_bytes * 1.02 > plan_request.memory_bytes:
-        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
     error = -0.12 + (0.15 if setup.attention == "sdpa" else 0.0) + random.Random(key_of(setup)).gauss(0, 0.01)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.02 * prediction.peak_device_bytes)
 
@@ -92,7 +92,7 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
 
 def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
     plan = made_plan()
-    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
     tuned = tune_plan(plan, Tuning(dry_run=False, budget=Budget(max_probes=2)), evaluate=lambda setup: failure)
     assert tuned.chosen == plan.chosen
     assert "no probe showed a setup that fits" in tuned.notes[-1]
@@ -126,7 +126,7 @@ def test_trial_lines_say_what_happened() -> None:
     record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
     done = replace(record, evidence=measurement(setup, 1234.0, 2**30))
     assert trial_line(done).startswith("  1,234 tokens/s, 1.00 GiB  QLoRA rank 16, nf4, bf16-autocast")
-    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="x")
+    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="x")
     assert trial_line(replace(record, evidence=failure)).startswith("  out of memory  QLoRA")
     assert "excluded" in trial_line(replace(record, excluded="formula: needs 30 GiB, budget 20 GiB"))
 

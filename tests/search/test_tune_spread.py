@@ -12,19 +12,19 @@ import pytest
 from optuna.trial import TrialState
 from search_cases import measurement
 
-from planner.app import climb
-from planner.app.search_space import search_candidates
-from planner.app.tuning import Tuning, climb_probe, on_this_machine, study_name, trial_line, tune_plan
-from planner.errors import UsageError
+from finetune_planner.app import climb
+from finetune_planner.app.search_space import search_candidates
+from finetune_planner.app.tuning import Tuning, climb_probe, on_this_machine, study_name, trial_line, tune_plan
+from planner.core.errors import UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
-from planner.plan import Plan
-from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.predict import predict
+from planner.planning.plan import Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from planner.setup.outcome import Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.corrections import CorrectionStore, place_of
 from search.dimensions import key_of
 from search.stopping import Budget
@@ -61,9 +61,9 @@ def stand_in(setup: TrainSetup) -> Evidence:
     prediction = predict(plan_request.model, plan_request.gpu, setup, plan_request.cluster)
     assert prediction.tokens_per_s is not None
     if not setup.reshard_after_forward:
-        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
+        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
     if prediction.peak_device_bytes > plan_request.memory_bytes:
-        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
+        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
     error = {"ddp": -0.10, "fsdp2": 0.20}[setup.parallel] + random.Random(key_of(setup)).gauss(0, 0.005)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.0 * prediction.peak_device_bytes)
 
@@ -221,7 +221,9 @@ def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
         asked.append(setup.parallel)
         if len(asked) == 1:
             raise ZeroDivisionError("float division by zero")
-        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread")
+        return ProbeFailure(
+            rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread"
+        )
 
     monkeypatch.setattr(climb, "dry_run_setup", dry_run)
     monkeypatch.setattr(climb, "dry_run_possible", lambda: "")

@@ -34,14 +34,14 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from planner.codec import decode  # noqa: E402
-from planner.exporters import EXPORTERS  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.hardware.kernels import supported_attentions  # noqa: E402
+from planner.memory.attention_kernels import supported_attentions  # noqa: E402
 from planner.models import catalogue, module_tree  # noqa: E402
 from planner.models.spec import ModelSpec  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.codec import decode  # noqa: E402
 from tests.launch.tiny_models import (  # noqa: E402
     TYPES,
     save_tiny,

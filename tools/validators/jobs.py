@@ -14,8 +14,8 @@ GPUS = (1, 4, 16)
 
 def write(folder: Path) -> None:
     """Every model x card x number of GPUs that a scheduler has; what does not fit writes nothing."""
-    from planner.cli.app import run
-    from planner.exporters.jobs import SCHEDULERS, Scheduler
+    from finetune_planner.cli.app import run
+    from planner.frameworks.exporters.jobs import SCHEDULERS, Scheduler
     from planner.hardware.gpus import find_gpu
 
     def has(one: Scheduler, card: str, gpus: int) -> bool:

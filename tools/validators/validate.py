@@ -28,12 +28,12 @@ sys.path.insert(0, str(ROOT))
 import stand_ins  # noqa: E402
 from launch_sweep import objective_layouts, request, setups  # noqa: E402
 
-from planner.choices.objectives import OBJECTIVES  # noqa: E402
-from planner.exporters import EXPORTERS, DatasetChoice, Launch, prepare  # noqa: E402
-from planner.interchange import setup_from_dict  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, Launch, prepare  # noqa: E402
 from planner.models import catalogue  # noqa: E402
+from planner.options.objectives import OBJECTIVES  # noqa: E402
 from planner.samples.dataset import measure  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from planner.setup.interchange import setup_from_dict  # noqa: E402
 from tests.launch import data_formats, tiny_models  # noqa: E402
 
 Check = Callable[[Launch, TrainSetup, Path], None]

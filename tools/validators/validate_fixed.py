@@ -125,7 +125,7 @@ def text_of(path: Path) -> str:
     text = path.read_text("utf-8")
     if path.suffix not in (".py", ".ipynb"):
         return text
-    from planner.readers.program.source import of_notebook, of_script
+    from planner.frameworks.readers.program.source import of_notebook, of_script
 
     return (of_script(text) if path.suffix == ".py" else of_notebook(text, path.name)).text
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from planner.close import close_names
-from planner.errors import UnknownModelError, UsageError
+from planner.core.close import close_names
+from planner.core.errors import UnknownModelError, UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept

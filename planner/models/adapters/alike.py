@@ -1,14 +1,15 @@
 """`--like`: a type that nobody knows, from its configuration alone, with the geometry of a kind that is named.
 
 The sizes are read under the names that decoders' configurations have for them; what else sets the type apart from the
-kind (further norms, biases, positions) is not known and makes the wide band `planner.evidence.bands.LIKE_BAND`.
+kind (further norms, biases, positions) is not known and makes the wide band
+`planner.planning.evidence.bands.LIKE_BAND`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.errors import UsageError
+from planner.core.errors import UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.llama_like import build as llama
 from planner.models.adapters.llama_like import layer_kind

@@ -8,7 +8,7 @@ expected and what came.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 1 << 20  # hidden size, head size, low-rank widths

@@ -7,10 +7,10 @@ are the defaults of its configuration classes.
 from collections.abc import Callable
 from dataclasses import replace
 
+from planner.core.records import dataclass
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
-from planner.records import dataclass
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -5,7 +5,7 @@ Source: transformers 5.23 `models/whisper/modeling_whisper.py`, `configuration_w
 
 from dataclasses import replace
 
-from planner.errors import ConfigError
+from planner.core.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import Decoder, layer_norm, linear, plain, plain_mlp
 from planner.models.spec import EmbeddingSpec, FrontEnd, LayerSpec, LinearSpec, ModelSpec

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from math import prod
 
+from planner.core.records import dataclass
 from planner.models.adapters.parts import linear, plain
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role
-from planner.records import dataclass
 
 FP32_BYTES = 4
 INT64_BYTES = 8

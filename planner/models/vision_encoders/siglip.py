@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.models.adapters.parts import layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import (

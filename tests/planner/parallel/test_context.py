@@ -4,24 +4,23 @@ from typing import Any
 
 import pytest
 
-from planner.decision.layouts import LONG_TOKENS, all_layouts
-from planner.engines import engine_of, why_not
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory.context_parallel import exchanged_bytes
 from planner.memory.dtypes import dtype_policy_of
-from planner.memory.layer_context import LayerContext
+from planner.memory.engines import engine_of, why_not
+from planner.memory.layer_terms import LayerContext, exchanged_bytes
 from planner.memory.model import rank_memories
 from planner.memory.traits import traits_of
+from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.parallel.collectives import Collectives, group_of
-from planner.parallel.exchange import context_s
-from planner.parallel.speed import layout_step_time
+from planner.planning.decision.layouts import LONG_TOKENS, all_layouts
 from planner.setup import TrainSetup
-from planner.throughput.calibration import load_calibration
-from planner.workload import Workload
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.several_gpus.collectives import Collectives, group_of
+from planner.speed.several_gpus.exchange import context_s
+from planner.speed.several_gpus.speed import layout_step_time
 
 A100 = find_gpu("a100-80gb")
 TOKENS = 65536

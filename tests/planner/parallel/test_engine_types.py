@@ -4,17 +4,17 @@ from itertools import product
 
 import pytest
 
-from planner.engines import engine_of
-from planner.errors import SetupError
+from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import dtype_policy_of
+from planner.memory.engines import engine_of
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.parallel.compute import Rank
 from planner.setup import TrainSetup
-from planner.throughput.calibration import load_calibration
-from planner.throughput.conditions import CURRENT, Conditions
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.roofline.types import CURRENT, Conditions
+from planner.speed.several_gpus.compute import Rank
 
 PRECISIONS = ("bf16-pure", "bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed")
 METHODS = {

@@ -4,28 +4,28 @@ from typing import Any
 
 import pytest
 
-from planner.decision.layouts import all_layouts, layout_name
-from planner.engines import engine_of, why_not
-from planner.engines.dealt import share_of
-from planner.errors import SetupError
-from planner.exporters import EXPORTERS, ExportRequest
+from planner.core.errors import SetupError
+from planner.frameworks.exporters import EXPORTERS, ExportRequest
+from planner.frameworks.hyperparameters import choose
+from planner.frameworks.readers import FileContext, read_text
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import choose
-from planner.memory.expert_parallel import PAIR_BYTES
-from planner.memory.layer_costs import layer_costs
+from planner.memory.engines import engine_of, why_not
+from planner.memory.engines.dealt import share_of
+from planner.memory.layer_terms import PAIR_BYTES
+from planner.memory.layers import layer_costs
 from planner.memory.micro_batch import step_dtype_policy
 from planner.memory.model import rank_memories
 from planner.memory.rank_part import rank_parts
+from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.parallel.collectives import Collectives, group_of
-from planner.parallel.exchange import experts_s
-from planner.parallel.speed import DEALT_BAND, layout_step_time
-from planner.readers import FileContext, read_text
+from planner.planning.decision.layouts import all_layouts, layout_name
 from planner.setup import TrainSetup
-from planner.throughput.calibration import load_calibration
-from planner.workload import Workload
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.several_gpus.collectives import Collectives, group_of
+from planner.speed.several_gpus.exchange import experts_s
+from planner.speed.several_gpus.speed import DEALT_BAND, layout_step_time
 
 H100 = find_gpu("h100-sxm")
 MIXTURE = "qwen/qwen3-30b-a3b"

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from planner.engines import engine_of
-from planner.engines.host import host_bytes
-from planner.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines import engine_of
+from planner.memory.engines.host import host_bytes
+from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
-from planner.memory.state import MOMENTS, RankState
-from planner.memory.trained import trained_parameters
-from planner.memory.types import MemoryBreakdown
+from planner.memory.states import MOMENTS, RankState, trained_parameters
 from planner.memory.workspace import (
     NCCL_NVLINK_BYTES,
     NCCL_NVLINK_PAIR_BYTES,
@@ -23,7 +21,8 @@ from planner.memory.workspace import (
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.setup_fields import SHARDED
+from planner.setup.allowed import SHARDED
+from planner.setup.memory_terms import MemoryBreakdown
 from tests.planner import textbook
 
 GB = 10**9

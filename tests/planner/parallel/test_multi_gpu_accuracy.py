@@ -13,7 +13,7 @@ from benchmarks.multi_gpu_accuracy import memory_errors, out_of_memory, percenti
 from benchmarks.multi_gpu_fit import log_error
 from benchmarks.multi_gpu_points import left_out, load_points
 from benchmarks.multi_gpu_scaling import PUBLISHED, weak_scaling
-from planner.throughput.calibration import DATA_FILE, load_calibration
+from planner.speed.roofline.calibration import DATA_FILE, load_calibration
 
 POINTS = load_points()
 FIRM = [point for point in POINTS if point.tokens_per_s is not None and not point.loose_speed]

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from planner.decision.facts import LAYOUT_GAIN_FRACTION
-from planner.decision.layouts import FIELDS, layout_key
-from planner.engines import why_not
-from planner.engines.host import assumed_host_bytes, host_bytes_per_node
-from planner.errors import UsageError
+from planner.core.errors import UsageError
+from planner.frameworks.hyperparameters import choose
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.hyperparameters import choose
-from planner.outcome import Prediction, Rung
-from planner.plan import Answer, NoPlan, Plan
+from planner.memory.engines import why_not
+from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node
+from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import LAYOUT_GAIN_FRACTION
+from planner.planning.decision.layouts import FIELDS, layout_key
+from planner.planning.plan import Answer, NoPlan, Plan
+from planner.planning.predict import device_peak_bytes, predict
 from planner.planning.refine import correction_key, refine
-from planner.predict import device_peak_bytes, predict
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.setup.outcome import Fidelity, Prediction
 from tests.planner.helpers import known_of, plan_request
 from tests.whole import paired
 
@@ -291,7 +291,7 @@ def test_dry_runs_correct_spreads_one_by_one() -> None:
         formula = predict(workload.model, workload.gpu, setup, workload.cluster)
         ratio = 5.0 if setup.parallel == "fsdp2" else 1.0
         return replace(
-            formula, rung=Rung.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * ratio), tokens_per_s=None
+            formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * ratio), tokens_per_s=None
         )
 
     plan = refine(lambda corrections: plan_workload(workload, corrections), run)
@@ -310,9 +310,9 @@ def test_corrections_of_one_spread_leave_the_others_alone() -> None:
 
 def test_one_gpu_never_loads_the_parallel_package() -> None:
     code = (
-        "import sys; from planner.cli.app import run;"
+        "import sys; from finetune_planner.cli.app import run;"
         "code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
-        "loaded = [name for name in sys.modules if name.startswith('planner.parallel')];"
+        "loaded = [name for name in sys.modules if name.startswith('planner.speed.several_gpus')];"
         "print(loaded, file=sys.stderr); sys.exit(9 if loaded else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)

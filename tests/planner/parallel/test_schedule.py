@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.parallel.schedule import pipeline_s
+from planner.speed.several_gpus.collectives import pipeline_s
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -9,11 +9,11 @@ from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
-from planner.parallel.collectives import Collectives, group_of
-from planner.parallel.speed import LAYOUT_PARTS, layout_profile, layout_step_time
 from planner.setup import TrainSetup
-from planner.throughput import step_time
-from planner.throughput.calibration import load_calibration
+from planner.speed.roofline import step_time
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.several_gpus.collectives import Collectives, group_of
+from planner.speed.several_gpus.speed import LAYOUT_PARTS, layout_profile, layout_step_time
 
 A100 = find_gpu("a100-80gb")
 

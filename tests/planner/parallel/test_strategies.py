@@ -4,11 +4,19 @@ from typing import Any
 
 import pytest
 
-from planner.decision.layouts import FIELDS, STAGES, all_layouts, layout_key, layout_name, layout_order, layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.memory.workload import Workload
+from planner.planning.decision.layouts import (
+    FIELDS,
+    STAGES,
+    all_layouts,
+    layout_key,
+    layout_name,
+    layout_order,
+    layouts,
+)
 from planner.setup import TrainSetup
-from planner.workload import Workload
 from tests.planner.helpers import plan_request
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner.choices.optimizers import OPTIMIZERS as ROWS
-from planner.engines import ENGINES, engine_named, why_not
+from planner.memory.engines import ENGINES, engine_named, why_not
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.setup import TrainSetup
-from planner.setup_fields import OPTIMIZERS, PARALLELS, SHARDED
+from planner.setup.allowed import OPTIMIZERS, PARALLELS, SHARDED
 
 FULL = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
 INT8 = {"method": "qlora", "quantization": "int8"}

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from planner.decision.layouts import STAGES, all_layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of
+from planner.memory.workload import Workload
 from planner.models import catalogue
-from planner.parallel.speed import layout_step_time
+from planner.planning.decision.layouts import STAGES, all_layouts
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
-from planner.workload import Workload
+from planner.speed.several_gpus.speed import layout_step_time
 from tests.whole import WHOLE, some
 
 ROUNDING = 1e-6
@@ -90,10 +90,10 @@ def test_walk_leaves_out_what_no_engine_runs() -> None:
 
 
 def test_one_gpu_loads_no_engine_of_several() -> None:
-    rooms = "('planner.parallel', 'planner.engines.')"
+    rooms = "('planner.speed.several_gpus', 'planner.memory.engines.')"
     code = (
         "import sys; from tests.planner.helpers import plan_request; from planner.planning.walk import walk;"
         f"assert list(walk(plan_request())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["planner.engines.base", "planner.engines.whole"]
+    assert done.stdout.split() == ["planner.memory.engines.base", "planner.memory.engines.whole"]

@@ -4,8 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.choices.objectives import OBJECTIVES
-from planner.decision.clusters import (
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.memory.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
+from planner.memory.workload import Data, Workload
+from planner.options.objectives import OBJECTIVES
+from planner.planning.answer import plan_workload
+from planner.planning.decision.clusters import (
     ClusterOption,
     best_of,
     cheapest,
@@ -16,15 +21,10 @@ from planner.decision.clusters import (
     options_of,
     smallest,
 )
-from planner.decision.facts import LAYOUT_GAIN_FRACTION
-from planner.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
-from planner.hardware.cluster import make_cluster
-from planner.hardware.gpus import find_gpu
-from planner.plan import NoPlan, Plan
-from planner.planning.answer import plan_workload
+from planner.planning.decision.facts import LAYOUT_GAIN_FRACTION
+from planner.planning.plan import NoPlan, Plan
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from planner.workload import Data, Workload
 from tests.planner.helpers import plan_request
 
 

@@ -7,15 +7,15 @@ little, which earlier figures had in them).
 
 import pytest
 
-from planner.engines import zero
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines import zero
 from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.units import MIB
 
 GPU = find_gpu("a100-80gb")
 SMALL_BUCKET = 4_000_000

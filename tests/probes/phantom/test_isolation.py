@@ -32,7 +32,7 @@ FOREIGN_GROUP = 54_321
 RUN = """
 import json, sys
 from dataclasses import asdict
-from planner.errors import PlannerError
+from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from probes.phantom.card import TraceOptions, card_of
 from probes.phantom import isolation
@@ -479,7 +479,7 @@ def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Cal
     """PyTorch's and safetensors' own writers, in a loop that overwrites a checkpoint and deletes the older."""
     machine = plant(None)
     words = ["trace", "--gpu", "t4", "--yes", "--json=full", "--steps", "4", "--", sys.executable, "-c", TRAINER]
-    code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
+    code = f"from finetune_planner.cli.app import run; raise SystemExit(run({words!r}))"
     _, how = machine.command()
     how["cwd"] = machine.folder / "one" / "project"
     done = subprocess.run([*WITHOUT[kind], sys.executable, "-c", code], **how, capture_output=True, check=False)

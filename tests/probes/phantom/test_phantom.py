@@ -7,8 +7,8 @@ import torch
 import torch.utils._device as device_context
 from torch import nn
 
+from planner.core.units import GIB, MIB
 from planner.hardware.gpus import find_gpu
-from planner.units import GIB, MIB
 from probes.dryrun.reductions import buffers
 from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.mode import Phantom

@@ -13,9 +13,9 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.trace_published import RUNS, traced
-from planner.cli.app import run
+from finetune_planner.cli.app import run
+from planner.core.units import GIB, MIB
 from planner.hardware.gpus import find_gpu
-from planner.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.units import MIB
 from probes.phantom.card import card_of
 from probes.phantom.compiled import EAGER
 from probes.phantom.cuda import Refused

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.units import MIB
 from probes.phantom.card import card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu

@@ -1,0 +1,278 @@
+"""Plans in bulk: every configuration x card x length x method by the formula, a Parquet file per configuration."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from planner import __version__
+from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
+from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.config_file import CONFIG_NAME, parse_config, read_config
+from planner.models.spec import ModelSpec
+from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.runs import WalkCache
+from planner.samples.rows import DataError, read_rows
+
+Row = dict[str, Any]
+MAX_CONFIGS = 1_000_000
+"""Of one Parquet file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What every configuration is planned for.
+
+    Attributes:
+        cards: GPUs, one of each.
+        seq_lens: tokens per sequence.
+        methods: full, lora, qlora.
+        global_batch: sequences per optimizer step; None: the planner's usual number.
+    """
+
+    cards: tuple[GpuSpec, ...]
+    seq_lens: tuple[int, ...]
+    methods: tuple[str, ...]
+    global_batch: int | None = None
+
+    @property
+    def num_plans(self) -> int:
+        """Plans of one configuration."""
+        return len(self.cards) * len(self.seq_lens) * len(self.methods)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One configuration to plan for: a catalogue's by name (`config` None), or a config.json's content."""
+
+    model_id: str
+    config: Mapping[str, Any] | None = None
+
+    def load(self) -> ModelSpec:
+        """Its inventory.
+
+        Raises:
+            PlannerError: an architecture that nobody knows, a field that is missing.
+        """
+        if self.config is not None:
+            return spec_from_config(self.config, model_id=self.model_id, source="plan table --configs")
+        spec = catalogue.load(self.model_id)
+        if spec is None:
+            raise UsageError(f"no model of the catalogue is called {self.model_id!r}", hint="`plan models` lists all")
+        return spec
+
+    def file_name(self, grid: Grid) -> str:
+        """Of its rows: another configuration, grid or version has another one, so that a file that is there holds what
+        would be planned."""
+        asked: list[Any] = [__version__, self.model_id, self.config, [asdict(card) for card in grid.cards]]
+        asked += [grid.seq_lens, grid.methods, grid.global_batch]
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        slug = "".join(sign if (sign.isascii() and sign.isalnum()) or sign in ".-" else "_" for sign in self.model_id)[
+            -80:
+        ]
+        return f"{slug}.{digest}.parquet"
+
+
+def configs_of(place: Path | None, match: str = "") -> list[Config]:
+    """The configurations of a directory (every config.json below it, and every other JSON file in it), of a Parquet
+    file (columns `model_id` and `config`, a JSON text), or of the catalogue (None), whose names contain `match`.
+
+    Raises:
+        UsageError: nothing there, a Parquet file that holds something else.
+        ConfigError: a configuration that is none.
+        EnvironmentProblem: a Parquet file without pyarrow.
+    """
+    if place is None:
+        found = [Config(model_id=name) for name in catalogue.names_with("")]
+    elif place.is_dir():
+        files = sorted({*place.rglob(CONFIG_NAME), *place.glob("*.json")})
+        found = [Config(model_id=_name_in(place, file), config=read_config(file)) for file in files]
+    elif place.is_file():
+        found = list(_in_parquet(place))
+    else:
+        raise UsageError(f"no such directory or file: {place}", hint="--configs takes a directory or a Parquet file")
+    found = [config for config in found if match.lower() in config.model_id.lower()]
+    if not found:
+        where = "the catalogue" if place is None else str(place)
+        raise UsageError(f"no configuration in {where} with {match!r} in its name", hint="leave --match out")
+    return found
+
+
+def _in_parquet(place: Path) -> Iterator[Config]:
+    hint = "--configs takes a Parquet file with the columns model_id and config, a JSON text"
+    _parquet()
+    try:
+        for number, row in enumerate(read_rows(place)):
+            if number >= MAX_CONFIGS or not isinstance(row.get("config"), str) or "model_id" not in row:
+                raise UsageError(f"{place}: row {number + 1:,} is no configuration", hint=hint)
+            where = f"{place}, row {number + 1:,}"
+            yield Config(model_id=str(row["model_id"]), config=parse_config(row["config"].encode(), where))
+    except DataError as error:
+        raise UsageError(str(error), hint=hint) from error
+
+
+def _name_in(place: Path, file: Path) -> str:
+    inside = file.relative_to(place)
+    named = inside.parent if inside.name == CONFIG_NAME else inside.with_suffix("")
+    return named.as_posix() if named.parts else place.resolve().name
+
+
+def planned(config: Config, grid: Grid) -> tuple[Config, list[Row]]:
+    """One configuration's rows, in a fork: without pyarrow, whose threads a fork lacks."""
+    return config, list(rows_of(config, grid))
+
+
+def write_rows(config: Config, rows: list[Row], grid: Grid, folder: Path) -> int:
+    """Writes a configuration's file, whole or not at all; the number of rows.
+
+    Raises:
+        EnvironmentProblem: no pyarrow, or the file cannot be written.
+    """
+    parquet = _parquet()
+    from pyarrow import Table
+
+    path = folder / config.file_name(grid)
+    unfinished = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        parquet.write_table(Table.from_pylist(rows, schema=_arrow_schema()), unfinished)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error}", hint="free some space; the rest is kept") from error
+    return len(rows)
+
+
+def read_table(folder: Path) -> Iterator[tuple[str, list[Row]]]:
+    """(model, its rows) of the files that `write_rows` wrote to a folder, by name; where several grids hold a plan, the
+    last written.
+
+    Raises:
+        UsageError: there are none. EnvironmentProblem: no pyarrow.
+    """
+    parquet = _parquet()
+    models: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.parquet"), key=lambda one: one.stat().st_mtime_ns):
+        models.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
+    if not models:
+        raise UsageError(f"no table in {folder}", hint=f"write one first: plan table --out {folder}")
+    for _, paths in sorted(models.items()):
+        rows = [row for path in paths for row in parquet.read_table(path).to_pylist()]
+        found = {(row["gpu"], row["seq_len_tokens"], row["method"]): row for row in rows}
+        yield rows[0]["model"], list(found.values())
+
+
+def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
+    """A row for each card, length and method. What cannot be planned has its reason under `problem`."""
+    try:
+        spec = config.load()
+    except PlannerError as error:
+        spec, reason = None, error.message
+    known = WalkCache()  # walks of one model share their layers, and of cards with the same kernels all of their memory
+    for card in grid.cards:
+        for seq_len in grid.seq_lens:
+            for method in grid.methods:
+                row: Row = dict.fromkeys(COLUMNS)
+                row |= {"model": spec.model_id if spec is not None else config.model_id, "gpu": card.key}
+                row |= {"seq_len_tokens": seq_len, "method": method}
+                if spec is None:
+                    yield row | {"fits": False, "problem": reason}
+                    continue
+                request = PlanRequest(fixed={"method": (method,)}, seq_len=seq_len, global_batch=grid.global_batch)
+                try:
+                    asked = request.workload(spec, card)
+                    answer = plan_workload(asked, known=known, num_ranked=1, helped=False, explained=False)
+                except UsageError as error:
+                    yield row | {"num_params": spec.num_params, "fits": False, "problem": error.message}
+                    continue
+                yield row | figures(answer)
+
+
+def figures(answer: Plan | NoPlan) -> Row:
+    """What an answer says of its setup; of a refusal the setup that is nearest, without a speed."""
+    candidate, fits = answer.subject, isinstance(answer, Plan)
+    setup, formula = candidate.setup, candidate.formula
+    speeds = ("tokens_per_s", "step_time_s", "time_band_fraction")
+    return {
+        "num_params": answer.workload.model.num_params,
+        "fits": fits,
+        "verdict": str(candidate.verdict),
+        "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
+        "budget_bytes": candidate.budget_bytes,
+        "peak_device_bytes": formula.peak_device_bytes,
+        "memory_band_fraction": formula.memory_band_fraction,
+        **{name: getattr(formula, name) if fits else None for name in speeds},
+        "usd_per_hour": answer.workload.price_per_hour,
+        **{name: getattr(setup, name) for name in _SETUP_FIELDS},
+    }
+
+
+_SETUP_FIELDS: dict[str, type] = {
+    "precision": str,
+    "quantization": str,
+    "lora_rank": int,
+    "optimizer": str,
+    "attention": str,
+    "loss": str,
+    "kernels": str,
+    "checkpointing": int,
+    "packing": bool,
+    "compile": bool,
+    "offload": str,
+    "micro_batch_seqs": int,
+    "accumulation_steps": int,
+    "stack": str,
+}
+COLUMNS: dict[str, type] = {
+    "model": str,
+    "num_params": int,
+    "gpu": str,
+    "seq_len_tokens": int,
+    "method": str,
+    "fits": bool,
+    "verdict": str,
+    "missing_bytes": int,
+    "budget_bytes": int,
+    "peak_device_bytes": int,
+    "memory_band_fraction": float,
+    "tokens_per_s": float,
+    "step_time_s": float,
+    "time_band_fraction": float,
+    "usd_per_hour": float,
+    **_SETUP_FIELDS,
+    "problem": str,
+}
+"""Column -> its type; all but the first may be null."""
+
+
+def _arrow_schema() -> Any:
+    import pyarrow
+
+    kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+    return pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()], metadata={"version": __version__})
+
+
+def _parquet() -> Any:
+    """pyarrow's Parquet module.
+
+    Raises:
+        EnvironmentProblem: it is not installed.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "plan table writes Parquet, which needs pyarrow", hint="pip install pyarrow"
+        ) from error
+    return parquet
+
+
+def missing(configs: Sequence[Config], grid: Grid, folder: Path) -> list[Config]:
+    """Those whose rows are not in the folder yet."""
+    return [config for config in configs if not (folder / config.file_name(grid)).exists()]

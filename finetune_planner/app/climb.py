@@ -1,0 +1,243 @@
+"""Climbing the ladder: the formula's plan, dry runs of it, and what was measured before, with progress on stderr."""
+
+import importlib.util
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from finetune_planner.app.history import history_of, with_history, with_known_context
+from planner.core.errors import UsageError
+from planner.core.install import install_command
+from planner.core.notes import risk
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workload import Workload
+from planner.models.spec import ModelSpec
+from planner.planning.plan import NoPlan, Plan
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate, FailureKind, Fidelity, Prediction, ProbeFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from planner.planning.runs import WalkCache
+    from planner.samples.lengths import OverLengths
+    from reports.extras import Timeline
+    from search.corrections import Observation
+
+NEEDED = ("torch", "transformers", "peft")
+
+
+def dry_run_possible() -> str:
+    """Empty where the dry run's libraries are installed, else which are missing."""
+    return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
+
+
+def dry_runs_ahead(num_gpus: int, *, first: "Callable[[Mapping[str, Any]], None] | None" = None) -> None:
+    """From now on a dry run's libraries are loaded beside what is done before one, on so many GPUs, is asked for; the
+    process that loads them reads module trees too. `first` is told a configuration before its tree is waited for."""
+    if dry_run_possible():
+        return
+    from planner.models import module_tree
+    from probes.dryrun.ahead import load_ahead, tree_answer
+
+    load_ahead(one_gpu=num_gpus == 1)
+
+    def read(config: "Mapping[str, Any]") -> "Mapping[str, Any] | None":
+        if first is not None:
+            first(config)
+        return tree_answer(config, module_tree.LIMIT_S)
+
+    module_tree.read_with(read)
+
+
+def with_dry_run(
+    candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False, memory_bytes: int | None = None
+) -> Candidate:
+    """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
+    found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)
+    return replace(candidate, dry_run=found)
+
+
+def with_memory(gpu: GpuSpec, memory_bytes: int | None) -> GpuSpec:
+    """The card with the memory that `--memory-gib` gives it, the limit of a dry run's replay."""
+    return gpu if memory_bytes is None else replace(gpu, memory_bytes=memory_bytes)
+
+
+def dry_run_setup(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    *,
+    full_depth: bool = False,
+    memory_bytes: int | None = None,
+    planned: bool = False,
+) -> Prediction | ProbeFailure:
+    """One dry run; `planned`: of a plan's own setup."""
+    missing = dry_run_possible()
+    if missing:
+        message = f"{missing} not installed ({install_command('torch')})"
+        return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
+    import logging
+    import warnings
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's remark that it keeps no times of meta tensors
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' remarks about this CPU say nothing about the target GPU
+        from probes.dryrun import dry_run
+
+        card = with_memory(gpu, memory_bytes)
+        return dry_run(model, card, setup, full_depth=full_depth, planned=planned)
+
+
+OVER_MICRO_BATCHES = 128
+"""Of a shuffled epoch; 1,280 reserved the same (Qwen-7B, up to 2,048 tokens: benchmarks/varying_lengths.py)."""
+
+
+def over_samples(
+    candidate: Candidate,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    lengths: "Sequence[int]",
+    source: str,
+    *,
+    seed: int,
+    memory_bytes: int | None = None,
+) -> "OverLengths | None":
+    """Memory over micro-batches of a shuffled epoch of samples of these lengths; None where the setup has no dry run.
+
+    Raises:
+        UsageError: a setup whose micro-batches are all alike.
+    """
+    if not isinstance(candidate.dry_run, Prediction):
+        return None
+    from planner.samples.lengths import micro_batches
+    from probes.dryrun.ahead import reported
+
+    setup = candidate.setup
+    batches = micro_batches(
+        lengths,
+        micro_batch_seqs=setup.micro_batch_seqs,
+        seq_len_tokens=setup.seq_len_tokens,
+        num=OVER_MICRO_BATCHES,
+        seed=seed,
+    )
+    try:
+        card = with_memory(gpu, memory_bytes)
+        found: OverLengths = reported(
+            "probes.dryrun.varying:over_lengths", model, card, setup, batches, source=source, seed=seed, say=_say
+        )
+        return found
+    except ValueError as error:
+        raise UsageError(
+            f"no memory over varying lengths: {error}", hint="leave --dataset and --lengths out"
+        ) from error
+    finally:
+        _say("")
+
+
+def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
+    """Memory over the traced steps of the chosen setup, from the dry run's cache; None where it was not dry-run."""
+    if not isinstance(plan, Plan) or not isinstance(plan.chosen.dry_run, Prediction):
+        return None
+    from probes.dryrun.api import dry_run_report
+    from reports.extras import timeline_of
+
+    card = with_memory(plan.workload.gpu, plan.workload.memory_bytes)
+    known = dry_run_report(plan.workload.model, card, plan.chosen.setup)
+    if isinstance(known, ProbeFailure):
+        return None
+    return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
+
+
+SHORTER = (1536, 1024, 768, 512)
+"""Tokens a sequence that are tried where the usual length, which nobody asked for, does not fit."""
+
+
+def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
+    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before;
+    and which engine is faster than the planned one. Where the usual length does not fit and nobody asked for it, the
+    plan is for the longest of `SHORTER` that does (by more than its band, where one does so), and says so."""
+    from planner.planning.runs import WalkCache
+    from planner.planning.targets import with_engine_note
+
+    usual, workload = workload.usual_length, replace(workload, usual_length=False)
+    workload = with_known_context(workload) if history else workload
+    known, walked = history_of(workload) if history else (), WalkCache()
+    found = _answered(workload, known, walked, dry_run=dry_run)
+    if isinstance(found, NoPlan) and usual:
+        found = _of_a_shorter_length(workload, known, walked, dry_run=dry_run) or found
+    return with_engine_note(found, walked) if isinstance(found, Plan) else found
+
+
+def _answered(
+    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+) -> Plan | NoPlan:
+    from planner.planning.answer import plan_workload
+
+    if dry_run:
+        return climb_dry_run(workload, known, walked)
+    return with_history(plan_workload(workload, known=walked), known)
+
+
+def _of_a_shorter_length(
+    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+) -> Plan | None:
+    from planner.planning.answer import plan_workload
+
+    def by_formula(shorter: Workload) -> Plan | NoPlan | None:
+        try:
+            return plan_workload(shorter, known=walked, helped=False)
+        except UsageError:  # too short for what was asked for, completions for example
+            return None
+
+    lengths = [replace(workload, seq_len_tokens=tokens) for tokens in SHORTER if tokens < workload.seq_len_tokens]
+    if lengths and isinstance(by_formula(lengths[-1]), NoPlan):
+        return None
+    tight: Plan | None = None
+    for shorter in lengths:
+        if not isinstance(by_formula(shorter), Plan):
+            continue
+        found = _answered(shorter, known, walked, dry_run=dry_run)
+        if isinstance(found, NoPlan):
+            continue
+        note = (
+            f"{workload.seq_len_tokens:,} tokens, planned where no length is said, do not fit; "
+            f"{shorter.seq_len_tokens:,} do: --seq-len or --dataset says how long your samples are"
+        )
+        found = replace(found, notes=(risk(note), *found.notes))
+        if found.chosen.verdict == "fits":
+            return found
+        tight = tight or found
+    return tight
+
+
+def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
+    """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
+    from planner.planning.answer import plan_workload
+    from planner.planning.refine import refine
+
+    missing = dry_run_possible()
+    if missing:
+        print(f"formula only: {missing} not installed ({install_command('torch')})", file=sys.stderr)
+        return with_history(plan_workload(workload, known=walked), known)
+
+    def run(setup: TrainSetup) -> Prediction | ProbeFailure:
+        where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
+        _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
+        return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
+
+    try:
+        dry_runs_ahead(workload.num_gpus)
+        return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)
+    finally:
+        _say("")
+
+
+def _say(text: str) -> None:
+    """One status line on stderr, only where a person watches."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()

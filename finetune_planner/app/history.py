@@ -1,0 +1,175 @@
+"""What earlier probes of this GPU say about a plan: a query on the store of measurements, against today's formula.
+
+The store is the one home of what was measured. Each measurement of the same GPU is compared with what the formula says
+today of its model and setup; the errors move the plan's predictions as they do in a search (`search.corrections`).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune_planner.app import machine
+from planner import __version__
+from planner.core.errors import SetupError
+from planner.core.notes import found
+from planner.core.units import GIB, MIB, gib
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workload import Workload
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.planning.plan import Answer, NoPlan, Plan, trade
+from planner.planning.predict import predict
+from planner.setup.interchange import setup_from_dict
+from planner.setup.outcome import Candidate, Measurement
+
+if TYPE_CHECKING:
+    from probes.records import Record
+    from search.corrections import Observation
+
+FASTER_BY = 1.01
+"""As in the tree: within a percent of the speed nothing changes hands."""
+QUESTION = "What do earlier probes of this GPU say?"
+
+
+def history_of(workload: Workload, store: Path | None = None) -> tuple["Observation", ...]:
+    """The store's measurements of this GPU, oldest first, each beside today's formula. Only of models whose
+    configuration is at hand (the request's own, the catalogue's), and of jobs on one GPU.
+
+    Args:
+        store: default: the user's.
+    """
+    path = store if store is not None else machine.default_store_path()
+    if not path.exists():
+        return ()
+    from search.corrections import MAX_PER_GPU
+
+    found = []
+    for record in machine.open_store(path).latest():
+        one = _observation(record, workload)
+        if one is not None:
+            found.append(one)
+    return tuple(found[-MAX_PER_GPU:])
+
+
+CONTEXT_BYTES = (64 * MIB, 4 * GIB)
+"""What can be a training process's context: less or more beside its segments is something else."""
+
+
+def with_known_context(workload: Workload, store: Path | None = None) -> Workload:
+    """The request on its card with the CUDA context that was last measured there: by a launch file's own run, else by a
+    probe. Of one GPU."""
+    path = store if store is not None else machine.default_store_path()
+    if workload.num_gpus > 1 or not path.exists():
+        return workload
+    seen: dict[bool, int] = {}
+    for record in machine.open_store(path).latest():
+        one = record.outcome
+        if not isinstance(one, Measurement) or record.request.get("gpu_key") != workload.gpu.key or one.rank_peaks:
+            continue
+        beside = one.peak_device_bytes - one.peak_reserved_bytes
+        if one.environment.device != "cpu" and one.device_peak_is_nvml and CONTEXT_BYTES[0] < beside < CONTEXT_BYTES[1]:
+            seen[bool(one.program)] = beside
+    if not seen:
+        return workload
+    return replace(workload, gpu=replace(workload.gpu, measured_context_bytes=seen.get(True, seen.get(False))))
+
+
+def _observation(record: "Record", workload: Workload) -> "Observation | None":
+    from search.corrections import Observation
+
+    measured = record.outcome
+    if not isinstance(measured, Measurement) or record.request.get("gpu_key") != workload.gpu.key:
+        return None
+    if not measured.environment.device.startswith("cuda") or measured.peak_device_bytes <= 0:
+        return None
+    model = _model_of(record, workload)
+    try:
+        setup = setup_from_dict(record.setup)
+    except SetupError:  # a later version's setting
+        return None
+    if model is None or setup.num_gpus > 1:
+        return None
+    return Observation(
+        gpu=workload.gpu.key,
+        model=model.model_id,
+        setup=setup,
+        formula=predict(model, workload.gpu, setup),
+        measured_tokens_per_s=measured.tokens_per_s,
+        measured_peak_device_bytes=measured.peak_device_bytes,
+        formula_version=__version__,
+        measured_at=record.recorded_at[:10],
+        program=measured.program,
+    )
+
+
+def _model_of(record: "Record", workload: Workload) -> ModelSpec | None:
+    """The model that was measured, where a configuration of the same digest is at hand."""
+    from probes.fingerprint import config_digest
+
+    if config_digest(workload.model.config) == record.config_digest:
+        return workload.model
+    found = catalogue.load(record.model_id)
+    return found if found is not None and config_digest(found.config) == record.config_digest else None
+
+
+def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | NoPlan:
+    """The plan with its predictions corrected by what was measured on this GPU, and the setup that is then the fastest;
+    an answer in the tree says so. A plan for the least memory keeps its choice; one for several GPUs stays as it is."""
+    if isinstance(plan, NoPlan) or not known or plan.workload.num_gpus > 1:
+        return plan
+    from search.corrections import corrected, corrections
+
+    model = plan.workload.model.model_id
+    every = {one.setup: one for one in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives))}
+    learned = dict(zip(every, corrections(tuple(every.values()), known, model), strict=True))
+    after = {setup: corrected(one, learned[setup]) for setup, one in every.items()}
+    chosen = _choice(after[plan.chosen.setup], [after[one.setup] for one in plan.ranked], plan.workload)
+    factors = learned[chosen.setup]
+    own = sum(one.model == model for one in known)
+    answer = Answer(
+        question=QUESTION,
+        choice="kept" if chosen.setup == plan.chosen.setup else "another setup",
+        reason=f"{len(known)} measurements ({own} of this model{_runs(known)}) correct its prediction: tokens/s x "
+        f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}{_context(plan.workload.gpu)}; --no-history "
+        "plans without them",
+        needed_bytes=chosen.formula.peak_device_bytes,
+        budget_bytes=chosen.budget_bytes,
+    )
+    rivals = sorted(
+        (after[one.setup] for one in plan.ranked if one.setup != chosen.setup), key=lambda one: -one.tokens_per_s
+    )
+    others = [replace(each, candidate=after[each.candidate.setup]) for each in plan.alternatives]
+    return replace(
+        plan,
+        chosen=chosen,
+        ranked=(chosen, *rivals),
+        alternatives=tuple(
+            replace(each, trade=trade(chosen, each.candidate))
+            for each in others
+            if each.candidate.setup != chosen.setup
+        ),
+        tree=(*plan.tree, answer),
+        notes=(found(f"measured on this GPU: {answer.reason}"), *plan.notes),
+    )
+
+
+def _runs(known: Sequence["Observation"]) -> str:
+    """How many of the measurements were launch files' own runs, by their tool."""
+    counts = Counter(one.program for one in known if one.program)
+    return "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
+
+
+def _context(gpu: GpuSpec) -> str:
+    found = gpu.measured_context_bytes
+    return f", the CUDA context {gib(found)} as measured" if found is not None else ""
+
+
+def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) -> Candidate:
+    """The fastest that surely fits, where it is clearly faster than the choice or the choice does not fit."""
+    fitting = [one for one in ranked if one.verdict == "fits"] or [one for one in ranked if one.fits]
+    if workload.objective == "memory" or not fitting:
+        return chosen
+    best = max(fitting, key=lambda one: one.tokens_per_s)
+    return best if not chosen.fits or best.tokens_per_s > FASTER_BY * chosen.tokens_per_s else chosen

@@ -1,0 +1,274 @@
+"""The last rung: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune_planner.app import machine
+from finetune_planner.app.progress import ProgressLine
+from finetune_planner.app.time_left import TimeIsUp, until
+from planner.core.children import python_argv
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.inputs import read_text
+from planner.core.outputs import write_whole
+from planner.core.records import dataclass
+from planner.frameworks.exporters.prepare import NAME as PREPARE
+from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
+from planner.models.hub import weights_in_cache
+from planner.models.resolve import resolve_model
+from planner.options.stacks import TARGET_ROWS
+from planner.planning.decision.candidates import candidate
+from planner.planning.expressed import as_run
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.outcome import Candidate, FailureKind, Fidelity, ProbeFailure
+from reports.extras import Extras, LaunchTarget
+from reports.write import entry_of, plan_files
+
+if TYPE_CHECKING:
+    from planner.hardware.gpu import GpuSpec
+    from planner.models.spec import ModelSpec
+    from planner.setup import TrainSetup
+    from planner.setup.codec import Outcome
+    from probes.confirm import Confirmation
+    from probes.launched.run import LaunchedFile
+
+RUN_BY_A_TRAINER = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+"""Targets whose files train with transformers' Trainer in one process: those that can be watched."""
+WEIGHTS = ("*.safetensors", "*.bin")
+GRACE_S = 2.0
+"""In which a run that reached its limit says what it printed last."""
+MAX_FILE_BYTES = 16 << 20
+"""Of a launch file."""
+STAND_IN = "model-with-random-weights"
+"""Stands for a local folder's model that has no weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowToRun:
+    """How a file is run.
+
+    Attributes:
+        limit_s: after which nothing of it runs any more, what it waits for and what is made for it included.
+        device: None: this machine's first GPU.
+        store: file of measurements; None: the user's.
+    """
+
+    num_steps: int
+    limit_s: float
+    device: str | None = None
+    store: Path | None = None
+
+
+def run_target(folder: Path, document: Mapping[str, object], target: str, how: HowToRun) -> "tuple[Confirmation, Plan]":
+    """Runs the launch file of `target` in a plan's folder; what came of it beside the promise, and the plan with it.
+
+    Raises:
+        UsageError: the folder has no such file, or one that cannot be watched.
+        EnvironmentProblem: this machine cannot run it.
+    """
+    from probes.confirm import compare, promise_of
+
+    entry = entry_of(document)
+    plan = entry.plan
+    if isinstance(plan, NoPlan):
+        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
+    launch = launch_of(entry.extras, target)
+    workload, chosen = plan.workload, plan.chosen
+    setup = as_run(target, chosen.setup, workload)
+    if isinstance(setup, str):
+        raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
+    planned = chosen if setup == chosen.setup else candidate(workload, setup)
+    file = launched_file(folder, launch, workload.model.model_id, setup.objective)
+    outcome, card, device = run_file(file, setup, workload.model, how, beside=folder)
+    promise = promise_of(planned.memory_evidence, planned.speed_evidence)
+    confirmation = compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes)
+    if card is not None and card.key != workload.gpu.key:
+        reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
+        confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
+    if setup == chosen.setup and device != "cpu":
+        plan = with_run(plan, replace(chosen, run=outcome))
+        _write(folder, plan, entry.extras)
+    return confirmation, plan
+
+
+def run_file(
+    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, beside: Path, kept: bool = True
+) -> "tuple[Outcome, GpuSpec | None, str]":
+    """What came of a file's run, the card's row and the device that it ran on.
+
+    Args:
+        beside: the run's folder is made beside this one.
+        kept: whether the outcome is a fact about the setup, for the store.
+
+    Raises:
+        EnvironmentProblem: this machine cannot run it.
+    """
+    from probes.gpu.evaluate import Prober
+    from probes.launched.run import FileExecutor
+
+    device = machine.job_devices(how.device, 1)[0]
+    card = machine.gpu_of(None, device)
+    line = ProgressLine()
+    executor = FileExecutor(
+        file,
+        model_bytes=2 * model.num_params,
+        num_steps=how.num_steps,
+        limit_s=how.limit_s,
+        work_dir=_beside(beside),
+        on_progress=line.event,
+    )
+    prober = Prober(
+        model=resolve_model(model.model_id),  # with its configuration, which plan.json does not hold
+        gpu=card,
+        executor=executor,
+        store=machine.open_store(how.store) if kept else None,
+        device=device,
+        depths=(0,),
+        rung=Fidelity.RUN,
+    )
+    outcome: Outcome
+    try:
+        with until(time.monotonic() + how.limit_s + GRACE_S):
+            outcome = prober.finish(setup, prober.submit(setup))
+    except TimeIsUp:
+        message = f"what it needs was not made within {how.limit_s:g} s, or the device was not free"
+        outcome = ProbeFailure(rung=Fidelity.RUN, kind=FailureKind.TIMEOUT, message=message)
+    line.close()
+    return outcome, card, device
+
+
+def with_run(plan: Plan, chosen: Candidate) -> Plan:
+    """The plan whose chosen setup was run."""
+    ranked = tuple(chosen if one.setup == chosen.setup else one for one in plan.ranked)
+    return replace(plan, chosen=chosen, ranked=ranked)
+
+
+def launch_of(extras: Extras, target: str) -> LaunchTarget:
+    """What a plan's folder holds for a target.
+
+    Raises:
+        UsageError: nothing, or what cannot be watched.
+    """
+    if target not in RUN_BY_A_TRAINER:
+        known = ", ".join(RUN_BY_A_TRAINER)
+        raise UsageError(
+            f"--run {target}: only files that train with transformers' Trainer are watched", hint=f"one of {known}"
+        )
+    found = next((one for one in extras.launch if one.target == target and one.files), None)
+    if found is None or not found.command:
+        written = ", ".join(one.target for one in extras.launch if one.files) or "none"
+        raise UsageError(f"--run {target}: this plan has no launch file for it", hint=f"written: {written}")
+    return found
+
+
+def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: str) -> "LaunchedFile":
+    """A plan's launch file as it lies in its folder now, with what it names and this machine lacks."""
+    from probes.launched.run import LaunchedFile
+
+    texts = {
+        str(path.relative_to(folder)): read_text(path, max_bytes=MAX_FILE_BYTES) for path in _files(folder / "launch")
+    }
+    own = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
+    form = next((found[1] for text in own if (found := _MADE.search(text))), "")
+    made = folder / "launch" / "data"
+    ready = bool(form) and (made / form).is_dir()
+    reads = [texts.get(f"launch/{PREPARE}", "")] if form else own
+    placed = not ready and any(PLACEHOLDER_DATASET in text for text in reads)
+    name = os.path.relpath(model_id, folder) if Path(model_id).exists() else model_id
+    here = weights_here(model_id)
+    if not here and name != model_id:  # a folder with a configuration alone: its name leads out of the run's folder
+        texts = {path: text.replace(name, STAND_IN) for path, text in texts.items()}
+        name = STAND_IN
+    return LaunchedFile(
+        target=launch.target,
+        command=launch.command,
+        prepare=f"python launch/{PREPARE} {form}" if form and not ready else "",
+        files=texts,
+        links={"launch/data": made.resolve()} if ready else {},
+        model_name=name,
+        dataset_names=(PLACEHOLDER_DATASET,) if placed else (),
+        columns=columns_of(objective),
+        program_folder=program_folder(folder, launch.target),
+        model_here=here,
+        data_here=not placed,
+    )
+
+
+_MADE = re.compile(r"launch/data/(\w+)")
+"""What a target's file reads of what `prepare_data.py` makes."""
+
+
+def columns_of(objective: str) -> str:
+    """What rows stand for a data set that nobody named."""
+    return {"sft": "messages", "pretrain": "text"}.get(objective, "preference")
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    """The files that were written; what was made of the data is not among them."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and folder / "data" not in path.parents)
+
+
+def weights_here(model_id: str) -> bool:
+    """Whether a model's weights are on this machine: in the folder of that name, or in the hub's cache."""
+    folder = Path(model_id)
+    if folder.is_dir():
+        return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+    return weights_in_cache(model_id)
+
+
+def program_folder(folder: Path, target: str) -> str:
+    """Where the tool is looked for first: what `run.sh install` made, else this Python's own environment unless the
+    shell has another one active."""
+    made = folder.resolve() / f".venv-{target}" / "bin"
+    if made.is_dir():
+        return str(made)
+    active = "VIRTUAL_ENV" in os.environ or "CONDA_PREFIX" in os.environ
+    return "" if active else str(Path(python_argv()[0]).parent)
+
+
+def _beside(folder: Path) -> Path | None:
+    """Where the run's folder is made: beside the plan's, from where its relative paths lead to the same; None where
+    nothing can be written there."""
+    parent = folder.resolve().parent
+    return parent if os.access(parent, os.W_OK) else None
+
+
+def _write(folder: Path, plan: Plan, extras: Extras) -> None:
+    """plan.json and the reports anew; the launch files stay as they are.
+
+    Raises:
+        EnvironmentProblem: they cannot be written.
+    """
+    try:
+        texts = plan_files(plan, extras)
+    except EnvironmentProblem:  # no jinja2
+        texts = plan_files(plan, extras, html=False)
+    try:
+        for name, text in texts.items():
+            write_whole(folder / name, text.encode(), inside=folder)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the run is in the store, but {folder} cannot be written: {error.strerror or error}"
+        ) from error
+
+
+def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:
+    """Of the targets with a file that can be watched those whose tool is here."""
+    import importlib.util
+    import shutil
+
+    found = []
+    for launch in extras.launch:
+        if launch.target not in RUN_BY_A_TRAINER or not launch.files:
+            continue
+        program = TARGET_ROWS[launch.target].program
+        path = os.pathsep.join(filter(None, (program_folder(folder, launch.target), os.environ.get("PATH", ""))))
+        module = {"trl": "trl", "unsloth": "unsloth", "hf": "transformers"}.get(launch.target)
+        here = shutil.which(program, path=path) if program not in ("", "python", "trl") else None
+        if here or (module is not None and importlib.util.find_spec(module) is not None):
+            found.append(launch.target)
+    return tuple(found)

@@ -1,0 +1,207 @@
+"""From names and requests to a `Workload`, for the command line and for `finetune_planner` alike."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from finetune_planner.app.progress import say
+from finetune_planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
+from finetune_planner.cli.options import Lookup
+from finetune_planner.cli.request_options import RequestOptions
+from planner.core.errors import UsageError
+from planner.core.redaction import without_secrets
+from planner.hardware.gpus import find_gpu
+from planner.memory.attention_kernels import packs_apart
+from planner.memory.workload import Data, Workload
+from planner.options.objectives import OBJECTIVES, Objective, aim_of, seqs_per_sample
+from planner.options.rollouts import Rollout
+from planner.planning.plan_request import PlanRequest
+from planner.setup import TrainSetup
+from planner.setup.packages import absent_packages
+
+if TYPE_CHECKING:
+    from planner.models.spec import ModelSpec
+    from planner.samples.dataset import DatasetStats, LengthChoice
+
+HERE = Lookup()
+"""The catalogue and the cache before the hub."""
+
+
+def workload_for(
+    model: str,
+    gpu: str,
+    request: RequestOptions,
+    *,
+    data: DataOptions = NO_DATA_OPTIONS,
+    targets: Sequence[str] = (),
+    lookup: Lookup = HERE,
+    spec: "ModelSpec | None" = None,
+) -> Workload:
+    """The workload that the words mean; a data set that is on this machine decides what of length, packing and batch
+    was left open.
+
+    Args:
+        spec: stands for the model that `model` names, which is then not looked up.
+
+    Raises:
+        PlannerError: a name that is not known, or a request that contradicts itself.
+    """
+    spec = lookup.model(model) if spec is None else spec
+    card = find_gpu(gpu)
+    request = request.on_links_of(gpu, card)
+    if data.dataset is not None and request.packing is None:
+        request = replace(request, packing=_packed_by(targets))
+    here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
+    asked = request_for(spec, request, data)
+    asked = replace(asked, targets=tuple(targets))
+    asked = asked.probed(absent_packages()) if here else asked
+    return asked.workload(spec, card, request.cluster(card))
+
+
+def request_for(spec: "ModelSpec", request: RequestOptions, data: DataOptions) -> PlanRequest:
+    """The request that options and data mean for a model on any card; what the data are is told.
+
+    Raises:
+        UsageError: what makes no sense, or contradicts itself.
+    """
+    return request_of(spec, request, data, read_data(data, spec, aim_of(request.fixed())), say)
+
+
+def request_of(
+    spec: "ModelSpec",
+    request: RequestOptions,
+    data: DataOptions,
+    stats: "DatasetStats | None",
+    tell: Callable[[str], None] = lambda words: None,
+) -> PlanRequest:
+    """The same of data that were read (`read_data`); `tell` gets what is worth knowing of their lengths."""
+    aim = aim_of(request.fixed())
+    if stats is None:
+        asked, file = request.request(), data.dataset or ""
+        return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
+    lengths = _lengths(stats, data, spec, aim, request, tell)
+    if request.packing is None:
+        request = replace(request, packing=lengths.packing)
+    asked = request.request()
+    told = Data(
+        epoch_tokens=request.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
+        epoch_seqs=lengths.epoch_seqs,
+        samples_per_seq=lengths.samples_per_seq,
+        real_fractions=lengths.real_fractions,
+        file=data.dataset or "",
+        names=data.names,
+        kind=stats.columns,
+        loss_on=_loss_on(data, stats, aim),
+        answers_fraction=stats.answers_fraction,
+        held_out=_held_out(stats, aim, spec, request),
+    )
+    return replace(asked, seq_len=request.seq_len or lengths.seq_len_tokens, data=told)
+
+
+def _packed_by(targets: Sequence[str]) -> bool | None:
+    """Whether the first target packs whatever is said, None where it does what is said."""
+    from planner.frameworks.exporters import TARGETS
+
+    found = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
+    return next((bool(one.runs_as) for one in found if one.field == "packing"), None)
+
+
+def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:
+    """What the loss is on: the answers, where the data have any and nobody says otherwise; "" of other objectives.
+
+    Raises:
+        UsageError: answers are asked for that are not there.
+    """
+    if not aim.supervised:
+        return ""
+    answered = stats.answers_fraction is not None
+    if data.loss_on == "answers" and not answered:
+        raise UsageError(
+            f"{data.dataset} has {stats.columns} and no answers to train on alone",
+            hint="leave --loss-on out, or say which columns ask and answer: --columns question=NAME,answer=NAME",
+        )
+    return (data.loss_on or "answers") if answered else "all"
+
+
+def _held_out(stats: "DatasetStats", aim: Objective, spec: "ModelSpec", request: RequestOptions) -> int:
+    """Samples to evaluate on, where the launch files do."""
+    from planner.samples.rows import num_held_out
+
+    evaluated = aim.supervised and spec.front_end is None and request.images() is None
+    return num_held_out(stats.num_samples) if evaluated else 0
+
+
+def _with_completions(prompts: "LengthChoice", request: RequestOptions) -> "LengthChoice":
+    """Lengths of prompts as those of the samples that are made of them."""
+    rollout = request.fixed().get("rollout", (Rollout(),))[0]
+    more = rollout.num_generations * prompts.epoch_seqs
+    return replace(
+        prompts,
+        real_fractions=(),  # of prompts alone
+        seq_len_tokens=prompts.seq_len_tokens + rollout.completion_tokens,
+        epoch_seqs=more,
+        epoch_tokens=rollout.num_generations * prompts.epoch_tokens + more * rollout.completion_tokens,
+    )
+
+
+def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetStats | None":
+    """What is known of a data set that is on this machine, None of another.
+
+    Raises:
+        UsageError: data of another objective.
+    """
+    if data.dataset is None:
+        return None
+    from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
+    from planner.samples.found import path_of
+
+    path = path_of(data.dataset)
+    if path is None:
+        how = f"; `hf download --repo-type dataset {data.dataset}` brings it here to be planned for"
+        words = "is not on this machine, so its lengths are not known: the launch files fetch it"
+        say(f"{without_secrets(data.dataset)} {words}{'' if '://' in data.dataset else how}")
+        return None
+    if spec.front_end is not None and "audio" not in first_row(path, data.names):
+        raise UsageError(
+            f"{spec.model_id} turns sound into text: {data.dataset} has no column audio",
+            hint="give a data set of clips with what is said in them (columns audio and text)",
+        )
+    kind = kind_of_data(path, aim.data, data.names)
+    if kind not in aim.data:
+        fitting = next(row for row in OBJECTIVES.values() if kind in row.data)
+        named = "; or --columns anchor=NAME,positive=NAME" * (aim.data == ("pairs",))
+        raise UsageError(
+            f"{data.dataset} has {kind} columns, --objective {aim.name} trains on {aim.columns}",
+            hint=f"--objective {fitting.name} is for such data{named}",
+        )
+    return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
+
+
+def _lengths(
+    stats: "DatasetStats",
+    data: DataOptions,
+    spec: "ModelSpec",
+    aim: Objective,
+    request: RequestOptions,
+    tell: Callable[[str], None],
+) -> "LengthChoice":
+    """The sequence length, packing and tokens per epoch that follow from a data set.
+
+    Raises:
+        UsageError: a number of samples beside the file that has them.
+    """
+    from planner.samples.dataset import choose_length
+
+    if request.samples is not None:
+        raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
+    choice = choose_length(
+        stats,
+        max_tokens=spec.max_position_embeddings,
+        packs=aim.packs and packs_apart(spec, "sdpa"),
+        seq_len_tokens=None if aim.rolls_out else request.seq_len,
+        packing=request.packing,
+        held_out=_held_out(stats, aim, spec, request),
+    )
+    left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
+    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
+    return _with_completions(choice, request) if aim.rolls_out else choice

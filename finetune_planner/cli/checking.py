@@ -1,0 +1,399 @@
+"""One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON, its fixed text."""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from finetune_planner.improvement import Improved
+from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
+from planner.core.records import dataclass
+from planner.frameworks.exporters.install import BRINGS
+from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_config, read_text
+from planner.frameworks.readers.evaluating import setting_of
+from planner.frameworks.readers.loading import read_bounded
+from planner.frameworks.readers.overrides import determined, overrides, parse_sets, parse_versions
+from planner.frameworks.readers.read import installs, pinned, roots_of
+from planner.frameworks.readers.rewrite import rewrite
+from planner.frameworks.readers.sharding import LAUNCHERS
+from planner.frameworks.readers.types import Missing
+from planner.frameworks.tools import TOOLS, tool_of
+from planner.frameworks.tools.field import changed_fields
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
+from planner.memory.attention_kernels import linear_attention_refusal
+from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.resolve import resolve_model
+from planner.models.spec import ModelSpec
+from planner.planning.check import Change, CheckResult, check
+from planner.planning.option_values import memory_and_headroom
+from planner.planning.predict import predict
+from planner.planning.single_changes import Predict
+from planner.setup import TrainSetup
+from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
+from planner.setup.outcome import Candidate, Prediction
+from planner.setup.packages import DELTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """What the command line says about a file.
+
+    Attributes:
+        model: where the file names none; num_gpus: of the job, where it says nothing of them; says_gpus: whether that
+            was said.
+        accelerate: the Accelerate config that the run is launched with.
+        sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
+        strict: whether unknown settings are errors.
+        like: as `resolve_model` takes it.
+    """
+
+    model: str | None = None
+    num_gpus: int = 1
+    says_gpus: bool = False
+    accelerate: Path | None = None
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    like: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        sets: Sequence[str] | None = None,
+        arguments: str | None = None,
+        assume: Sequence[str] | None = None,
+        **rest: Any,
+    ) -> "CheckRequest":
+        """From the options.
+
+        Raises:
+            UsageError: one that makes no sense.
+        """
+        try:
+            words = tuple(shlex.split(arguments)) if arguments is not None else None
+        except ValueError as error:
+            raise UsageError(f"--args cannot be taken apart: {error}", hint="close every quote") from error
+        return cls(sets=parse_sets(sets or ()), arguments=words, versions=parse_versions(assume or ()), **rest)
+
+
+def checked(
+    file: Path,
+    gpu: str,
+    asked: CheckRequest | None = None,
+    *,
+    memory_gib: float | None = None,
+    headroom: float | None = None,
+    cluster: Callable[[GpuSpec, int], Cluster | None] = lambda card, num_gpus: None,
+    dry_run: bool = False,
+) -> tuple[CheckResult, ModelSpec, Predict]:
+    """The answer for one config, with its model and the prediction that it stands on.
+
+    Args:
+        cluster: so many GPUs of a kind with their links.
+        dry_run: whether a dry run of the config corrects the formula.
+
+    Raises:
+        PlannerError: as `load`; options that make no sense.
+    """
+    config, spec, card = load(file, gpu, asked)
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    predicted = predictor(spec, card, cluster(card, config.setup.num_gpus))
+    if dry_run:
+        predicted = corrected(predicted, config.setup, spec, card, memory)
+    return check(config, spec, card, memory - reserve, predicted), spec, predicted
+
+
+def load(file: Path, gpu: str, asked: CheckRequest | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+    """A config with its model and GPU resolved.
+
+    The file is read twice: once for the model's name, then with the model's modules and data types at hand.
+
+    Raises:
+        ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
+    """
+    asked, card = asked or CheckRequest(), find_gpu(gpu)
+    try:
+        return _loaded(file, card, asked)
+    except PlannerError as error:
+        error.hint = _exact(error.hint, file, card)
+        raise
+
+
+RUNS = {".py": "python", ".sh": "bash", ".bash": "bash"}
+
+
+def _exact(hint: str, file: Path, card: GpuSpec) -> str:
+    """A hint whose `plan trace` is the command for this file and card."""
+    traced = f"plan trace --gpu {card.key} --"
+    if file.suffix not in RUNS:
+        return hint.replace("plan trace --", traced)
+    return hint.replace("plan trace -- python FILE", f"{traced} {RUNS[file.suffix]} {shlex.quote(str(file))}")
+
+
+def _loaded(file: Path, card: GpuSpec, asked: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+    """A config with its model resolved."""
+    first = determined(_named(_read(file, None, card, asked), asked.model, file.name))
+    if asked.strict and first.unknown_keys:
+        raise ConfigError(
+            f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
+            hint="remove them, or leave --strict out",
+        )
+    name = asked.model or first.model_id
+    assert name is not None
+    try:
+        built = resolve_model(name, like=asked.like or "")
+    except UnknownModelError as error:
+        if asked.model is None:
+            error.hint = f"--model MODEL says what lies there; {error.hint}"
+        raise
+    spec = of_transformers_4(built) if first.older else built
+    config = determined(_read(file, spec, card, asked))
+    said = [built.taken_as, card.taken_as, *_not_followed(asked, first, config)]
+    if spec is not built:
+        said.append(
+            f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
+        )
+    setup, known = with_linear_attention(config, spec, card, named=_names_delta(file, asked))
+    config = replace(config, setup=setup)
+    said.append(known)
+    model_id = config.model_id if asked.model is None else spec.model_id
+    return replace(config, model_id=model_id, assumptions=(*filter(None, said), *config.assumptions)), spec, card
+
+
+def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *, named: bool) -> tuple[TrainSetup, str]:
+    """The setup of a config with what computes a hybrid's gated delta rule, and how that is known: the package where
+    the config's tool brings it, a requirements file names it, or it is installed here; else transformers' own loop.
+
+    Args:
+        named: whether what the run installs names the package.
+    """
+    setup = config.setup
+    if linear_attention_refusal(spec, card):
+        return setup, ""
+    brought = DELTA in BRINGS.get(setup.stack, ())
+    here = all(find_spec(name) is not None for name in ("fla", "triton"))
+    if not (brought or named or here):
+        return setup, ""
+    how = "what it installs names it" if named else "it is installed here"
+    how = f"{setup.trainer.title} brings it" if brought else how
+    return setup.replace(linear_attention="fla"), f"linear attention by {DELTA}: {how}"
+
+
+_DELTA_NAMES = (DELTA, "fla-core")
+
+
+def _names_delta(file: Path, asked: CheckRequest) -> bool:
+    return any(name in asked.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
+
+
+def _not_followed(asked: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
+    """Where the command line and the file name different models or numbers of GPUs."""
+    if asked.model is not None and first.model_id not in (None, asked.model):
+        yield f"planned for {asked.model} (--model); the file names {first.model_id}"
+    followed = {"trl", "transformers", *_DELTA_NAMES, *TOOLS} - {*LAUNCHERS}
+    for package in sorted({*asked.versions} - followed):
+        yield f"--assume {package}: nothing that is read here hangs on its version"
+    num_gpus = config.setup.num_gpus
+    if asked.num_gpus not in (1, num_gpus):
+        yield f"the launch config starts {num_gpus} processes: --gpus {asked.num_gpus} is not followed"
+
+
+def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: CheckRequest) -> ReadConfig:
+    """The file with what the command line says of it; a model is not asked for where one is named."""
+    found = read_config(
+        file,
+        model=spec,
+        num_gpus=asked.num_gpus,
+        launcher=asked.accelerate,
+        gpu=card,
+        arguments=asked.arguments,
+        versions=asked.versions,
+    )
+    found = overrides(found, asked.sets)
+    settled = {"model"} if asked.model or found.model_id else set()
+    settled |= {"num_gpus"} if asked.says_gpus else set()
+    settled |= {"parallel"} if asked.says_gpus and asked.num_gpus == 1 else set()
+    return replace(found, missing=tuple(one for one in found.missing if one.field not in settled))
+
+
+def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:
+    """The reading, with the model among what is missing where nobody names one."""
+    if model or found.model_id or any(one.field == "model" for one in found.missing):
+        return found
+    return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
+
+
+def fixed_text(
+    file: Path,
+    config: ReadConfig,
+    found: Improved,
+    spec: ModelSpec,
+    *,
+    card: GpuSpec | None = None,
+    asked: CheckRequest | None = None,
+) -> str:
+    """The file's text with the setup's changes written in, proven by reading it back.
+
+    Raises:
+        ConfigError: the file's form does not allow it.
+    """
+    asked, setup = asked or CheckRequest(), found.setup
+    edits = edits_of(config, found)
+    places = {
+        config.keys.get(field.of, field.key): place
+        for field in tool_of(config.format).fields
+        if (place := config.origins.get(field.of))
+    }
+    text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line, places=places)
+    around = FileContext(
+        num_gpus=setup.num_gpus,
+        roots=roots_of(file),
+        gpu=card,
+        arguments=asked.arguments,
+        versions={**pinned(file), **asked.versions},
+    )
+    launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
+    back = overrides(read_text(text, file.name, model=spec, base=setup, around=around, launcher=launcher), asked.sets)
+    if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
+        raise ConfigError(
+            f"{file.name} is written in a form that --fix cannot change safely",
+            hint="make the changes that plan check lists by hand",
+        )
+    return text
+
+
+def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
+    """The settings (nested ones dotted) that make a file say what was found for it.
+
+    Raises:
+        ConfigError: a field that cannot be changed in place.
+    """
+    edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
+    edits = {key: value for key, value in edits.items() if key not in config.lacks}
+    return edits | ({setting_of(config): found.eval_seqs} if found.eval_seqs else {})
+
+
+def by_hand(config: ReadConfig, found: Improved) -> list[str]:
+    """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
+    tool = tool_of(config.format)
+    places = {
+        config.keys.get(of, field.key): config.origins[of]
+        for of in changed_fields(config.setup, found.setup)
+        if (field := tool.field(of)) is not None and of in config.origins
+    }
+    edits = edits_of(config, found)
+    return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
+
+
+def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:
+    """The command that writes launch files of a setup which a file's form does not take.
+
+    Args:
+        limits: `memory_gib` and `headroom` as they were given, None: not.
+    """
+    said: dict[str, object] = {
+        "gpu": gpu.key, "method": setup.method, "seq-len": setup.seq_len_tokens,
+        "global-batch": setup.global_batch_seqs,
+        **({"gpus": setup.num_gpus} if setup.num_gpus > 1 else {}),
+        **({"rank": setup.lora_rank} if setup.lora_rank else {}),
+        **({"objective": setup.objective} if setup.objective != "sft" else {}),
+        **{name.replace("_", "-"): f"{given:g}" for name, given in limits.items() if given is not None},
+    }  # fmt: skip
+    words = [f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in said.items()]
+    return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"
+
+
+def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:
+    """The formula for setups of one model on one card."""
+    return lambda setup: predict(spec, card, setup, cluster)
+
+
+def dry_run_of(
+    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int
+) -> Prediction | None:
+    """The dry run of a setup, with what only the formula says of it; None where none is possible."""
+    from finetune_planner.app.climb import dry_run_possible, with_dry_run  # late: the formula rung needs none of it
+
+    if dry_run_possible() or built_by_transformers_4(spec):
+        return None
+    plain = formula(setup)
+    candidate = Candidate(setup=setup, budget_bytes=0, formula=plain)
+    dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
+    if not isinstance(dry, Prediction):
+        return None
+    # a dry run is more than the formula: where fewer published runs were dry, its band is the formula's
+    narrower = dry if dry.memory_band_fraction <= plain.memory_band_fraction else plain
+    return replace(
+        dry,
+        step_time_s=dry.step_time_s or plain.step_time_s,
+        tokens_per_s=dry.tokens_per_s or plain.tokens_per_s,
+        terms=dry.terms or plain.terms,
+        memory_band_fraction=narrower.memory_band_fraction,
+        bands=narrower.bands,
+    )
+
+
+def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
+    """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
+    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
+    own = dry_run_of(setup, formula, spec, card, memory_bytes)
+    if own is None:
+        return formula
+    ratio = own.peak_device_bytes / formula(setup).peak_device_bytes
+
+    def corrected(changed: TrainSetup) -> Prediction:
+        if changed == setup:
+            return own
+        found = formula(changed)
+        return replace(found, peak_device_bytes=round(found.peak_device_bytes * ratio))
+
+    return corrected
+
+
+def as_document(result: CheckResult, fixed: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON form of a check."""
+    config, prediction = result.config, result.prediction
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "check",
+        "file": config.path,
+        "format": config.format,
+        "model": config.model_id,
+        "gpu": result.gpu.key,
+        "setup": setup_to_dict(config.setup),
+        "verdict": result.verdict.value,
+        "exit_code": result.exit_code,
+        "rung": prediction.rung.value,
+        "budget_bytes": result.budget_bytes,
+        "margin_bytes": result.margin_bytes,
+        "memory_band_fraction": result.band_fraction,
+        "memory_band": list(result.band),
+        "prediction": to_jsonable(prediction),
+        "origins": dict(config.origins),
+        "unknown_keys": list(config.unknown_keys),
+        "assumptions": list(config.assumptions),
+        "approximations": list(config.approximations),
+        "notes": list(result.notes),
+        "changes": [_change(one) for one in result.changes],
+        "fix": fixed,
+    }
+
+
+def _change(one: Change) -> dict[str, Any]:
+    return {
+        "label": one.label,
+        "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
+        "verdict": one.verdict.value,
+        "saves_bytes": one.saves_bytes,
+        "speedup": one.speedup,
+        "changes_training": one.changes_training,
+        "in_place": one.in_place,
+        "peak_device_bytes": one.prediction.peak_device_bytes,
+        "tokens_per_s": one.prediction.tokens_per_s,
+    }

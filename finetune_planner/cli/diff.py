@@ -1,0 +1,190 @@
+"""`plan diff`: two configs, or one under two versions of what runs it: what changes in memory and speed, and which
+setting is responsible. Nothing is executed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_planner.cli import options
+from finetune_planner.cli.checking import CheckRequest, checked
+from finetune_planner.cli.output import tell
+from planner.core.errors import SetupError, UsageError
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.planning.check import CheckResult
+from planner.planning.single_changes import Predict
+from planner.setup import TrainSetup
+from planner.setup.interchange import to_jsonable
+from planner.setup.outcome import Prediction
+from reports.check import NAMES, value_words
+
+NUM_TERMS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Responsible:
+    """What one setting's change alone does to the first run.
+
+    Attributes:
+        names: fields of the setup; several where they only change together.
+        before, after: their values; origin: why the second run has its own: a place in the file, or whose default.
+        added_bytes: of the device peak; speedup: tokens/s after over before, None where unknown.
+    """
+
+    names: tuple[str, ...]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    origin: str
+    added_bytes: int
+    speedup: float | None
+
+
+def diff(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Training config, script, notebook or launch script.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The other one.")] = None,
+    gpu: options.Gpu = "",
+    before: Annotated[
+        list[str] | None, typer.Option("--from", metavar="PACKAGE==VERSION", help="Ran it before; repeatable.")
+    ] = None,
+    after: Annotated[
+        list[str] | None, typer.Option("--to", metavar="[PACKAGE==]VERSION", help="Runs it now; repeatable.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, where the config does not name it.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="What the files leave open; repeatable.")
+    ] = None,
+    as_json: options.Json = False,
+) -> int:
+    """What changes in memory and speed between two configs, or from one version of its tools to another.
+
+    Exit codes: 0, or 1 where the second does not fit and the first is not known not to; 2 it cannot be read.
+    """
+    if not gpu:
+        raise UsageError("plan diff needs --gpu", hint="plan diff old.yaml new.yaml --gpu rtx-4090")
+    old, new = list(before or ()), _versions(before or (), after or ())
+    if other is None and not (old or new):
+        raise UsageError(
+            "one file is compared under two versions", hint="--from trl==0.25 --to 1.16, or name two files"
+        )
+    first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
+    second, _, _ = checked(other or file, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
+    found = sorted(responsible(first, second, predicted), key=lambda one: -abs(one.added_bytes))
+    document = {
+        "kind": "diff",
+        "before": _side(first, file, old),
+        "after": _side(second, other or file, new),
+        "added_bytes": second.prediction.peak_device_bytes - first.prediction.peak_device_bytes,
+        "changes": to_jsonable(found),
+        "terms": [{"term": name, "added_bytes": size} for name, size in _terms(first.prediction, second.prediction)],
+    }
+    tell(document, _lines(first, second, found), as_json=as_json)
+    return int(second.exit_code == 1 and first.exit_code != 1)
+
+
+def responsible(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[Responsible]:
+    """Every setting that differs, with what its change alone does to the first run; those that make no setup by
+    themselves (a method and its quantization) are changed together."""
+    one, two = first.config.setup, second.config.setup
+    differing = [field.name for field in fields(TrainSetup) if getattr(one, field.name) != getattr(two, field.name)]
+    together: list[str] = []
+    for name in differing:
+        try:
+            yield _alone((name,), one, two, second, predicted)
+        except SetupError:
+            together.append(name)
+    if together:
+        yield _alone(tuple(together), one, two, second, predicted)
+
+
+def _alone(
+    names: tuple[str, ...], one: TrainSetup, two: TrainSetup, second: CheckResult, predicted: Predict
+) -> Responsible:
+    after = {name: getattr(two, name) for name in names}
+    try:
+        changed = one.replace(**after)
+    except SetupError:
+        if len(names) == 1:
+            raise
+        changed = two
+    was, is_now = predicted(one), predicted(changed)
+    speedup = is_now.tokens_per_s / was.tokens_per_s if is_now.tokens_per_s and was.tokens_per_s else None
+    origins = (second.config.origins.get(name, "") for name in names)
+    return Responsible(
+        names=names,
+        before=tuple(getattr(one, name) for name in names),
+        after=tuple(after.values()),
+        origin=next((words for words in origins if words), ""),
+        added_bytes=is_now.peak_device_bytes - was.peak_device_bytes,
+        speedup=speedup,
+    )
+
+
+def _versions(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """`--to`, a bare version being of the only package of `--from`; what is not said anew stays.
+
+    Raises:
+        UsageError: a bare version of nothing.
+    """
+    packages = [pair.partition("==")[0] for pair in before]
+    said = []
+    for words in after:
+        if "==" not in words and len(packages) != 1:
+            raise UsageError(f"--to {words}: of which package?", hint="--to PACKAGE==VERSION")
+        said.append(words if "==" in words else f"{packages[0]}=={words}")
+    renewed = {pair.partition("==")[0] for pair in said}
+    return said + [pair for pair in before if pair.partition("==")[0] not in renewed]
+
+
+def _side(result: CheckResult, file: Path, versions: Sequence[str]) -> dict[str, Any]:
+    return {
+        "file": str(file),
+        "versions": list(versions),
+        "verdict": result.verdict.value,
+        "predicted_peak_device_bytes": result.prediction.peak_device_bytes,
+        "memory_band_fraction": result.band_fraction,
+        "tokens_per_s": result.prediction.tokens_per_s,
+    }
+
+
+def _terms(before: Prediction, after: Prediction) -> list[tuple[str, int]]:
+    """The parts of memory that differ most."""
+    sizes: dict[str, int] = {}
+    for sign, prediction in ((-1, before), (1, after)):
+        for term in prediction.terms:
+            name = f"{term.category}: {term.name}"
+            sizes[name] = sizes.get(name, 0) + sign * term.size_bytes
+    return sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: -abs(row[1]))[:NUM_TERMS]
+
+
+def _lines(first: CheckResult, second: CheckResult, found: Sequence[Responsible]) -> Iterator[str]:
+    added = second.prediction.peak_device_bytes - first.prediction.peak_device_bytes
+    verdicts = " -> ".join(one.verdict.value.replace("_", " ") for one in (first, second))
+    yield f"{gib(first.prediction.peak_device_bytes)} -> {gib(second.prediction.peak_device_bytes)} ({_signed(added)})"
+    yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [formula]"
+    if first.prediction.tokens_per_s and second.prediction.tokens_per_s:
+        yield f"{first.prediction.tokens_per_s:,.0f} -> {second.prediction.tokens_per_s:,.0f} tokens/s"
+    if not found:
+        yield "No setting differs. What the tools' own code does otherwise between versions is not in the settings:"
+        yield "plan trace -- python FILE in each environment runs it on a GPU that computes nothing."
+        return
+    yield "Each setting's change alone:"
+    for one in found:
+        before, after = first.config.setup, second.config.setup
+        words = ", ".join(
+            f"{_name(name)} {value_words(before, name)} -> {value_words(after, name)}" for name in one.names
+        )
+        speed = f", speed x {one.speedup:.2f}" if one.speedup is not None else ""
+        yield f"  {_signed(one.added_bytes):>12}{speed}  {words}" + (f"  [{one.origin}]" if one.origin else "")
+    for name, size in _terms(first.prediction, second.prediction):
+        yield f"  {_signed(size):>12}  {name}"
+
+
+def _signed(size_bytes: int) -> str:
+    return f"{'-' if size_bytes < 0 else '+'}{gib(abs(size_bytes))}"
+
+
+def _name(field: str) -> str:
+    return NAMES.get(field, field.replace("_", " "))

@@ -1,0 +1,273 @@
+"""`plan estimate`: one setup from flags, or many as JSON lines."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from finetune_planner.app.climb import over_samples, with_dry_run
+from finetune_planner.cli import options
+from finetune_planner.cli.completion import complete_gpu, complete_model
+from finetune_planner.cli.output import console, json_text, print_json
+from finetune_planner.cli.request_options import AnySetupOptions
+from finetune_planner.cli.setup_flags import takes_options
+from planner.core.errors import ConfigError, PlannerError, UsageError
+from planner.core.inputs import open_regular, parse_object, read_lines
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
+from planner.memory.around import evaluating_bytes
+from planner.memory.attention_kernels import default_attention
+from planner.models.spec import ModelSpec
+from planner.options.sound import HALVES_STACK, TEXT_TOKENS
+from planner.planning.option_values import positive
+from planner.planning.predict import predict
+from planner.planning.single_changes import enough_alone
+from planner.setup import TrainSetup
+from planner.setup.interchange import asked_setup
+from planner.setup.outcome import Candidate, Prediction
+from reports.plan_json import candidate_to_dict, estimate_to_dict
+from reports.terminal import render_estimate
+
+if TYPE_CHECKING:
+    from planner.samples.lengths import OverLengths
+
+MAX_LINE_CHARS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions:
+    """Whether and over which lengths the step is dry-run."""
+
+    no_dry_run: options.NoDryRun = False
+    full_depth: Annotated[bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")] = False
+    dataset: Annotated[
+        Path | None, typer.Option(help="Also memory over shuffled micro-batches of this file's lengths.")
+    ] = None
+    lengths: Annotated[
+        str | None, typer.Option(help="As --dataset, of lengths given as MEAN:SD or MEAN:SD:MIN:MAX tokens.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the shuffling.")] = 0
+
+    def samples(self, spec: ModelSpec) -> tuple[tuple[int, ...], str] | None:
+        """Lengths of the samples in tokens and where they come from; None where none are given.
+
+        Raises:
+            UsageError: given twice, or without a dry run.
+        """
+        if self.dataset is None and self.lengths is None:
+            return None
+        if self.no_dry_run or (self.dataset is not None and self.lengths is not None):
+            raise UsageError(
+                "lengths are followed by the dry run, and come from one place",
+                hint="give --dataset FILE or --lengths MEAN:SD, and leave --no-dry-run out",
+            )
+        if self.dataset is not None:
+            from planner.samples.dataset import measure, tokenizer_file
+
+            stats = measure(self.dataset, tokenizer=tokenizer_file(spec.model_id))
+            return stats.lengths_tokens, f"{self.dataset.name}, {stats.counted_with}"
+        from planner.samples.lengths import stated_lengths
+
+        assert self.lengths is not None
+        return stated_lengths(self.lengths), f"lognormal, {self.lengths}"
+
+
+@takes_options
+def estimate(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id, directory or catalogue name.", autocompletion=complete_model)
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)] = None,
+    *,
+    one: AnySetupOptions,
+    setups: Annotated[Path | None, typer.Option(help="JSON lines, one setup each ('-': stdin).")] = None,
+    links: options.Links,
+    memory: options.Memory,
+    dry: DryRunOptions,
+    lookup: options.Lookup,
+    eval_batch: Annotated[int | None, typer.Option(help="Sequences evaluated at once between steps.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Memory and speed of one setup: formula beside dry run."""
+    if setups is not None:
+        if model is not None:
+            raise UsageError("--setups names the models itself", hint="leave MODEL out, or leave --setups out")
+        _many(setups, memory, dry=not dry.no_dry_run, as_json=as_json)
+        return
+    if model is None or gpu is None:
+        raise UsageError(
+            "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
+        )
+    spec, card = _resolve(model, gpu, lookup)
+    _one(spec, card, one, links, memory, dry, eval_batch=eval_batch, as_json=as_json)
+
+
+def _one(
+    spec: ModelSpec,
+    card: GpuSpec,
+    one: AnySetupOptions,
+    links: options.Links,
+    memory: options.Memory,
+    dry: DryRunOptions,
+    *,
+    eval_batch: int | None,
+    as_json: bool,
+) -> None:
+    """The setup of the flags."""
+    usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
+    usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
+    setup = asked_setup({**usual, **one.values()})
+    if one.attention is None:
+        setup = setup.replace(attention=default_attention(spec))
+    cluster = options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
+    result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
+    over: OverLengths | None = None
+    samples = dry.samples(spec)
+    if not dry.no_dry_run:
+        result = with_dry_run(result, spec, card, full_depth=dry.full_depth, memory_bytes=memory.of(card)[0])
+        if samples is not None:
+            over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
+    result = with_evaluation(result, spec, card, eval_batch)
+    if as_json:
+        print_json(estimate_to_dict(result, spec.model_id, card.key, cluster=cluster, over=over))
+    else:
+        _show(result, spec, card, cluster, memory.of(card)[0], over, eval_batch)
+
+
+def _show(
+    result: Candidate,
+    spec: ModelSpec,
+    card: GpuSpec,
+    cluster: Cluster | None,
+    memory_bytes: int,
+    over: "OverLengths | None",
+    eval_batch: int | None,
+) -> None:
+    """The estimate for a person, with what alone would be enough where it does not fit."""
+    notes: tuple[str, ...] = ()
+    step = predict(spec, card, result.setup, cluster)
+    decides = result.formula.peak_device_bytes > step.peak_device_bytes
+    if cluster is not None:
+        from planner.planning.answer import cluster_notes
+
+        notes = cluster_notes(cluster)
+    if decides:
+        own = gib(step.peak_device_bytes)
+        notes += (f"the evaluation of {eval_batch} at once decides the device peak; a step's is {own}",)
+    enough: tuple[str, ...] | None = None
+    if not result.fits and decides and step.peak_device_bytes <= result.budget_bytes:
+        enough = (f"evaluation of {result.setup.micro_batch_seqs} at once",)
+    elif not result.fits:
+        enough = enough_alone(
+            result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
+        )
+    render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough, over=over)
+
+
+@lru_cache(maxsize=64)
+def _resolve(model: str, gpu: str, lookup: options.Lookup) -> tuple[ModelSpec, GpuSpec]:
+    return options.said(lookup.model(model)), options.said(find_gpu(gpu))
+
+
+def candidate_of(
+    spec: ModelSpec,
+    card: GpuSpec,
+    setup: TrainSetup,
+    limits: options.Memory,
+    *,
+    dry: bool,
+    cluster: Cluster | None = None,
+    eval_seqs: int | None = None,
+) -> Candidate:
+    """One setup against a card's budget: formula, with `dry` the dry run too; `eval_seqs` are evaluated at once between
+    its steps.
+
+    Raises:
+        UsageError: no engine runs it, or sizes that make no sense.
+    """
+    memory, reserve = limits.of(card)
+    options.check_vendor(card, setup.num_gpus)
+    refused = why_not_run(spec, setup)
+    if refused:
+        raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
+    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
+    if dry:
+        result = with_dry_run(result, spec, card, memory_bytes=memory)
+    return with_evaluation(result, spec, card, eval_seqs)
+
+
+def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs: int | None) -> Candidate:
+    """A candidate whose device peak is at least that of the evaluation between two steps; without one the same."""
+    own = evaluating_bytes(spec, card, result.setup, positive("eval-batch", eval_seqs) or 0)
+    if own <= result.formula.peak_device_bytes:
+        return result
+    ran = result.dry_run
+    if isinstance(ran, Prediction):
+        ran = replace(ran, peak_device_bytes=max(own, ran.peak_device_bytes))
+    return replace(result, formula=replace(result.formula, peak_device_bytes=own), dry_run=ran)
+
+
+def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
+    if setup.alone:
+        return ""
+    from planner.memory.engines import why_not
+
+    return why_not(model, setup)
+
+
+def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> None:
+    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
+    for number, line in _lines(path):
+        try:
+            model, gpu, setup, around = parse_line(line)
+            spec, card = _resolve(model, gpu, options.Lookup())
+            eval_seqs = around.pop("eval_batch")
+            cluster = options.cluster_of(card, setup.num_gpus, **around)
+            result = candidate_of(spec, card, setup, memory, dry=dry, cluster=cluster, eval_seqs=eval_seqs)
+            answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
+        except PlannerError as error:
+            answer = {"error": error.message, "hint": error.hint, "line": number}
+        sys.stdout.write(json_text(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    if str(path) == "-":
+        lines = iter(lambda: sys.stdin.readline(MAX_LINE_CHARS + 1), "")
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        return
+    hint = "give a file of JSON lines, one setup each"
+    with open_regular(path, hint=hint) as file:
+        for number, line in read_lines(file, str(path), max_line_bytes=4 * MAX_LINE_CHARS, hint=hint):
+            yield number, line.decode("utf-8", "replace")
+
+
+def parse_line(line: str) -> tuple[str, str, TrainSetup, dict[str, Any]]:
+    """(model, gpu, setup, what is around it) from one line of the interchange form: beside a setup's keys it takes
+    those of `--nodes`, `--interconnect` and `--eval-batch`.
+
+    Raises:
+        ConfigError: not a JSON object, or model or gpu missing.
+        SetupError: a setup that cannot exist.
+    """
+    if len(line) > MAX_LINE_CHARS:
+        raise ConfigError(f"line is longer than {MAX_LINE_CHARS} characters", hint="one small JSON object per line")
+    values = parse_object(line, "the line", hint="one JSON object per line")
+    model, gpu = values.pop("model", None), values.pop("gpu", None)
+    if not isinstance(model, str) or not isinstance(gpu, str):
+        raise ConfigError(
+            "a setup line needs the strings 'model' and 'gpu'", hint='{"model": "...", "gpu": "...", ...}'
+        )
+    around = {name: values.pop(name, None) for name in ("nodes", "interconnect", "eval_batch")}
+    for name, kind in (("nodes", int), ("interconnect", str), ("eval_batch", int)):
+        if around[name] is not None and type(around[name]) is not kind:
+            raise ConfigError(f"{name} must be a {'number' if kind is int else 'name'}, got {around[name]!r:.80}")
+    return model, gpu, asked_setup(values), around

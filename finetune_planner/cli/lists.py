@@ -1,0 +1,58 @@
+"""`plan gpus` and `plan models`: the tables that come with the package; `plan doctor`: what this machine can do."""
+
+from dataclasses import fields
+
+import typer
+
+from finetune_planner.cli import options
+from finetune_planner.cli.output import console, print_json, tell
+from planner.core.errors import EXIT_ENVIRONMENT, UsageError
+from planner.hardware.gpus import all_gpus
+from planner.models import catalogue
+from planner.setup.interchange import to_jsonable
+from reports.lists import ModelRow, render_gpus, render_models
+
+_SIGNS = {"ok": "ok     ", "warning": "warning", "missing": "missing"}
+
+
+def gpus(as_json: options.Json = False) -> None:
+    """The GPU table."""
+    rows = all_gpus()
+    if as_json:
+        print_json([to_jsonable(row) for row in rows])
+        return
+
+    render_gpus(rows, console())
+
+
+def models(
+    match: str = typer.Argument("", help="Show only names that contain this."),
+    as_json: options.Json = False,
+) -> None:
+    """The built-in model catalogue; every name works with no network."""
+    specs = map(catalogue.load, catalogue.names_with(match))
+    columns = [one.name for one in fields(ModelRow)]
+    rows = [ModelRow(**{name: getattr(spec, name) for name in columns}) for spec in specs if spec is not None]
+    if as_json:
+        print_json([to_jsonable(row) for row in rows])
+        return
+    if not rows:
+        raise UsageError(
+            f"no model of the catalogue has {match!r} in its name",
+            hint="`plan models` lists all; other hub ids are looked up on the hub",
+        )
+    render_models(rows, console())
+
+
+def doctor(as_json: options.Json = False) -> int:
+    """Check driver, GPUs, torch, bitsandbytes kernels, flash attention, versions, disk; 3 if probes cannot run."""
+    from probes.doctor import can_probe, examine, findings_to_dict
+
+    findings = examine()
+    lines = []
+    for one in findings:
+        lines.append(f"{_SIGNS[one.level]} {one.name}: {one.text}")
+        lines += [f"        mend: {one.mend}"] if one.mend else []
+    lines.append("GPU probes can run here" if can_probe(findings) else "GPU probes cannot run here; planning can")
+    tell(findings_to_dict(findings), lines, as_json=as_json)
+    return 0 if can_probe(findings) else EXIT_ENVIRONMENT

@@ -1,0 +1,262 @@
+"""`plan MODEL --gpu GPU`: the main job."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_planner.app.climb import answered, chosen_timeline, dry_runs_ahead
+from finetune_planner.cli import options
+from finetune_planner.cli.answer import workload_for
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.output import console, print_json
+from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.setup_flags import takes_options
+from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.core.notes import risk
+from planner.core.records import dataclass
+from planner.frameworks.exporters import Launch
+from planner.memory.workload import Workload
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.interchange import to_jsonable
+from reports.terminal import render_plan
+
+MAX_CARDS = 6
+"""Cards that an inexact name may mean and that are all answered for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """What is written of a plan, and where."""
+
+    out: Annotated[Path | None, typer.Option(help="Directory for plan.json, report.md, launch files.")] = None
+    target: Annotated[
+        list[str] | None, typer.Option(help="Plan what this target can run; repeatable. Default: files for all.")
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
+    ] = False
+    verify: Annotated[
+        list[str] | None,
+        typer.Option(help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
+    ] = None
+    job: Annotated[
+        list[str] | None,
+        typer.Option(help="Also a job file: skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
+    ] = None
+
+    def check_job(self, asked: Workload) -> None:
+        """Refuses, before anything is planned, a scheduler that does not have the GPUs.
+
+        Raises:
+            UsageError: the reason.
+        """
+        if not self.job:
+            return
+        from planner.frameworks.exporters.jobs import check
+
+        if self.out is None:
+            raise UsageError("--job writes a file", hint="add --out DIR")
+        check(self.job, asked.gpu, asked.num_gpus, asked.cluster.num_nodes if asked.cluster is not None else 1)
+
+    def targets(self, gpus: int | None) -> tuple[str, ...]:
+        """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
+
+        Raises:
+            PlannerError: what the options contradict, or name and is not there.
+        """
+        if self.out is None and not (self.target or self.verify):
+            return ()
+        from finetune_planner.cli.writing import check_launch_words, known_targets
+
+        check_launch_words(self.target, self.out)
+        if self.verify:
+            traced = known_targets(self.verify)
+            if self.out is None or gpus not in (None, 1):
+                raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
+            from finetune_planner.cli.trace import check_tools
+
+            check_tools(traced)
+        return known_targets(self.target) if self.target else ()
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from reports.json_schema import answer_schema  # late: few ask
+
+        print_json(answer_schema(), whole=True)
+        raise typer.Exit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What is shown of a plan beside the answer."""
+
+    why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False
+    memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False
+    json_schema: Annotated[
+        bool,
+        typer.Option("--json-schema", is_eager=True, callback=_print_schema, help="JSON Schema of --json, and end."),
+    ] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """As the reports call it."""
+        wanted = {"why": self.why, "memory": self.memory, "all": self.everything}
+        return frozenset(name for name, on in wanted.items() if on)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RungOptions:
+    """Which rungs of the ladder a plan climbs."""
+
+    no_dry_run: options.NoDryRun = False
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")
+    ] = False
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False
+
+    def answer(self, asked: Workload, *, local: bool) -> Plan | NoPlan:
+        """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
+        plan = answered(asked, dry_run=not self.no_dry_run, history=not self.no_history)
+        if isinstance(plan, Plan) and local and not self.no_probe:
+            from finetune_planner.app.tuning import climb_probe
+
+            plan = climb_probe(plan)
+        return plan
+
+
+@takes_options
+def make(
+    model: options.Model,
+    gpu: options.Gpu,
+    *,
+    request: RequestOptions,
+    data: DataOptions,
+    files: FileOptions,
+    rungs: RungOptions,
+    lookup: options.Lookup,
+    show: ShowOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
+    request.fixed()  # what the flags alone contradict is said before anything is looked up
+    names = files.targets(request.gpus)
+    asked_for = partial(workload_for, model, request=request, data=data.checked(), targets=names)
+    if not rungs.no_dry_run:
+        dry_runs_ahead(request.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
+    try:
+        asked = asked_for(gpu=gpu, lookup=lookup)
+    except UnknownGpuError as error:
+        if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
+            _answer_each(error.could_be, lambda card: asked_for(gpu=card))
+        raise
+    files.check_job(asked)
+    options.said(asked.model)
+    options.said(asked.gpu)
+    written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
+    if files.out is not None:
+        _write(written, files, files.out, _command(model, gpu))
+        written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
+    _show(written, show.names, lookup.words, as_json=as_json)
+    _end(written, files)
+
+
+def _first(config: Mapping[str, Any], asked_for: Callable[..., Workload], gpu: str) -> None:
+    """The first answer, before the layers of a type without an adapter are read."""
+    from finetune_planner.cli.first import say_first
+
+    say_first(config, lambda spec: asked_for(gpu=gpu, spec=spec))
+
+
+def _end(written: "_Written", files: FileOptions) -> None:
+    """The exit code, and what went wrong with the files."""
+    if written.problem is not None:
+        raise written.problem
+    missing = [launch.target for launch in written.launches if launch.refused]
+    refuted = isinstance(written.plan, NoPlan) or not written.plan.chosen.fits
+    if refuted or (missing and (files.target or len(missing) == len(written.launches))):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+@dataclass
+class _Written:
+    """The answer, and what became of its files.
+
+    Attributes:
+        said: a sentence for each launch file; following: the command that starts one.
+        problem: why the files could not be written: a full disk must not cost the answer.
+    """
+
+    plan: Plan | NoPlan
+    launches: tuple[Launch, ...] = ()
+    said: tuple[str, ...] = ()
+    following: str = ""
+    problem: EnvironmentProblem | None = None
+
+
+def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
+    """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
+    from finetune_planner.cli.trace import sentences, trace_files, with_trace, withdraw
+    from finetune_planner.cli.writing import launch_sentences, next_command, write_out
+
+    timeline = chosen_timeline(written.plan)
+    write = partial(
+        write_out, folder=folder, targets=files.target, command=command, timeline=timeline,
+        force=files.force, jobs=files.job or (),
+    )  # fmt: skip
+    verify = files.verify
+    try:
+        written.launches = write(written.plan)
+        if verify and not isinstance(written.plan, NoPlan):
+            found, before = trace_files(written.plan, written.launches, folder, verify), written.launches
+            written.plan = with_trace(written.plan, found)
+            written.launches = write(written.plan, traces=found)
+            withdraw(before, written.launches, folder)
+        written.said = launch_sentences(written.launches, named=bool(files.target))
+        written.following = next_command(written.launches, folder)
+        if verify:
+            written.said = (*written.said, *sentences(written.launches))
+    except EnvironmentProblem as problem:
+        written.problem = problem
+
+
+def _unpinned(revision: str | None) -> tuple[str, ...]:
+    """What to write into the launch files by hand where another revision than the hub's main was planned."""
+    if revision is None:
+        return ()
+    where = "model_revision in TRL's and LLaMA-Factory's, revision_of_model in Axolotl's, revision= in scripts"
+    return (risk(f"The launch files name no revision: write {revision} into them ({where}), or they train main."),)
+
+
+def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_json: bool) -> None:
+    """The answer; `also`: words of a command that plans again."""
+    if as_json:
+        from finetune_planner.cli.writing import launch_targets
+        from reports.plan_json import plan_to_dict
+
+        launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
+        print_json(plan_to_dict(written.plan, extras={"launch": launch} if launch else {}))
+        print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
+    else:
+        following, said = written.following, written.said
+        render_plan(written.plan, console(), next_command=following, launches=said, show=show, also=also)
+
+
+def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:
+    """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
+    from reports.compare import render_comparison
+
+    render_comparison(
+        [(card, answered(workload(card), dry_run=False, history=False)) for card in cards], console(stderr=True)
+    )
+
+
+def _command(model: str, gpu: str) -> list[str]:
+    """The command for the report: the words after `plan`."""
+    words = sys.argv[1:]
+    return words if model in words else [model, "--gpu", gpu]

@@ -1,0 +1,187 @@
+"""`plan oom FILE|-`: why a run ran out of memory, from its traceback, log or memory snapshot; with its config, what
+would fit."""
+
+import codecs
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import typer
+
+from finetune_planner.cli import options
+from finetune_planner.cli.output import tell
+from planner.core.errors import ConfigError, PlannerError, UsageError
+from planner.core.redaction import without_secrets
+from planner.core.units import gib
+from planner.planning.failures.diagnosis import Diagnosis, diagnose, diagnose_message
+from planner.planning.failures.snapshot import Snapshot, is_snapshot, read_snapshot
+from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
+
+MAX_TEXT_BYTES = 4 * 1024**2
+"""Of a longer log the end is read: the error stands there."""
+CHUNK_BYTES = 1024**2
+CONFIG_ENDINGS = (".yaml", ".yml", ".sh", ".py")
+MAX_BESIDE = 40
+NUM_CHANGES = 4
+
+
+def oom(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="Traceback, log or memory snapshot; - reads stdin.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The run's config or script. Default: the only one beside the log.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Its card, where the memory's size does not tell.")] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Why a run ran out of memory, and the smallest change. Nothing is executed.
+
+    Exit codes: 0 a cause is named, 1 none is (what is missing is said), 2 it cannot be read.
+    """
+    found, snapshot = _read(file)
+    if not found.message.where:
+        raise ConfigError(
+            "no out-of-memory error in this text",
+            hint="paste it from 'Traceback' to 'CUDA out of memory. Tried to allocate ...'",
+        )
+    beside = config or (_beside(Path(file)) if file != "-" else None)
+    card = gpu or (found.cards[0] if len(found.cards) == 1 else None)
+    checked, refused = _checked(beside, card, found) if beside else (None, "")
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "oom",
+        **to_jsonable(found),
+        "holders": to_jsonable(snapshot.holders) if snapshot else [],
+        "config": str(beside) if beside else None,
+        "check": checked,
+        "not_checked": refused,
+    }
+    tell(document, lines(found, snapshot, beside, checked, refused), as_json=as_json)
+    return 0 if found.causes else 1
+
+
+def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
+    if file == "-":
+        return diagnose(_text(sys.stdin.buffer)), None
+    path = Path(file)
+    if not path.exists() or path.is_dir():
+        raise UsageError(
+            f"{file}: no such file", hint="a log, a traceback or a memory snapshot; - reads what you paste"
+        )
+    # O_NONBLOCK: a named pipe into which nobody writes is empty, not waited for; what <(...) gives has its writer
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as opened:
+        if not opened.seekable():
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(descriptor, True)
+            return diagnose(_text(opened)), None
+        if is_snapshot(opened.read(4)):
+            snapshot = read_snapshot(path)
+            return diagnose_message(snapshot.message), snapshot
+        opened.seek(0)
+        head = opened.read(2)
+        end = path.stat().st_size
+        opened.seek(max(0, end - MAX_TEXT_BYTES) // 2 * 2)
+        return diagnose(_decoded(opened.read(MAX_TEXT_BYTES + 1), head)), None
+
+
+def _text(stream: BinaryIO) -> str:
+    """The end of a stream, however long it is."""
+    kept, head = b"", b""
+    while chunk := stream.read(CHUNK_BYTES):
+        head = head or chunk[:2]
+        kept = (kept + chunk)[-MAX_TEXT_BYTES:]
+    return _decoded(kept, head)
+
+
+def _decoded(data: bytes, head: bytes) -> str:
+    """A log as text: PowerShell's > writes two bytes a letter, after a mark."""
+    two = head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return data.decode(("utf-16-le" if head == codecs.BOM_UTF16_LE else "utf-16-be") if two else "utf-8", "replace")
+
+
+def _beside(log: Path) -> Path | None:
+    """The only training config in the log's folder, None where there is none or more than one."""
+    from planner.frameworks.readers.read import read_config
+
+    found = []
+    for path in sorted(log.resolve().parent.iterdir())[:MAX_BESIDE]:
+        if path.suffix not in CONFIG_ENDINGS or not path.is_file():
+            continue
+        try:
+            read_config(path)
+        except PlannerError:
+            continue
+        found.append(path)
+    return found[0] if len(found) == 1 else None
+
+
+def _checked(config: Path, card: str | None, found: Diagnosis) -> tuple[dict[str, Any] | None, str]:
+    """What `plan check` says of the run's config, or why it cannot."""
+    from finetune_planner.cli.checking import CheckRequest, as_document, checked
+
+    if card is None:
+        named = ", ".join(found.cards[:8])
+        return None, f"the card is not known: --gpu NAME{f' (with this memory: {named})' if named else ''}"
+    try:
+        result, _, _ = checked(config, card, CheckRequest.of(sets=(), model=None), dry_run=False)
+    except PlannerError as error:
+        return None, f"{error.message} ({error.hint})" if error.hint else error.message
+    return as_document(result, None), ""
+
+
+def lines(
+    found: Diagnosis, snapshot: Snapshot | None, config: Path | None, checked: dict[str, Any] | None, refused: str
+) -> Iterator[str]:
+    """The answer as a person reads it."""
+    message = found.message
+    what = found.causes[0].words if found.causes else "out of memory; the text does not tell in which part of the run"
+    yield f"Ran out of memory: {what}."
+    figures = [
+        ("asked for", message.tried_bytes),
+        ("held by PyTorch", message.allocated_bytes),
+        ("cached, unusable", message.unallocated_bytes),
+        ("other processes", message.other_bytes),
+        ("card", message.total_bytes),
+    ]
+    shown = [f"{label} {gib(size)}" for label, size in figures if size]
+    if shown:
+        yield " · ".join(shown)
+    for holder in snapshot.holders if snapshot else ():
+        part = f", {holder.phase}" if holder.phase else ""
+        yield f"  {gib(holder.size_bytes)} by {without_secrets(holder.place)}{part}"
+    for cause in found.causes[1:]:
+        yield f"Also: {cause.words}."
+    changes = list(dict.fromkeys(change for cause in found.causes for change in cause.changes))
+    if changes and checked is None:
+        yield "What helps, smallest change first"
+        yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(found.causes) - 1])
+    if checked is not None and config is not None:
+        yield from _of_config(config, checked)
+    elif refused:
+        yield f"{config.name if config else 'config'}: not checked: {refused}"
+    else:
+        yield "With the run's config this says what would fit: plan oom FILE --config CONFIG --gpu GPU"
+    for one in found.unknown:
+        yield f"Not known: {one}"
+
+
+def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
+    """What the config was predicted to need, and the changes of it that fit."""
+    found, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
+    verdict = {"fits": "fits", "does_not_fit": "does not fit"}.get(checked["verdict"], "may or may not fit")
+    peak = f"{gib(found['peak_device_bytes'])} of {gib(budget)}"
+    yield f"{config.name}: {verdict}: {peak} ({checked['rung']}, peak in {found['peak_phase']})"
+    if checked["verdict"] == "fits":
+        yield "The config alone does not explain it: other processes, longer samples, or code that it does not show"
+    fitting = [one for one in checked["changes"] if one["verdict"] == "fits"]
+    fitting.sort(key=lambda one: one["changes_training"])
+    if fitting:
+        yield "Changes that fit, those that train the same first"
+        for one in fitting[:NUM_CHANGES]:
+            speed = f", {100 * (one['speedup'] - 1):+.0f} % speed" if one.get("speedup") else ""
+            yield f"→ {one['label']}: {gib(one['peak_device_bytes'])}{speed}"
+    elif checked["verdict"] != "fits":
+        yield f"No single change fits: plan check {config.name} --gpu {card} --fix"
+        yield f"or plan anew: plan {checked['model']} --gpu {card}"

@@ -1,0 +1,82 @@
+"""`plan report` and `plan compare`: answers side by side, from plan.json alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_planner.cli import options
+from finetune_planner.cli.completion import complete_gpu
+from finetune_planner.cli.output import console, print_json, write_text
+from planner.core.errors import EnvironmentProblem, UsageError
+from reports.compare import render_comparison
+from reports.html import Entry, report_html
+from reports.plan_json import plan_to_dict, read_plan_json
+from reports.write import entry_of, report_files
+
+Directories = Annotated[
+    list[Path],
+    typer.Argument(help="Directories that `plan ... --out DIR` wrote, or plan.json files.", show_default=False),
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory for report.md and report.html.")]
+
+
+def report(plans: Directories, out: Out = None) -> None:
+    """Write report.html and report.md anew from plan.json; several directories give one report that compares them."""
+    entries = _entries(plans)
+    folder = out or (plans[0] if plans[0].is_dir() else plans[0].parent) if len(plans) == 1 else out or Path()
+    _write(folder, report_files(entries, html=False))
+    write_html(folder, entries)
+
+
+def compare(
+    plans: Annotated[
+        list[Path], typer.Argument(help="Plan directories, or training configs (with --gpu).", show_default=False)
+    ],
+    out: Out = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU that training configs are compared on.", autocompletion=complete_gpu)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of configs that name none.")] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Several plans, or several training configs on one GPU, side by side."""
+    if any(path.is_file() and path.name != "plan.json" for path in plans):
+        from finetune_planner.cli.check import compare_configs
+
+        if gpu is None:
+            raise UsageError("training configs are compared on a GPU", hint="plan compare A.yaml B.yaml --gpu rtx-4090")
+        return compare_configs(plans, gpu, model=model, as_json=as_json)
+
+    if len(plans) < 2:
+        raise UsageError("plan compare needs at least two plans", hint="plan compare DIR DIR ...")
+    entries = _entries(plans)
+    if out is not None:
+        _write(out, report_files(entries, html=False))
+        write_html(out, entries)
+    if as_json:
+        print_json([{"name": entry.name, **plan_to_dict(entry.plan)} for entry in entries])
+    else:
+        render_comparison([(entry.name, entry.plan) for entry in entries], console())
+    return 0
+
+
+def _entries(plans: list[Path]) -> list[Entry]:
+    return [entry_of(read_plan_json(path), name=path.resolve().name if path.is_dir() else path.stem) for path in plans]
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        write_text(folder / name, text)
+        typer.echo(f"wrote {folder / name}", err=True)
+
+
+def write_html(folder: Path, entries: list[Entry]) -> None:
+    """report.html, or a word on stderr where jinja2 is missing: report.md is there in any case."""
+    try:
+        page = report_html(entries)
+    except EnvironmentProblem as error:
+        typer.echo(f"report.html left out: {error.message} ({error.hint})", err=True)
+        return
+    _write(folder, {"report.html": page})

@@ -1,0 +1,217 @@
+"""The options of a request, declared once for every command that plans (`plan MODEL`, `plan tune`, `plan which-gpu`),
+and those that name one setup (`plan estimate`, `plan probe`)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+import typer
+
+from finetune_planner.cli import options, setup_flags
+from finetune_planner.cli.setup_flags import Flag, given, takes_flags
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workload import Data
+from planner.planning.option_values import amount, positive
+from planner.planning.plan_request import PlanRequest
+
+if TYPE_CHECKING:
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
+
+
+_SPACE = (*setup_flags.SPACE, setup_flags.ADAPTER)
+_ONE = (*setup_flags.SPACE, *setup_flags.RUN)
+_ANY = (*setup_flags.SPLIT, setup_flags.ADAPTER, *setup_flags.AIM, *setup_flags.FORMULA_ALONE)
+
+
+@takes_flags(*_SPACE, wished=True)
+class SpaceOptions:
+    """Which values of the setup's fields may be planned; None: all of them."""
+
+    rank: int | None = None
+    targets: str | None = None
+    adapter: str | None = None
+    packing: bool | None = None
+    no_extra_packages: options.NoExtraPackages = False
+
+    def fixed(self) -> dict[str, tuple[Any, ...]]:
+        """Setup fields that the user decided, each with its allowed values.
+
+        Raises:
+            UsageError: unknown values, or flags that contradict each other.
+        """
+        fixed = {row.of: row.wished(value) for row, value in given(self, _SPACE).items()}
+        if self.no_extra_packages:
+            options.without_packages(fixed)
+        return fixed | self._method(fixed)
+
+    def _method(self, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        """The methods that the other flags leave: a quantization other than none means QLoRA unless a method was given;
+        a rank, targets or a kind of adapter rule full fine-tuning out."""
+        of_adapters = [f"--{option}" for option in ("rank", "targets", "adapter") if getattr(self, option) is not None]
+        if "method" in fixed:
+            if of_adapters and fixed["method"] == ("full",):
+                flag = of_adapters[0]
+                raise UsageError(
+                    f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora"
+                )
+            return {}
+        quantized = fixed.get("quantization", ("none",))
+        if "none" not in quantized:
+            return {"method": ("qlora",)}
+        return {"method": ("lora", "qlora")} if of_adapters else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How much is trained on, where no file says so; None: not known, or a stated rule."""
+
+    dataset_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (20M): steps, time, cost."
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."),
+    ] = None
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default 1, up to 3 for small data.")] = (
+        None
+    )
+
+
+@takes_flags(*setup_flags.LAYOUT, *setup_flags.AIM, wished=True)
+class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
+    """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
+
+    objective: options.Objective = None
+    gpus: options.Gpus = None
+    nodes: options.Nodes = None
+    interconnect: options.Interconnect = None
+    seq_len: options.SeqLen = None
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            "--batch-size",
+            help="Sequences per optimizer step, kept constant. Default 32, less for small data.",
+        ),
+    ] = None
+    prefer: Annotated[
+        str | None, typer.Option(help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
+    ] = None
+    min_rank: Annotated[int | None, typer.Option(help="LoRA rank never falls below this.")] = None
+    memory_gib: options.MemoryGib = None
+    headroom: options.Headroom = None
+    price: Annotated[float | None, typer.Option(help="US dollars per GPU hour.")] = None
+    spot: Annotated[bool, typer.Option("--spot", help="Spot prices, of machines that may be taken back.")] = False
+    lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
+
+    def fixed(self) -> dict[str, tuple[Any, ...]]:
+        """With the objective and the fields of the layout.
+
+        Raises:
+            UsageError: unknown values, or flags that contradict each other.
+        """
+        if self.rank is not None and self.min_rank is not None and self.rank < self.min_rank:
+            raise UsageError(f"--rank {self.rank} is below --min-rank {self.min_rank}", hint="leave one of the two out")
+        num_gpus = self.gpus or 1
+        aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
+        if rollouts := self.rollouts(self.objective, self.seq_len, packages=not self.no_extra_packages):
+            aim["rollout"] = rollouts
+        if images := self.images():
+            aim["images"] = (images,)
+        aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
+        asked = {row.key: value for row, value in given(self, setup_flags.LAYOUT).items()}
+        return aim | super().fixed() | options.layout_fields(num_gpus, **asked)
+
+    def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
+        """The same request with the links that this machine has, where its GPUs are meant and no link was named."""
+        num = self.gpus or 1
+        if num == 1 or name.lower() != "local" or self.interconnect is not None:
+            return self
+        from finetune_planner.app.machine import local_link
+
+        link = local_link(num)
+        return replace(self, interconnect=link) if link == "pcie" or (link and gpu.nvlink_bytes_per_s) else self
+
+    def cluster(self, gpu: GpuSpec) -> "Cluster | None":
+        """The GPUs and their links, None for one GPU.
+
+        Raises:
+            UsageError: counts or links that cannot be meant.
+        """
+        return options.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
+
+    def request(self) -> PlanRequest:
+        """What the options ask for.
+
+        Raises:
+            UsageError: an option that makes no sense.
+        """
+        return PlanRequest(
+            fixed=self.fixed(),
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            memory_gib=self.memory_gib,
+            headroom_gib=self.headroom,
+            min_rank=self.min_rank,
+            data=Data(epoch_tokens=self.dataset_tokens, num_samples=self.samples),
+            price=self.price,
+            spot=self.spot,
+            prefer=self.prefer or "quality",
+            num_epochs=self.epochs,
+            learning_rate=self.lr,
+        )
+
+
+@takes_flags(*_ONE, *setup_flags.SHARED, wished=False)
+class SetupOptions:
+    """One setup as flags; None: the setup's own default."""
+
+    attention: str | None = None
+    seq_len: int | None = None
+    gpus: options.Gpus = None
+    rows: ClassVar[tuple[Flag, ...]] = (*_ONE, *setup_flags.SHARED)
+
+    def num_gpus(self) -> int:
+        """GPUs of the whole job.
+
+        Raises:
+            UsageError: a count that cannot be meant.
+        """
+        return positive("gpus", self.gpus, maximum=setup_flags.MAX_GPUS) or 1
+
+    def values(self) -> dict[str, Any]:
+        """What was given, as fields of the interchange form; a quantized base is QLoRA's.
+
+        Raises:
+            UsageError: values out of range, or flags that contradict each other.
+        """
+        said = given(self, self.rows)
+        found = {row.of: row.read(row.word, value) for row, value in said.items() if row not in setup_flags.LAYOUT}
+        found |= self._more()
+        if "method" not in found and found.get("quantization", "none") != "none":
+            found["method"] = "qlora"
+        num_gpus = self.num_gpus()
+        shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.LAYOUT}
+        return found | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
+
+    def _more(self) -> dict[str, Any]:
+        """Fields that have no row of their own."""
+        return {}
+
+
+@takes_flags(*_ANY, wished=False)
+class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
+    """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
+
+    objective: options.Objective = None
+    rows: ClassVar[tuple[Flag, ...]] = (*SetupOptions.rows, *_ANY)
+
+    def _more(self) -> dict[str, Any]:
+        rollout = self.rollout(self.objective, self.seq_len)
+        found = {"objective": self.objective, "rollout": rollout, "images": self.images()}
+        return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,312 @@
+"""Commands that answer with one table of plans by the formula: `plan which-gpu`, `plan which-model`,
+`plan compare-adapters`, `plan compare-targets`."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_planner.app.cores import on_cores
+from finetune_planner.cli import options
+from finetune_planner.cli.answer import request_for, workload_for
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.output import console, show_table
+from finetune_planner.cli.report import Out as OutOf
+from finetune_planner.cli.report import write_html
+from finetune_planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
+from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
+from planner.core.errors import EXIT_NOTHING_FITS, UsageError
+from planner.core.records import dataclass
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus, find_gpu
+from planner.memory.workload import Workload
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.options.kernels import PLANNED_KERNELS
+from planner.planning.answer import NUM_RANKED, plan_workload
+from planner.planning.decision.others import longest_tokens
+from planner.planning.decision.policy import compare_kinds
+from planner.planning.option_values import positive
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import PlanRequest
+from planner.planning.runs import WalkCache
+from planner.planning.targets import compare_targets as choices_of_targets
+from planner.setup import TrainSetup
+from reports.html import Entry
+from reports.page import steps
+from reports.side_by_side import AdaptersSheet, TargetsSheet
+from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
+
+MAX_GROUP = 8
+"""Cards that one process plans in a row: more share more, fewer end together."""
+Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Which cards are shown, and in which order."""
+
+    vendor: Annotated[str | None, typer.Option(help="Only cards of this maker.")] = None
+    sort: Annotated[str, typer.Option(help="size (smallest that fits first), speed or cost.")] = "size"
+    fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
+    built_in: Annotated[bool, typer.Option("--built-in", help="With laptops' chips and Jetson modules.")] = False
+
+    def cards(self) -> list[GpuSpec]:
+        """The cards.
+
+        Raises:
+            UsageError: no such order, or no such maker.
+        """
+        if self.sort not in SORTS:
+            raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
+        cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
+        cards = [one for one in cards if self.built_in or not one.is_built_in]
+        if not cards:
+            known = ", ".join(sorted({card.vendor for card in all_gpus()}))
+            raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {known}")
+        return cards
+
+
+@takes_options
+def which_gpu(
+    model: options.Model,
+    *,
+    gathering: options.Gathering,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    space: SpaceOptions,
+    headroom: options.Headroom = None,
+    job: JobOptions,
+    data: DataOptions,
+    table: TableOptions,
+    out: OutOf = None,
+    lookup: options.Lookup,
+    as_json: options.Json = False,
+) -> None:
+    """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first; with
+    --dataset, --samples or --tokens by the time and the cost of the whole job.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
+    over a coarse choice of setups (DDP and FSDP2).
+    """
+    said = RequestOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
+    sheet = gpus_sheet(model, said, data, table, gathering, lookup, charts=out is not None)
+    show_table(out, as_json, sheet)
+    if out is not None:
+        write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in sheet.choices])
+    if not any(one.fits for one in sheet.choices):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def gpus_sheet(
+    model: str,
+    said: RequestOptions,
+    data: DataOptions,
+    table: TableOptions,
+    gathering: options.Gathering,
+    lookup: options.Lookup,
+    *,
+    charts: bool = False,
+) -> GpusSheet:
+    """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
+    cards, spec = table.cards(), options.said(lookup.model(model))
+    request = request_for(spec, said, data.checked())
+    if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
+        request = replace(request, fixed={**_coarse(), **request.fixed})
+    answers = _plans(spec, cards, request, gathering.of, charts=charts)
+    return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
+
+
+def _coarse() -> dict[str, tuple[Any, ...]]:
+    """What is tried of several GPUs where nothing is said."""
+    from planner.planning.decision.clusters import COARSE, COARSE_LAYOUTS
+
+    coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
+    return {**coarse, "parallel": COARSE_LAYOUTS}
+
+
+def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
+    """Cards on which a setup takes the same memory stay together: the walk of the first serves them all."""
+    by_kind: dict[tuple[str, tuple[int, int] | None], list[GpuSpec]] = {}
+    for card in cards:
+        by_kind.setdefault((card.vendor, card.compute_capability), []).append(card)
+    return [kind[at : at + MAX_GROUP] for kind in by_kind.values() for at in range(0, len(kind), MAX_GROUP)]
+
+
+def _plans(
+    spec: ModelSpec,
+    cards: list[GpuSpec],
+    request: PlanRequest,
+    cluster: Callable[[GpuSpec], Cluster | None],
+    *,
+    charts: bool,
+) -> list[Plan | NoPlan]:
+    """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
+
+    Args:
+        charts: the plans are drawn, with their runners-up.
+
+    Raises:
+        UsageError: on every card.
+    """
+    memory, num_ranked = WalkCache(), NUM_RANKED if charts else 1
+
+    def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
+        try:
+            asked = request.workload(spec, card, cluster(card))
+            return card, plan_workload(asked, known=memory, num_ranked=num_ranked, helped=charts)
+        except UsageError as error:
+            return card, error
+
+    answered = chain.from_iterable(on_cores(lambda group: list(map(planned, group)), _groups(cards)))
+    found = list(steps(answered, "planning", console(stderr=True), num=len(cards)))
+    found.sort(key=lambda one: cards.index(one[0]))
+    answers = [answer for _, answer in found if not isinstance(answer, UsageError)]
+    problems = [(card, answer) for card, answer in found if isinstance(answer, UsageError)]
+    if not answers:
+        raise problems[-1][1]
+    if problems:
+        left_out = ", ".join(card.key for card, _ in problems)
+        print(f"left out, where the options cannot be kept: {left_out}", file=sys.stderr)
+    return answers
+
+
+@takes_options
+def which_model(
+    gpu: options.Gpu,
+    match: Annotated[str, typer.Argument(help="Only models whose names contain this.")] = "",
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    *,
+    space: SpaceOptions,
+    memory: options.Memory,
+    every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the whole table to this directory.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one model.
+    """
+    asked = PlanRequest(
+        fixed=space.fixed(),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
+    rows, request = models_rows(asked, gpu, match)
+    show_table(out, as_json, ModelsSheet(rows, request, every))
+    if not any(one.fits for one in rows):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def models_rows(asked: PlanRequest, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
+    """A row for each model whose name contains `match`, largest first; and the request for the longest context of them,
+    which is what was asked for: models of a shorter one differ.
+
+    Raises:
+        UsageError: there is none.
+    """
+    card, names = options.said(find_gpu(gpu)), catalogue.names_with(match)
+    if not names:
+        raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
+    answers = on_cores(partial(_row, asked, card, front_ends=bool(match)), names)
+    found = [one for one in steps(answers, "planning", console(stderr=True), num=len(names)) if one is not None]
+    rows = [row for row, _ in found]
+    rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
+    return rows, max((request for _, request in found), key=lambda one: (one.seq_len_tokens, one.model.model_id))
+
+
+def _row(asked: PlanRequest, card: GpuSpec, name: str, *, front_ends: bool) -> tuple[ModelChoice, Workload] | None:
+    """A model's row and request; None for one that hears or sees, whose length is another thing: asked for by name."""
+    spec = catalogue.load(name)
+    assert spec is not None
+    if spec.front_end is not None and not front_ends:
+        return None
+    request = asked.workload(spec, card)
+    longest = longest_tokens(request)
+    within = any(tokens >= request.seq_len_tokens for tokens in longest.values())
+    return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(request) if within else None), request
+
+
+@takes_options
+def compare_adapters(
+    model: options.Model,
+    gpu: options.Gpu,
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    *,
+    space: SpaceOptions,
+    memory: options.Memory,
+    lookup: options.Lookup,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.
+
+    Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
+    """
+    card, fixed = options.said(find_gpu(gpu)), space.fixed()
+    _check_compared(fixed)
+    asked = PlanRequest(
+        fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
+    request = asked.workload(options.said(lookup.model(model)), card)
+    lora = _lora(request, f"plan {model} --gpu {gpu}")
+    rows = compare_kinds(request, lora)
+    show_table(out, as_json, AdaptersSheet(rows, request, lora))
+
+
+def _lora(request: Workload, command: str) -> TrainSetup:
+    """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
+    plan = plan_workload(request)
+    if isinstance(plan, NoPlan):
+        typer.echo(f"no LoRA of {request.model.model_id} fits on {request.gpu.name}: {command} says why", err=True)
+        raise typer.Exit(EXIT_NOTHING_FITS)
+    return plan.chosen.setup
+
+
+def _check_compared(fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    if "adapter" in fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+
+
+@takes_options
+def compare_targets(
+    model: options.Model,
+    gpu: options.Gpu,
+    *,
+    request: RequestOptions,
+    lookup: options.Lookup,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """The fastest plan of every launch target: TRL, the Trainer, Axolotl, LLaMA-Factory, Unsloth, torchtitan.
+
+    Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
+    """
+    sheet = targets_sheet(model, gpu, request, lookup)
+    show_table(out, as_json, sheet)
+    if sheet.rows[0].candidate is None:
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def targets_sheet(model: str, gpu: str, request: RequestOptions, lookup: options.Lookup) -> TargetsSheet:
+    """The launch targets beside each other for one request."""
+    asked = workload_for(model, gpu, request, lookup=lookup)
+    options.said(asked.model)
+    options.said(asked.gpu)
+    return TargetsSheet(choices_of_targets(asked), asked)

@@ -1,0 +1,195 @@
+"""`plan which-cluster`: the smallest, the cheapest and the fastest set of GPUs for a piece of work."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_planner.app.progress import say
+from finetune_planner.cli import options
+from finetune_planner.cli.answer import request_for
+from finetune_planner.cli.completion import complete_gpu
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.output import console, show_table
+from finetune_planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
+from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
+from planner.core.errors import EXIT_NOTHING_FITS, UsageError
+from planner.core.records import dataclass
+from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus, find_gpu
+from planner.hardware.prices import cluster_offer, keys_on_demand
+from planner.models.spec import ModelSpec
+from planner.planning.decision.clusters import ClusterOption, counts, options_of
+from planner.planning.option_values import duration_s, positive
+from planner.planning.plan_request import PlanRequest
+from planner.samples.steps import DEFAULT_GLOBAL_BATCH
+from reports.page import steps
+from reports.text import job_words
+from reports.which_cluster import ClustersSheet
+
+DEFAULT_MAX_GPUS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """How long the training may take, and what it may cost."""
+
+    deadline: Annotated[str | None, typer.Option(help="Longest time the training may take: 90m, 24h, 3d.")] = None
+    budget: Annotated[float | None, typer.Option(help="Most it may cost, in US dollars.")] = None
+
+    def limits(self) -> dict[str, Any]:
+        """Seconds and US dollars.
+
+        Raises:
+            UsageError: what cannot be meant.
+        """
+        if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
+            raise UsageError(f"--budget must be US dollars above 0, got {self.budget}", hint="for example --budget 500")
+        deadline_s = None if self.deadline is None else duration_s("deadline", self.deadline, unit="h")
+        return {"deadline_s": deadline_s, "budget_usd": self.budget}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClustersOptions:
+    """The sets of GPUs that are considered."""
+
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="GPU to consider; repeatable. Default: those that a cloud rents on demand.",
+            autocompletion=complete_gpu,
+        ),
+    ] = None
+    max_gpus: Annotated[int, typer.Option(help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
+    interconnect: options.Interconnect = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """How many of a card are considered.
+
+        Raises:
+            UsageError: a number or links that cannot be meant.
+        """
+        for part in self.interconnect.lower().split("+") if self.interconnect is not None else ():
+            known_link(part.strip())
+        return counts(positive("max-gpus", self.max_gpus, maximum=MAX_GPUS) or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """What is said of every card."""
+
+    headroom: options.Headroom = None
+    price: Annotated[float | None, typer.Option(help="US dollars per GPU hour, instead of the price table.")] = None
+    spot: Annotated[bool, typer.Option("--spot", help="Spot prices, of machines that may be taken back.")] = False
+
+
+EveryBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster.")
+]
+
+
+@takes_options
+def which_cluster(
+    model: options.Model,
+    *,
+    job: JobOptions,
+    data: DataOptions,
+    limits: LimitOptions,
+    clusters: ClustersOptions,
+    seq_len: options.SeqLen = None,
+    global_batch: EveryBatch = None,
+    space: SpaceOptions,
+    card: CardOptions,
+    out: Annotated[Path | None, typer.Option(help="Write the whole answer to this directory.")] = None,
+    lookup: options.Lookup,
+    as_json: options.Json = False,
+) -> None:
+    """The smallest, the cheapest and the fastest set of GPUs that keeps a deadline and a budget.
+
+    Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
+    """
+    said = RequestOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch)
+    sheet = clusters_sheet(model, said, data, limits, clusters, lookup)
+    show_table(out, as_json, sheet)
+    if not any(one.meets for one in sheet.options):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def clusters_sheet(
+    model: str,
+    said: RequestOptions,
+    data: DataOptions,
+    limits: LimitOptions,
+    clusters: ClustersOptions,
+    lookup: options.Lookup,
+) -> ClustersSheet:
+    """Every set of GPUs with what the job takes there."""
+    asked, numbers = limits.limits(), clusters.numbers()
+    cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
+    batch = positive("global-batch", said.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
+    said = replace(said, global_batch=batch)
+    request = request_for(spec, said, data.checked())
+    if not request.data.epoch_tokens and not request.data.num_samples:
+        hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
+        raise UsageError("how much work is it?", hint=hint)
+    found = _options(spec, cards, [one for one in numbers if batch % one == 0], request, clusters.interconnect, **asked)
+    asked_for = request.workload(spec, cards[0])
+    tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
+    told = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
+    return ClustersSheet(spec, found, {**asked, **told})
+
+
+def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
+    """The cards asked for, or every card that a cloud rents on demand, each once."""
+    if names:
+        return list({card.key: card for card in (options.said(find_gpu(name)) for name in names)}.values())
+    return [card for card in all_gpus() if card.key in keys_on_demand()]
+
+
+def _options(
+    spec: ModelSpec,
+    cards: Sequence[GpuSpec],
+    numbers: Sequence[int],
+    request: PlanRequest,
+    interconnect: str | None,
+    **limits: Any,
+) -> list[ClusterOption]:
+    """Every method on every cluster; a card on which the options contradict each other is left out.
+
+    Raises:
+        UsageError: on every card.
+    """
+    found: list[ClusterOption] = []
+    problem: UsageError | None = None
+    for card in steps(cards, "planning", console(stderr=True)):
+        try:
+            for number in numbers:
+                link = interconnect if number > 1 else None
+                if number > GPUS_PER_NODE and interconnect is None:
+                    offer = cluster_offer(card.key, spot=request.spot)
+                    if offer is None:  # nobody is known to rent several machines of it with a network between them
+                        break
+                    link = offer.network
+                options.check_vendor(card, number)
+                cluster = make_cluster(card, number, interconnect=_links(link, number))
+                job = request.workload(spec, card, cluster if number > 1 else None)
+                found += options_of(job, cluster, **limits)
+        except UsageError as error:
+            problem = error
+            say(f"left out {card.key} from here on: {error.message}")
+    if not found and problem is not None:
+        raise problem
+    return found
+
+
+def _links(interconnect: str | None, number: int) -> str | None:
+    """The links that a cluster of this size has: none between nodes where there is one node."""
+    if interconnect is None or number > GPUS_PER_NODE:
+        return interconnect
+    network = {key for key, link in links().items() if link.kind == "network"}
+    parts = [part for part in interconnect.lower().split("+") if part.strip() not in network]
+    return "+".join(parts) or None

@@ -1,0 +1,385 @@
+"""`--out DIR`: plan.json, the reports and the launch files of a plan."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+
+from finetune_planner.app.climb import dry_run_setup
+from finetune_planner.app.progress import say
+from finetune_planner.cli.output import write_text
+from finetune_planner.cli.trace import sentence
+from planner import __version__
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.locks import folder_lock
+from planner.core.notes import Note, Place, risk
+from planner.core.redaction import without_secrets, without_secrets_in_words
+from planner.core.units import gib
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch
+from planner.frameworks.exporters.chat import lacks_template
+from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.hyperparameters import choose
+from planner.memory.workload import Data, Workload
+from planner.options.absent import told
+from planner.planning.decision.candidates import candidate
+from planner.planning.expressed import as_run
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.targets import own_choice
+from planner.samples.dataset import kind_of_data
+from planner.samples.found import path_of
+from planner.samples.rows import files_of
+from planner.samples.steps import steps_between_logs, steps_per_epoch
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate, Prediction, ProbeFailure
+from planner.setup.packages import PACKAGED, rules_packages_out
+from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline, sensitivity
+from reports.setup_text import gpus_words
+from reports.write import plan_files
+
+FOLDER = "launch"
+"""What stands for the files beside all targets', README.md and run.sh."""
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "optuna")
+
+
+def write_out(
+    plan: Plan | NoPlan,
+    folder: Path,
+    *,
+    targets: Sequence[str] | None,
+    command: Sequence[str],
+    data: Data | None = None,
+    timeline: Timeline | None = None,
+    force: bool = False,
+    traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
+    jobs: Sequence[str] = (),
+) -> tuple[Launch, ...]:
+    """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
+    or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before;
+    `data`: others than those that were planned for; `jobs`: schedulers that a job file is written for.
+
+    Raises:
+        EnvironmentProblem: the directory cannot be written.
+        UsageError: an unknown launch target.
+    """
+    launches: tuple[Launch, ...] = ()
+    if isinstance(plan, Plan) or force:
+        launches = launch_files(plan, targets, folder, data=data, force=force, traces=traces, jobs=jobs)
+    extras = _extras(plan, launches, command, timeline)
+    try:
+        texts = plan_files(plan, extras)
+    except EnvironmentProblem as error:
+        say(f"no report.html: {error.message}")
+        texts = plan_files(plan, extras, html=False)
+    with folder_lock(folder):
+        _put(folder, launches, texts, again=bool(traces))
+    return tuple(launch for launch in launches if launch.target != FOLDER)
+
+
+def _put(folder: Path, launches: Sequence[Launch], texts: Mapping[str, str], *, again: bool) -> None:
+    """Writes the files; `again`: the second time for one plan."""
+    if not _holds_a_plan(folder):
+        names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
+        for name in sorted(one for one in names if (folder / one).exists()):
+            say(f"replaces {folder / name}, which no plan wrote")
+    for launch in launches:
+        for file in launch.files:
+            write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
+    written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
+    earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
+    if earlier and not again:
+        where = ", ".join(f"launch/{name}" for name in earlier)
+        say(f"not of this plan, and left as it was: {where} in {folder}")
+    for name, text in texts.items():
+        write_text(folder / name, text)
+
+
+def _holds_a_plan(folder: Path) -> bool:
+    """Whether the folder's plan.json is one of ours: then what lies there by our names is too."""
+    path = folder / "plan.json"
+    with suppress(OSError):
+        if path.is_file():  # no pipe that nobody fills
+            with path.open(encoding="utf-8", errors="replace") as file:
+                return '"schema_version"' in file.read(200)
+    return False
+
+
+def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, ...]:
+    """Files that are predicted to run out of memory, written or not; where targets were named also why one has none."""
+    forced = [
+        risk(f"launch/{launch.target}, written with --force: {'; '.join(launch.about)}.")
+        for launch in launches
+        if launch.files and len(launch.about) > 1
+    ]
+    refused = [launch for launch in launches if launch.refused and (named or launch.about)]
+    # of why there are no files what is predicted of a run must be known first
+    said = (
+        Note(f"Not written for {one.target}: {one.refused}.", Place.RISK if one.about else Place.PLAIN)
+        for one in refused
+    )
+    return (*forced, *said)
+
+
+def next_command(launches: Sequence[Launch], folder: Path) -> str:
+    """The command that installs and starts, on a bare machine, the first target whose files were written and that can
+    run."""
+    place = shlex.quote(str(folder))
+    for launch in launches:
+        if launch.files and launch.complete and len(launch.about) == 1:
+            run = "bash launch/run.sh"
+            return f"cd {place} && {run} install {launch.target} && {run} {launch.target}"
+    return f"open {place}/report.html"
+
+
+def check_launch_words(targets: Sequence[str] | None, folder: Path | None) -> None:
+    """Refuses, before anything is planned, what `write_out` would refuse after it, and targets that nobody writes.
+
+    Raises:
+        UsageError: an unknown launch target.
+        EnvironmentProblem: a file where the directory should be.
+    """
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
+    if targets:
+        known_targets(targets)
+
+
+def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets asked for, each once; all where none is.
+
+    Raises:
+        UsageError: an unknown one.
+    """
+    names = tuple(dict.fromkeys(targets or EXPORTERS))
+    for name in names:
+        if name not in EXPORTERS:
+            if absent := told("--target", name):
+                raise UsageError(absent[0], hint=absent[1])
+            known = ", ".join(EXPORTERS)
+            raise UsageError(
+                f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
+            )
+    return names
+
+
+def launch_files(
+    plan: Plan | NoPlan,
+    targets: Sequence[str] | None,
+    folder: Path,
+    *,
+    data: Data | None = None,
+    force: bool = False,
+    traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
+    jobs: Sequence[str] = (),
+) -> tuple[Launch, ...]:
+    """The launch of every wanted target (all by default); one without files says why.
+
+    A target that runs the setup otherwise than planned is predicted as it runs, on the plan's rung. Files that would
+    run out of memory are left out, or say so in their first lines (`force`). Local paths are written relative to
+    `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
+    said; its figure stands above the plan's rung.
+    """
+    chosen = plan.subject
+    request = request_of(plan.workload, chosen, plan.workload.data if data is None else data, folder)
+    launches = []
+    evaluated = {chosen.setup: chosen}
+    names = known_targets(targets)
+    for name in sorted(names, key=lambda name: name != chosen.setup.stack):  # the planned program's own files first
+        given = _without_packages(name, chosen.setup, plan.workload)
+        runs = as_run(name, given, plan.workload)
+        if not isinstance(runs, str) and runs not in evaluated:
+            evaluated[runs] = _evaluate(plan, chosen, runs)
+        unfit = isinstance(runs, str) or not evaluated[runs].fits
+        if unfit and not (plan.workload.targets or force) and chosen.fits:
+            own = own_choice(plan.workload, chosen.setup, name)
+            if own is not None:
+                given = runs = own.setup
+                evaluated.setdefault(runs, _evaluate(plan, chosen, runs))
+        if isinstance(runs, str):
+            launches.append(Launch(target=name, refused=runs))
+            continue
+        asked = replace(request, setup=given)
+        launches.append(_launch(name, asked, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
+    beside = folder_files(launches, request, jobs=jobs)
+    if beside:
+        launches.append(Launch(target=FOLDER, files=beside, complete=False))
+    return tuple(launches)
+
+
+def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
+    """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
+    one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
+    runs = as_run(target, setup, workload)
+    if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
+        return setup
+    return setup.replace(loss="full") if "full" in setup.aim.losses else setup
+
+
+def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
+    """What the launch files of every target are made of."""
+    num_steps = None
+    if data.epoch_seqs is not None:
+        num_steps = max(1, round(workload.epochs * steps_per_epoch(data.epoch_seqs, workload.global_batch_seqs)))
+    return ExportRequest(
+        model_id=_from_folder(workload.model.model_id, folder),
+        model=workload.model,
+        setup=chosen.setup,
+        gpu=workload.gpu,
+        hyper=choose(
+            chosen.setup,
+            num_params=workload.model.num_params,
+            dataset_tokens=data.epoch_tokens,
+            samples_per_seq=data.samples_per_seq,
+            num_epochs=workload.epochs,
+            learning_rate=workload.learning_rate,
+        ),
+        dataset=dataset_choice(data, chosen.setup.aim.data, folder),
+        num_steps=num_steps,
+        logging_steps=steps_between_logs(num_steps),
+        loss_on=data.loss_on or "answers",
+        held_out=data.held_out,
+        lacks_template=lacks_template(workload.model.model_id),
+        num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
+    )
+
+
+def _launch(
+    name: str,
+    request: ExportRequest,
+    chosen: Candidate,
+    really: Candidate,
+    workload: Workload,
+    force: bool,
+    traced: Prediction | ProbeFailure | None,
+) -> Launch:
+    """One target's files with what is predicted of the run, or the prediction that forbids them."""
+    told: tuple[str, ...] = ()
+    if traced:
+        told = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
+        really = replace(really, trace=traced)
+    about = _about(workload, chosen, really, name)
+    if really.fits or force:
+        evidence = really.memory_evidence
+        launch = EXPORTERS[name](replace(request, about=about))
+        differences = launch.differences
+        if request.setup == chosen.setup.replace(loss=request.setup.loss) != chosen.setup:
+            reason = "it has no other loss without a package, which --no-extra-packages rules out"
+            differences += (Difference(field="loss", planned=chosen.setup.loss, runs_as="full", reason=reason),)
+        return replace(
+            launch,
+            about=about,
+            differences=differences,
+            peak_device_bytes=evidence.peak_device_bytes,
+            rung=evidence.rung.value,
+            notes=(*launch.notes, *told),
+        )
+    other = really.setup != chosen.setup
+    hint = f"plan for it with --target {name}" if other else "plan with a larger --headroom"
+    reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
+    return Launch(target=name, about=about, refused=reason, notes=told)
+
+
+def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
+    """What a target makes of the chosen setup, on the rung of the plan."""
+    workload = plan.workload
+    found = candidate(workload, setup)
+    if not isinstance(chosen.dry_run, Prediction):
+        return found
+    return replace(
+        found, dry_run=dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
+    )
+
+
+def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
+    """What is predicted of the run that a target makes of the plan: one number, with its rung."""
+    evidence = really.memory_evidence
+    rung = evidence.rung.value.replace("_", " ")
+    words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({rung})"
+    where = f"planned for {gpus_words(workload)}: "
+    if really.setup != chosen.setup:
+        own = gib(chosen.memory_evidence.peak_device_bytes)
+        where = f"planned for {gpus_words(workload)} with a peak of {own}; as {target} runs it: "
+    if really.fits:
+        return (where + words,)
+    over = gib(evidence.peak_device_bytes - really.budget_bytes)
+    return (f"PREDICTED OUT OF MEMORY, {over} over the budget of {gib(really.budget_bytes)}", where + words)
+
+
+def _from_folder(name: str, folder: Path) -> str:
+    """A local path seen from `folder`; any other name as it is."""
+    return os.path.relpath(name, folder) if Path(name).exists() else name
+
+
+def dataset_choice(data: Data, kinds: Sequence[str], folder: Path) -> DatasetChoice | None:
+    """What was planned for as launch files in `folder` name it, None where no data set was named.
+
+    Args:
+        kinds: of samples that are trained on.
+
+    Raises:
+        ConfigError: something that looks like a path and is not there.
+    """
+    if not data.file:
+        return None
+    place = path_of(data.file)
+    kind = data.kind or (kind_of_data(place, kinds, data.names) if place is not None else "")
+    if not Path(data.file).exists():
+        return DatasetChoice(path=data.file, columns=kind, names=data.names)
+    return DatasetChoice(
+        path=_from_folder(data.file, folder),
+        columns=kind,
+        local=True,
+        plain=all(one.suffix in (".json", ".jsonl", ".parquet") for one in files_of(Path(data.file))),
+        names=data.names,
+    )
+
+
+def _extras(
+    plan: Plan | NoPlan, launches: Sequence[Launch], command: Sequence[str], timeline: Timeline | None
+) -> Extras:
+    moved: tuple[SensitivityPoint, ...] = ()
+    if isinstance(plan, Plan):
+        moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
+    return Extras(
+        planner_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["plan", *without_secrets_in_words(command)]),
+        environment=_environment(),
+        launch=launch_targets(launches),
+        timeline=timeline,
+        sensitivity=moved,
+    )
+
+
+def launch_targets(launches: Sequence[Launch]) -> tuple[LaunchTarget, ...]:
+    """The launch files as plan.json holds them."""
+    return tuple(
+        LaunchTarget(
+            target=launch.target,
+            command=launch.command,
+            files=tuple(
+                LaunchFile(path=f"launch/{file.path}", text=without_secrets(file.text)) for file in launch.files
+            ),
+            notes=(*launch.about, *launch.unsupported, *launch.notes),
+            peak_device_bytes=launch.peak_device_bytes,
+            rung=launch.rung,
+        )
+        for launch in launches
+        if launch.target != FOLDER
+    )
+
+
+def _environment() -> dict[str, str]:
+    from importlib import metadata  # late: it costs a plan that writes nothing several milliseconds
+
+    found = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,3 +1,0 @@
-"""Use cases: what a command and the Python interface do alike, apart from flags and printing. With `planner/cli` the
-composition root: the only rooms of `planner` that know `probes`, `search` and `reports`, imported late.
-"""

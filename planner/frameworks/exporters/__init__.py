@@ -1,0 +1,150 @@
+"""Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from planner.core.records import dataclass
+from planner.frameworks.exporters import prepare, rollouts
+from planner.frameworks.exporters.install import versions
+from planner.frameworks.exporters.text import comments, header
+from planner.frameworks.exporters.types import (
+    PLACEHOLDER_DATASET,
+    DatasetChoice,
+    Difference,
+    Draft,
+    ExportRequest,
+    Launch,
+    LaunchFile,
+)
+from planner.hardware.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.options.images import IMAGE_TARGETS
+from planner.options.stacks import TARGET_ROWS
+from planner.setup import TrainSetup
+
+Exporter = Callable[[ExportRequest], Launch]
+"""A target's files for one request: the same text for the same request, always."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One launch target: what it makes of a setup, and its files.
+
+    Attributes:
+        name: a stack's where it runs by its own code (`planner.options.stacks`).
+    """
+
+    name: str
+
+    @property
+    def room(self) -> ModuleType:
+        """Its module."""
+        return _room(self.name)
+
+    def _unlike(self, setup: TrainSetup, gpu: GpuSpec | None) -> str:
+        """Why it has no file for the setup's objective, its pictures or the card, "" where it has."""
+        if not _has_triton(gpu) and self.name in NEEDS_TRITON:
+            return (
+                f"{TARGET_ROWS[self.name].title} does not run on {gpu.name if gpu else 'it'}: its kernels are Triton's"
+            )
+        if gpu is not None and gpu.vendor != "Apple" and self.name == "mlx":
+            return f"MLX-LM's file is written for Apple's GPUs, not for {gpu.name}"
+        if self.name not in setup.aim.targets:
+            others = ", ".join(setup.aim.targets)
+            return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"
+        if setup.images is not None and self.name not in IMAGE_TARGETS:
+            return f"{self.name} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
+        return ""
+
+    def refusal(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> str:
+        """Why it cannot run a setup of a model on a card (None: not known), "" when it can."""
+        return self._unlike(setup, gpu) or str(self.room.refusal(setup, model))
+
+    def differences(self, setup: TrainSetup, gpu: GpuSpec | None = None) -> tuple[Difference, ...]:
+        """What it runs otherwise than a setup says; nothing for the setup that it makes of another."""
+        found: tuple[Difference, ...] = self.room.differences(setup)
+        return found if _has_triton(gpu) else tuple(_without_liger(found))
+
+    def as_run(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> TrainSetup | str:
+        """The setup that the target really runs, or why it runs none.
+
+        What it makes of a setup must be one that it can run as well.
+        """
+        if reason := self.refusal(setup, model, gpu):
+            return reason
+        found = self.differences(setup, gpu)
+        if not found:
+            return setup.run_by(self.name)
+        runs = setup.replace(**{one.field: one.runs_as for one in found}).run_by(self.name)
+        return self.refusal(runs, model, gpu) or runs
+
+    def expresses(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> bool:
+        """Whether it runs exactly this setup: `as_run` gives the same."""
+        other = self.differences(setup, gpu) or self.refusal(setup, model, gpu)
+        return not other and setup.run_by(self.name) == setup
+
+    def export(self, request: ExportRequest) -> Launch:
+        """Its files for one request."""
+        setup, room = request.setup, self.room
+        reason = self._unlike(setup, request.gpu)
+        if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
+            reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
+        reason = reason or rollouts.refusal(setup) or room.refusal(setup, request.model)
+        if reason := reason or prepare.refusal(request, self.name):
+            return Launch(target=self.name, refused=reason)
+        found, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
+        draft: Draft = room.export(request, found)
+        files, main = draft.files, draft.main
+        made = prepare.command(request, self.name) if draft.complete else ""
+        if main is not None:
+            command = f"{made} && {draft.command}" if made else draft.command
+            head = header(request, draft.title, command, tested, differences=found, notes=draft.notes)
+            files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
+        parts = {**vars(draft), "files": files, "main": None, "title": "", "prepare": made}
+        return Launch(target=self.name, differences=found, validated_with=tested, **parts)
+
+
+NEEDS_TRITON = ("unsloth",)
+
+
+def _has_triton(gpu: GpuSpec | None) -> bool:
+    return gpu is None or gpu.vendor != "Apple"
+
+
+def _without_liger(found: tuple[Difference, ...]) -> Iterator[Difference]:
+    """What a target runs otherwise where Liger, which it would take, has no kernels: the plain loss and layers."""
+    plain = {"loss": "full", "kernels": "eager"}
+    for one in found:
+        if one.runs_as != "liger":
+            yield one
+        elif one.planned != plain[one.field]:
+            reason = "Liger's kernels are Triton's, which does not compile for Apple's GPUs"
+            yield replace(one, runs_as=plain[one.field], reason=reason)
+
+
+@cache
+def _room(name: str) -> ModuleType:
+    """A target's module, imported when it is first asked for."""
+    return import_module(TARGET_ROWS[name].module or f"planner.frameworks.exporters.{name.replace('-', '_')}")
+
+
+TARGETS: Mapping[str, Target] = {name: Target(name) for name in TARGET_ROWS}
+"""Target name -> what it makes of a setup, and its files."""
+EXPORTERS: Mapping[str, Exporter] = {name: target.export for name, target in TARGETS.items()}
+"""Target name -> exporter."""
+
+__all__ = [
+    "EXPORTERS",
+    "PLACEHOLDER_DATASET",
+    "TARGETS",
+    "DatasetChoice",
+    "Difference",
+    "ExportRequest",
+    "Exporter",
+    "Launch",
+    "LaunchFile",
+    "Target",
+]

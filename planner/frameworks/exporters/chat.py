@@ -1,0 +1,69 @@
+"""Chat data for a model whose tokenizer has no chat template: one that the launch files bring along.
+
+transformers' `apply_chat_template` raises where a tokenizer has none, and base models often have none. ChatML in plain
+text works with any tokenizer: no token is added. Each answer ends in the tokenizer's own end-of-sequence token.
+"""
+
+import re
+from pathlib import Path
+
+from planner.frameworks.exporters.types import ExportRequest
+from planner.samples import tokenizing as templates
+
+NAME = templates.NAME
+OPTION = "--chat_template_path"
+"""`trl sft`'s option for a template in a file (TRL 1.16)."""
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{{- message['content'] if message['content'] is string"
+    " else message['content'] | map(attribute='text') | join }}"
+    "{{- '<|im_end|>' + (eos_token or '' if message['role'] == 'assistant' else '') + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+FALLBACK = f"""if tokenizer.chat_template is None:  # a base model's: without one, chats cannot be rendered
+    tokenizer.chat_template = (
+        {TEMPLATE!r}
+    )
+"""
+"""What a script does about it, where `tokenizer` is at hand."""
+TUNED = re.compile(r"instruct|chat|(^|[-_/])(it|sft|dpo|thinking|reasoning|assistant)([-_.]|$)", re.IGNORECASE)
+"""Names that authors give to models tuned for chat."""
+BASES = re.compile(
+    r"^(meta-llama/|google/gemma-|mistralai/.*-v0\.|openai-community/|gpt2|eleutherai/|facebook/opt|tiiuae/falcon|"
+    r"allenai/olmo|huggingfacetb/smollm)|[-_](base|pt)([-_.]|$)",
+    re.IGNORECASE,
+)
+"""Families whose models without such a word are bases, and words that say so."""
+
+
+def lacks_template(model_id: str) -> bool | None:
+    """Whether the model's tokenizer has no chat template: read from its files where they are on this machine, else
+    guessed from the name; None where the name says nothing."""
+    if (files := _tokenizer_files(model_id)) is not None:
+        return not any(files)
+    if TUNED.search(model_id):
+        return False
+    return True if BASES.search(model_id) else None
+
+
+def _tokenizer_files(model_id: str) -> list[bool] | None:
+    """Whether each of the files that may hold a template does; None where no tokenizer is on this machine."""
+    from planner.samples.dataset import tokenizer_file
+
+    tokenizer = tokenizer_file(model_id)
+    folder = Path(model_id) if Path(model_id).is_dir() else tokenizer.parent if tokenizer is not None else None
+    if folder is None or (config := templates.tokenizer_config(folder)) is None:
+        return None
+    return [bool(config.get("chat_template")), (folder / NAME).is_file(), (folder / "chat_templates").is_dir()]
+
+
+def chats(request: ExportRequest) -> bool:
+    """Whether the data are chats, or may be: the placeholder says nothing."""
+    return request.columns == "messages" or (request.dataset is None and not request.setup.aim.supervised)
+
+
+def brought_along(request: ExportRequest) -> bool:
+    """Whether a target that cannot ask the tokenizer brings its own template."""
+    return chats(request) and request.lacks_template is True

@@ -1,0 +1,178 @@
+"""What stands beside the targets' files in `launch/`: README.md, and run.sh, which starts any of them.
+
+Both say the same: what to install, whether to log in, the one command, what to change.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+
+from planner.frameworks.exporters import chat, prepare, slurm
+from planner.frameworks.exporters.gated import gate_of, on_hub
+from planner.frameworks.exporters.install import install_calls
+from planner.frameworks.exporters.text import one_line, shown_path
+from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
+from planner.options.stacks import TARGET_ROWS
+
+README, RUN = "README.md", "run.sh"
+LOGIN = "hf auth login"
+_BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def folder_files(
+    launches: Sequence[Launch], request: ExportRequest, *, jobs: Sequence[str] = ()
+) -> tuple[LaunchFile, ...]:
+    """README.md, run.sh and the job files of a launch folder; nothing where no target has files.
+
+    Args:
+        jobs: names of `planner.frameworks.exporters.jobs`; their jobs start the first target.
+
+    Raises:
+        UsageError: a scheduler does not have the GPUs.
+    """
+    written = [launch for launch in launches if launch.files]
+    if not written:
+        return ()
+    started = [launch for launch in written if launch.complete]
+    submitted = _job_files(jobs, started[0], request) if started and jobs else {}
+    found = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
+    if started:
+        found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
+    if any(launch.prepare for launch in started):
+        found.append(prepare.file(request))
+    return tuple(found)
+
+
+def _job_files(jobs: Sequence[str], launch: Launch, request: ExportRequest) -> dict[str, LaunchFile]:
+    """The command that submits a job -> its file."""
+    from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
+
+    return job_files(jobs, launch, request)
+
+
+def login_words(request: ExportRequest) -> str:
+    """Whether the hub wants a login for the model; "" for a directory."""
+    name = shown_path(request.model_id)
+    if not on_hub(request.model_id):
+        return ""
+    gate = gate_of(request.model_id)
+    if gate is not None and gate.asks:
+        return f"{name} is gated: {gate.asks} on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+    known = (
+        "is gated is not known here" if gate is None else f"is still gated is not known here (it was in {gate.seen})"
+    )
+    return (
+        f"Whether {name} {known}: where its download is refused (401 or 403), accept its terms on its page on the hub, "
+        f"then `{LOGIN}`, or set HF_TOKEN."
+    )
+
+
+def _readme(
+    launches: Sequence[Launch], started: Sequence[Launch], request: ExportRequest, submitted: Iterable[str]
+) -> str:
+    lines = [f"# {_plain(shown_path(request.model_id))}", ""]
+    if started:
+        first = started[0].target
+        lines += [
+            "Run all commands from the directory that holds `launch/`.",
+            "",
+            "```bash",
+            f"bash launch/{RUN} install {first}   # a virtual environment .venv-{first} with the tested versions",
+            f"bash launch/{RUN} {first}           # the run",
+            "```",
+            "",
+            *(f"As a job, instead (its first lines say what it needs): `{command}`\n" for command in submitted),
+        ]
+    if words := login_words(request):
+        lines += [_plain(words, code=True), ""]
+    for launch in launches:
+        if not launch.files:
+            continue
+        pip = [f"pip install {shlex.join(call)}" for call in install_calls(launch, request)]
+        lines += [f"## {launch.target}", "", *(f"{_plain(words)}." for words in launch.about), ""]
+        if launch.complete:
+            lines += ["```bash", *pip, *([launch.prepare] if launch.prepare else []), launch.command, "```", ""]
+        else:
+            lines += ["A part, for use with another target's files.", ""]
+        jobs = [f"With Slurm, instead: `sbatch launch/{one.path}`" for one in launch.files if slurm.is_job(one)]
+        said = [*(_plain(words) for words in (*launch.unsupported, *launch.notes)), *jobs]
+        lines += [f"- {words}" for words in said] + [""] * bool(said)
+    left_out = [launch for launch in launches if launch.refused]
+    if left_out:
+        lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]
+    lines += ["## What to change", ""]
+    where = f"`launch/{prepare.NAME}` names it" if prepare.needed(request) else "every target's file names it"
+    if request.dataset is None:
+        where = f"`{PLACEHOLDER_DATASET}` stands where yours belongs (or plan with --dataset); {where}"
+    lines.append(f"- the dataset: {where}")
+    if prepare.needed(request) and request.setup.aim.supervised:
+        lines.append(
+            f"- what the loss is on: {prepare.loss_words(request)}; plan with --loss-on to change it everywhere"
+        )
+    lines += [
+        f"- where the run writes: `{_plain(shown_path(request.output_dir))}`",
+        "- learning rate, epochs, logging and saving: as you like; they change no memory",
+        "- batch, lengths, precision, rank, checkpointing, optimizer: what was planned; change them and plan again",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str, *, code: bool = False) -> str:
+    """Text on one line that is no Markdown of its own."""
+    found = one_line(text).replace("<", "&lt;")
+    return found if code else found.replace("`", "'")
+
+
+def _run(started: Sequence[Launch], request: ExportRequest) -> str:
+    gate, login = gate_of(request.model_id) if on_hub(request.model_id) else None, ""
+    if gate is not None and gate.asks:
+        ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
+        refused = shlex.quote("error: " + login_words(request))
+        login = f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then\n  printf '%s\\n' {refused} >&2\n  exit 3\nfi\n"
+    said = {
+        "@NAMES@": " ".join(launch.target for launch in started),
+        "@FIRST@": started[0].target,
+        "@CASES@": "\n".join(line for launch in started for line in _case(launch, request)),
+        "@LOGIN@": login,
+        "@DATASET@": PLACEHOLDER_DATASET,
+    }
+    text = files("planner").joinpath("data/run.sh.txt").read_text("utf-8")
+    return re.sub("|".join(said), lambda mark: said[mark[0]], text)
+
+
+def _case(launch: Launch, request: ExportRequest) -> list[str]:
+    words = shlex.split(launch.command)
+    tool = TARGET_ROWS[launch.target].program or next(word for word in words if "=" not in word)
+    placed = [file.path for file in launch.files]
+    asked = [prepare.NAME, *placed] if launch.prepare else placed
+    command = launch.command
+    asks: list[str] = []
+    if any(path.endswith(chat.NAME) for path in placed) and request.lacks_template is None:
+        path = f"launch/{launch.target}/{chat.NAME}"
+        look = "import sys; from transformers import AutoTokenizer as T; " + (
+            "sys.exit(T.from_pretrained(sys.argv[1]).chat_template is not None)"
+        )
+        asks = [
+            "      local template=()",
+            f"      if python3 -c {shlex.quote(look)} {shlex.quote(shown_path(request.model_id))} 2>/dev/null; then",
+            f"        template=({chat.OPTION} {path})",
+            "      fi",
+        ]
+        command += ' ${template[@]+"${template[@]}"}'
+    needed = [name for name in _BY_HAND if f"${name}" in launch.command]
+    return [
+        f"  {launch.target})",
+        f"    tool={shlex.quote(tool)} oldest={launch.python}",
+        f"    files=({shlex.join(f'launch/{path}' for path in asked)})",
+        "    install() {",
+        *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),
+        "    }",
+        "    run() {",
+        *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
+        *([f"      {launch.prepare}"] if launch.prepare else []),
+        *asks,
+        f"      {command}",
+        "    }",
+        "    ;;",
+    ]

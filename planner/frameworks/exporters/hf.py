@@ -1,0 +1,382 @@
+"""A plain script on transformers and peft, for `python` or `accelerate launch`. transformers 5.23, peft 0.21."""
+
+from collections.abc import Iterator, Sequence
+
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
+from planner.frameworks.exporters.install import checkpointing_key, versions
+from planner.frameworks.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS
+from planner.frameworks.exporters.text import Code, Line, call, constant, said, shown_path
+from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
+from planner.memory.states import scaled_inputs, tuned_norms
+from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class
+from planner.setup import TrainSetup
+
+TARGET = "hf"
+FILE = "hf/train_hf.py"
+VALIDATED_WITH = {
+    "transformers": "5.23.0",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+}
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that the plain Trainer runs otherwise than the setup says."""
+    loss = "liger" if setup.loss == "chunked" else setup.loss
+    own: dict[str, tuple[object, str]] = {
+        "loss": (loss, "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"),
+        "selective_checkpointing": (
+            False,
+            "transformers' Trainer recomputes the attention of checkpointed layers, slower",
+        ),
+    }
+    return (*deepspeed.differences(setup), *common.differing(setup, own))
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why the script cannot run this setup, "" when it can."""
+    if reason := several_gpus.tensor_refusal(setup, "the Trainer"):
+        return reason
+    if reason := several_gpus.context_refusal(setup, "the Trainer", ring=True, ulysses=True):
+        return reason
+    if setup.context_degree > 1 and setup.loss != "full":
+        return "labels of cut sequences come shifted already, which the fused losses here do not know"
+    if setup.tensor_degree > 1 and setup.loss != "full":
+        return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
+    if reason := common.family_refusal(setup, TARGET):
+        return reason
+    return (
+        setup.scaler_refusal
+        or common.model_refusal(setup, model, "hf")
+        or common.liger_loss_refusal(setup, model, ("chunked", "liger"))
+        or several_gpus.sharding_refusal(setup, model)
+    )
+
+
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+    """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
+    setup = request.setup
+    command = f"python launch/{FILE}"
+    files = []
+    if setup.parallel == "dp":
+        command = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(setup.num_gpus)))} {command}"
+    if several_gpus.launched(setup):
+        files += accelerate.config_files(request, TARGET)
+        command = accelerate.command(request, f"launch/{FILE}", TARGET)
+        files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
+    notes = _layout_notes(request)
+    notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
+    if setup.packing:
+        notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
+    if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
+        notes.append("Needs liger-kernel on a GPU with Triton.")
+    title = "Plain transformers + peft" + ("" if setup.aim.supervised else f": {setup.aim.title}")
+    main = LaunchFile(path=FILE, text=_script(request, found))
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes))
+
+
+def _needs_no_config(setup: TrainSetup) -> bool:
+    """Whether several_gpus.torchrun alone starts the script: nothing is sharded by Accelerate or DeepSpeed."""
+    return accelerate.distributed_type(setup) == "MULTI_GPU"
+
+
+def _node_command(request: ExportRequest) -> str:
+    """What one node of a cluster starts."""
+    if _needs_no_config(request.setup):
+        return f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
+    return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
+
+
+def _layout_notes(request: ExportRequest) -> list[str]:
+    setup = request.setup
+    notes = []
+    if request.num_nodes > 1:
+        notes.append(several_gpus.PER_NODE)
+    if several_gpus.launched(setup) and _needs_no_config(setup):
+        notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
+    if setup.parallel == "dp":
+        notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
+    if setup.sharded_at_loading:
+        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
+    return notes
+
+
+def opening(request: ExportRequest) -> list[str]:
+    """What must be set before torch starts, and what every script imports."""
+    parts = ["\nimport json\nimport os\n\n"]
+    for name, value in common.environment(request.gpu).items():
+        parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
+    audio = "Audio, " * has_audio(request.model)
+    return [*parts, f"\nimport torch\nfrom datasets import {audio}load_dataset\n"]
+
+
+def imported(request: ExportRequest, *names: str) -> str:
+    """The import of these names from transformers, and of what the setup's weights and adapters need; "" of none."""
+    setup, dequantizing = request.setup, dequantizing_class(request.model)
+    needed = [*names, *["BitsAndBytesConfig"] * setup.quantized, *["set_seed"] * (setup.method != "full")]
+    needed += [dequantizing] * bool(dequantizing)
+    return f"from transformers import {', '.join(sorted(needed))}\n" if needed else ""
+
+
+def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
+    setup = request.setup
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    parts = opening(request)
+    if setup.method != "full":
+        prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
+        loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
+        parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
+    if has_audio(request.model):
+        return "".join([*parts, *_on_sound(request, runs)])
+    parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
+    if _ulysses(setup):
+        parts.append("from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig\n")
+    parts.append("\n" + constants(request))
+    parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
+    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
+    scored = setup.aim.head == "score"
+    parts.append((ROWS + "\n" + LABELLED + "\n") * scored + _model(request))
+    if setup.method != "full":
+        parts.append("\n" + _adapters(request))
+    if setup.parallel == "dp":
+        parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
+    if not scored:
+        parts.append("\n" + (CUT if setup.context_degree > 1 else PADDED) + "\n" + PACKED * setup.packing)
+        parts.append("\n\nrows = load_dataset(DATASET)\n")
+        if setup.packing:
+            packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
+            parts.append(f'rows["train"] = rows["train"].map({packed})\n')
+    parts.append("\n" + arguments(request, runs))
+    parts.append(run("Trainer", "tokenizer") if scored else run("Trainer", "tokenizer", rows=_splits(request)))
+    return "".join(parts)
+
+
+def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
+    """The script of a model that hears, behind what every script imports."""
+    sound, kind = script_sound, "Seq2SeqTrainingArguments"
+    yield imported(request, sound.AUTO_CLASS, "AutoProcessor", common.SOUND_TRAINER, kind)
+    yield "\n" + sound.constants(request) + sound.PROCESSOR
+    parts, lines = loading(request)
+    yield "".join(["\n", *parts]) + call("model", f"{sound.AUTO_CLASS}.from_pretrained", lines, first="MODEL")
+    yield sound.after_loading(request)
+    if request.setup.method != "full":
+        yield "\n" + _adapters(request)
+    yield ROWS + "\n" + sound.DATA
+    yield "\n" + arguments(request, runs, kind, sound.argument_lines())
+    yield run(common.SOUND_TRAINER, "processor", sound.DIVIDES)
+
+
+def constants(request: ExportRequest) -> str:
+    """What a person changes first: model, data, length; of text also whether it is packed."""
+    setup = request.setup
+    return (
+        common.data_constants(request)
+        + (setup.aim.head == "score") * constant("TEXT_FIELD", "text")
+        + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
+        + (setup.aim.head != "none") * constant("PACKING", setup.packing)
+        + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
+    )
+
+
+def has_audio(model: ModelSpec | None) -> bool:
+    """Whether samples are clips of sound; peft's own forward of any task asks for text then."""
+    return model is not None and model.front_end is not None
+
+
+def _auto_class(setup: TrainSetup) -> str:
+    return "AutoModelForSequenceClassification" if setup.aim.head == "score" else "AutoModelForCausalLM"
+
+
+def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
+    """The statements before, and the arguments of, `from_pretrained` for the setup's weights."""
+    setup, quantization = request.setup, _quantization(request)
+    device_map: Line | None = None
+    if setup.parallel == "device-map":
+        device_map = Line("device_map", "auto", "layers spread over the GPUs")
+    elif setup.quantized and setup.parallel not in ("fsdp2", "zero3"):
+        own_gpu = '{"": int(os.environ.get("LOCAL_RANK", 0))} if torch.cuda.is_available() else None'
+        device_map = Line("device_map", Code(own_gpu))
+    return [quantization], [
+        Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
+        common.attention_line(request),
+        Line("quantization_config", Code("quantization")) if quantization else None,
+        Line("distributed_config", several_gpus.distributed_config(setup)) if setup.sharded_at_loading else None,
+        device_map,
+    ]
+
+
+def _model(request: ExportRequest) -> str:
+    setup = request.setup
+    parts, lines = loading(request)
+    labels = Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None
+    parts.append(call("model", f"{_auto_class(setup)}.from_pretrained", [labels, *lines], first="MODEL"))
+    parts.append("model.config.use_cache = False\n")
+    if setup.aim.head == "score":
+        parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
+    return "".join(parts)
+
+
+def quantization_lines(setup: TrainSetup) -> list[Line]:
+    """What BitsAndBytesConfig is given; nothing where nothing is quantized."""
+    if setup.quantization == "int8":
+        return [Line("load_in_8bit", True)]
+    if not setup.quantized:
+        return []
+    lines = [
+        Line("load_in_4bit", True),
+        Line("bnb_4bit_quant_type", "nf4"),
+        Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
+        Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
+    ]
+    if setup.parallel in ("fsdp2", "zero3"):
+        lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
+    return lines
+
+
+def _quantization(request: ExportRequest) -> str:
+    kind, lines = dequantizing_class(request.model), quantization_lines(request.setup)
+    dequantized = [Line("dequantize", True, "16-bit weights, which train")]
+    calls = call("quantization", kind, dequantized) if kind else ""
+    return calls + (call("quantization", "BitsAndBytesConfig", lines) if lines else "")
+
+
+def _adapters(request: ExportRequest) -> str:
+    setup, hyper = request.setup, request.hyper
+    parts, name = [], "lora" if setup.kind.form == "low-rank" else "adapter"
+    if setup.kbit_fp32_cast:
+        told = Line("use_gradient_checkpointing", False, "the Trainer does it")
+        parts.append(call("model", "prepare_model_for_kbit_training", [told], first="model"))
+    parts.append(call(name, setup.kind.config, adapter_lines(request)))
+    parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
+    parts.append(f"model = get_peft_model(model, {name})\n")
+    if setup.adapter == "loftq":
+        parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
+    parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{DTYPES[setup.resolved_adapter_dtype]}")))
+    if setup.aim.head == "score":  # whose input has the weights' type without autocast
+        parts.append('for name, parameter in model.named_parameters():\n    if "lora_" in name:\n')
+    else:
+        parts.append("for parameter in model.parameters():\n    if parameter.requires_grad:\n")
+    parts.append("        parameter.data = parameter.data.to(ADAPTER_DTYPE)\n")
+    if setup.checkpointing:
+        parts.append("model.enable_input_require_grads()  # checkpointed segments need an input with a gradient\n")
+    return "".join(parts)
+
+
+TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}
+"""peft's kind of task, by the head."""
+
+
+def adapter_lines(request: ExportRequest) -> list[Line | None]:
+    """What peft's configuration of the setup's adapter is given."""
+    setup, hyper = request.setup, request.hyper
+    row, task = setup.kind, None if has_audio(request.model) else Line("task_type", TASKS[setup.aim.head])
+    settings = [Line(name, value) for name, value in row.arguments.items()]
+    targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
+    if row.form == "low-rank":
+        return [
+            task,
+            said(SCRIPT, setup, "lora_rank"),
+            common.tuned("lora_alpha", hyper, "lora_alpha"),
+            Line("lora_dropout", setup.lora_dropout),
+            targets,
+            Line("bias", "none"),
+            *settings,
+        ]
+    if row.form == "norms":
+        return [task, Line("target_modules", _norm_names(request.model))]
+    if row.form == "rows":
+        return [task, Line("token_indices", list(range(setup.lora_rank)), "PUT YOURS HERE: ids of the trained tokens")]
+    if row.form == "scales":
+        names = common.target_modules(setup, request.model)
+        inputs = scaled_inputs(request.model, names) if request.model is not None else ["down_proj"]
+        return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
+    size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
+    return [task, *settings, Line(size, setup.lora_rank), targets]
+
+
+USUAL_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+"""What Llama and most others call their norms."""
+
+
+def _norm_names(model: ModelSpec | None) -> list[str]:
+    """Names that reach the norms of whole tokens, the final one included."""
+    if model is None:
+        return list(USUAL_NORMS)
+    return list(dict.fromkeys(one.name.rpartition(".")[2] for one in tuned_norms(model)))
+
+
+def arguments(
+    request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments", more: Sequence[Line | None] = ()
+) -> str:
+    """The Trainer's arguments, of the class `kind`, for the setup that runs, with `more`."""
+    return call("arguments", kind, argument_lines(request, setup, more))
+
+
+def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Line | None] = ()) -> list[Line | None]:
+    """What the Trainer's arguments are given for the setup that runs, with `more`."""
+    hyper = request.hyper
+    sharded = accelerate.checkpoints(setup)
+    kwargs = checkpointing_kwargs(setup)
+    return [
+        Line("output_dir", shown_path(request.output_dir)),
+        *common.batch_lines(SCRIPT, setup),
+        Line("bf16", setup.autocast_dtype == "bf16", "autocast" if setup.autocast_dtype else "no autocast"),
+        Line("fp16", setup.autocast_dtype == "fp16"),
+        Line(
+            checkpointing_key(setup),
+            setup.checkpointing > 0 and not sharded,
+            "fsdp_activation_checkpointing does it" if sharded else "",
+        ),
+        Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
+        said(SCRIPT, setup, "optimizer"),
+        *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
+        *common.kernels_lines(setup, request.model),
+        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        *several_gpus.sync_lines(setup),
+        *_ulysses(setup),
+        said(SCRIPT, setup, "compile") if setup.compile else None,
+        Line("seed", hyper.seed),
+        Line("logging_steps", request.logging_steps),
+        Line("report_to", "none"),
+        Line("remove_unused_columns", False),
+        *more,
+        *common.saving_lines(request),
+    ]
+
+
+def _ulysses(setup: TrainSetup) -> list[Line]:
+    """DeepSpeed's sequence parallelism, which no file of `accelerate launch` can ask for.
+
+    Source: accelerate 1.15 `commands/launch.py` ("You cannot use `--use_parallelism_config` without `--use_fsdp`").
+    """
+    if setup.context_degree == 1 or setup.rings:
+        return []
+    kernel = {"sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}[setup.attention]
+    handler = f'DeepSpeedSequenceParallelConfig(sp_attn_implementation="{kernel}")'
+    config = f'ParallelismConfig(sp_backend="deepspeed", sp_size={setup.context_degree}, sp_handler={handler})'
+    return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
+
+
+def _splits(request: ExportRequest) -> str:
+    """What of the rows is trained on, and evaluated."""
+    return 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates
+
+
+def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:
+    """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
+    made = f"trainer = {trainer}(\n    model=model, args=arguments, train_dataset={rows}, data_collator=collate, "
+    return f"\n{made}processing_class={processing}\n)\n{then}{COUNTS}{_RUN}"
+
+
+_RUN = """\
+if trainer.is_world_process_zero():
+    print("RUN " + json.dumps(counts))
+trainer.train()
+trainer.save_model()
+# A rank that ends inside the process group can abort at exit (pytorch issue 190489).
+trainer.accelerator.end_training()
+"""

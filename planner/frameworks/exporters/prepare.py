@@ -1,0 +1,126 @@
+"""`launch/prepare_data.py`: whatever the data are, once, for every target; each reads one of its forms.
+
+Which target takes which columns, roles and files differs, and so does what it computes the loss on: TRL 1.16 refuses
+`assistant_only_loss` for chat templates that it does not know (Llama 3.1's, Mistral's; `get_training_chat_template`),
+Axolotl 0.21 leaves the end of an answer out of the loss where a template ends it in more than three tokens, Unsloth
+looks for the template's markers. Tokens with labels mean the same to all four.
+"""
+
+from importlib.resources import files
+
+from planner.frameworks.exporters import chat
+from planner.frameworks.exporters.text import comments, constant, shown_path
+from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, LaunchFile
+from planner.samples.dataset import SUPERVISED
+from planner.samples.rows import SUFFIXES
+
+NAME = "prepare_data.py"
+CACHE = "launch/data/axolotl"
+"""Where Axolotl 0.21 keeps its copy, under a name made of settings and not of contents (`utils/data/shared.py`
+generate_dataset_hash_from_config)."""
+FORMS = {
+    "trl": "tokens",
+    "hf": "tokens",
+    "unsloth": "tokens",
+    "axolotl": "tokens",
+    "torchtitan": "text",
+    "mlx": "answers",
+}
+"""Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
+
+
+def needed(request: ExportRequest) -> bool:
+    """Whether the data have to be made into a form that targets read: all that is trained on token by token, but
+    pictures and sound; of other data only files and names that no target takes."""
+    setup, dataset = request.setup, request.dataset
+    if setup.images is not None or (request.model is not None and request.model.front_end is not None):
+        return False
+    if setup.aim.supervised:
+        return True
+    return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
+
+
+def form(request: ExportRequest, target: str) -> str:
+    """What a target reads."""
+    if not request.setup.aim.supervised:
+        return "rows"
+    if target == "llamafactory":
+        return "text" if request.columns == "text" else "chats"
+    if target == "mlx" and (request.columns == "text" or request.loss_on == "all"):
+        return "text"
+    return FORMS.get(target, "")
+
+
+def folder(request: ExportRequest, target: str) -> str:
+    """Where a target finds train and test."""
+    return f"launch/data/{form(request, target)}"
+
+
+def command(request: ExportRequest, target: str) -> str:
+    """What makes the data for a target, from the directory that holds `launch/`; "" where nothing has to be made."""
+    if not needed(request) or not (made := form(request, target)):
+        return ""
+    return f"python launch/{NAME} {made}"
+
+
+def refusal(request: ExportRequest, target: str) -> str:
+    """Why a target cannot train on such data, "" where it can."""
+    answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
+    if target == "torchtitan" and answered and request.setup.aim.supervised:
+        return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
+    if target == "mlx" and answered and request.columns == "prompt-completion" and request.setup.aim.supervised:
+        return "MLX-LM puts a chat template around prompts and completions: plan with --loss-on all"
+    return ""
+
+
+def loss_words(request: ExportRequest) -> str:
+    """What the loss is on, for people."""
+    if request.loss_on == "all" or request.columns == "text":
+        return "all tokens"
+    return (
+        "the answers alone" if request.dataset is not None and request.dataset.columns else "answers, where there are"
+    )
+
+
+def file(request: ExportRequest) -> LaunchFile:
+    """The program: what a person changes, how rows are read (the planner's own code), what is written."""
+    dataset, setup = request.dataset, request.setup
+    head = (
+        "Makes launch/data/ of a data set, once for all: python launch/prepare_data.py tokens|chats|answers|text|rows",
+        f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
+    )
+    placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"
+    kinds = list(SUPERVISED) if setup.aim.supervised else list(setup.aim.data)
+    held_out = "None: a share of the samples" if request.held_out is None else "samples to evaluate on"
+    lines = [
+        constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, placeholder),
+        constant("SPLIT", dataset.split if dataset else "train", "of a data set on the hub"),
+        constant("CONFIG", None, "its name, where a data set on the hub has several"),
+        constant("COLUMNS", dict(dataset.names) if dataset else {}, 'for example {"question": "Frage"}; others unread'),
+        constant("KINDS", kinds),
+        constant("LOSS_ON", request.loss_on, 'or "all": questions too'),
+        constant("MODEL", shown_path(request.model_id), "whose chat template and tokenizer are used"),
+        constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer chats are cut, longer texts go on in another row"),
+        constant("HELD_OUT", request.held_out, held_out),
+        constant("FORM", form(request, "trl")),
+        constant("TEMPLATE", chat.TEMPLATE, "of chats, where the tokenizer has none"),
+    ]
+    shared = files("planner").joinpath("samples/rows.py").read_text("utf-8").partition('"""\n\n')[2]
+    imports, _, reading = shared.partition(_READING)
+    own = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
+    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{_READING}{reading}\n{own}"
+    return LaunchFile(path=NAME, text=text)
+
+
+_READING = "Row = "
+"""Where the shared module's imports end."""
+_IMPORTS = """\
+import multiprocessing
+import random
+import shutil
+import sys
+from contextlib import ExitStack
+from functools import cache, partial
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+"""

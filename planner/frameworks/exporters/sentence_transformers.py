@@ -1,0 +1,101 @@
+"""A program on sentence-transformers' own Trainer, for pairs of texts. sentence-transformers 6.2, transformers 5.23."""
+
+import json
+
+from planner.frameworks.exporters import hf
+from planner.frameworks.exporters.common import family_refusal, model_refusal
+from planner.frameworks.exporters.script_data import COUNTS, ROWS
+from planner.frameworks.exporters.text import call
+from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.tools.transformers import DTYPES
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+TARGET = "sentence-transformers"
+LOSS = "MultipleNegativesRankingLoss"
+FILE = "sentence-transformers/train_embedding.py"
+VALIDATED_WITH = {"sentence-transformers": "6.2.0", **hf.VALIDATED_WITH}
+MIXED_IN = ("low-rank", "scales", "rotations")
+"""Forms of adapters that transformers' `add_adapter` puts into a model, which prompts do not go into."""
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that its Trainer, which is transformers', runs otherwise than the setup says."""
+    return tuple(one for one in hf.differences(setup) if one.field == "selective_checkpointing")
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why the program cannot run this setup, "" when it can."""
+    if setup.method != "full" and setup.kind.form not in MIXED_IN:
+        return f"{setup.kind.title} ({setup.kind.what}) is no adapter that add_adapter puts into a model"
+    if setup.kbit_fp32_cast:
+        return "peft's k-bit preparation is for language models"
+    return family_refusal(setup, TARGET) or setup.scaler_refusal or model_refusal(setup, model, "hf")
+
+
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+    """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
+    setup, command = request.setup, f"python launch/{FILE}"
+    notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    main = LaunchFile(path=FILE, text=_script(request, runs))
+    return Draft(title=f"sentence-transformers: {setup.aim.title}", main=main, command=command, notes=notes)
+
+
+def _script(request: ExportRequest, runs: TrainSetup) -> str:
+    setup, num = request.setup, request.setup.hard_negatives
+    negatives = ["negative"] if num == 1 else [f"negative_{one}" for one in range(1, num + 1)]
+    parts = hf.opening(request)
+    if setup.method != "full":
+        parts.append(f"from peft import {setup.kind.config}\n")
+    parts += [
+        _IMPORTS.replace("LOSS", f"Cached{LOSS}" if setup.cached_seqs else LOSS),
+        hf.imported(request),
+        "\n",
+        hf.constants(request),
+        ROWS,
+        "\n\n",
+        f"rows = load_rows().select_columns({json.dumps(['anchor', 'positive', *negatives])})\n\n",
+    ]
+    before, lines = hf.loading(request)
+    parts += [*before, call("loading", "dict", lines), _MODEL]
+    if setup.method != "full":
+        parts.append("\n" + _adapters(request))
+    loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
+    arguments = hf.arguments(request, runs, "SentenceTransformerTrainingArguments")
+    return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss).replace("COUNTS", COUNTS)])
+
+
+def _adapters(request: ExportRequest) -> str:
+    setup = request.setup
+    dtype = f"torch.{DTYPES[setup.resolved_adapter_dtype]}"
+    return (
+        call("adapter", setup.kind.config, hf.adapter_lines(request))
+        + f"set_seed({request.hyper.seed})  # adapters start alike in every run\n"
+        + "model.add_adapter(adapter)\n"
+        + "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
+        + f"        parameter.data = parameter.data.to({dtype})  # add_adapter leaves them in the weights' type\n"
+        + ("model.transformers_model.enable_input_require_grads()\n" if setup.checkpointing else "")
+    )
+
+
+_IMPORTS = """from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.losses import LOSS
+"""
+_MODEL = """model = SentenceTransformer(MODEL, model_kwargs=loading, config_kwargs={"use_cache": False})
+model.max_seq_length = MAX_LENGTH
+if model.tokenizer.pad_token is None:
+    model.tokenizer.pad_token = model.tokenizer.eos_token
+"""
+_RUN = """
+trainer = SentenceTransformerTrainer(
+    model=model, args=arguments, train_dataset=rows, loss=LOSS
+)
+COUNTSprint("RUN " + json.dumps(counts))
+trainer.train()
+trainer.save_model()
+"""

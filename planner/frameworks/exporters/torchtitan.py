@@ -1,0 +1,223 @@
+"""torchtitan's TOML (`torchrun -m torchtitan.train --job.config_file FILE`): FSDP2, tensor and pipeline parallelism.
+
+Field names of torchtitan 0.2.2; from 0.3 on settings are Python functions. torchtitan trains its own copies of a few
+architectures, loaded from and saved to transformers' format.
+"""
+
+import json
+
+from planner.frameworks.exporters import prepare, slurm
+from planner.frameworks.exporters.common import counted_steps, differing
+from planner.frameworks.exporters.several_gpus import (
+    PER_NODE,
+    context_refusal,
+    sharding_refusal,
+    torchrun,
+    torchrun_flags,
+)
+from planner.frameworks.exporters.text import Line, Section, section, shown_path
+from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
+from planner.models.spec import ModelSpec
+from planner.samples.steps import steps_between_saves
+from planner.setup import TrainSetup
+
+TARGET = "torchtitan"
+FILE = "torchtitan/torchtitan.toml"
+VALIDATED_WITH = {"torchtitan": "0.2.2", "torch": "2.13.0"}
+MODULE = f"-m torchtitan.train --job.config_file launch/{FILE}"
+FLAVORS = {
+    ("qwen3", 1024, 28): "0.6B",
+    ("qwen3", 2048, 28): "1.7B",
+    ("qwen3", 2560, 36): "4B",
+    ("qwen3", 4096, 36): "8B",
+    ("qwen3", 5120, 40): "14B",
+    ("qwen3", 5120, 64): "32B",
+    ("qwen3_moe", 2048, 48): "30B-A3B",
+    ("qwen3_moe", 4096, 94): "235B-A22B",
+    ("llama", 4096, 32): "8B",
+    ("llama", 8192, 80): "70B",
+    ("llama", 16384, 126): "405B",
+}
+"""(model type, hidden size, layers) -> torchtitan's name. Source: 0.2.2 models/{qwen3,llama3}/__init__.py."""
+NAMES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
+LLAMA_ROPE_FACTOR = 8
+"""torchtitan's Llama scales its rotary frequencies like Llama 3.1 does."""
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+
+
+def flavor(model: ModelSpec | None) -> str:
+    """torchtitan's name of a model's size, "" where it has no such model."""
+    if model is None:
+        return ""
+    if model.model_type == "llama":
+        scaling = model.config.get("rope_scaling") or model.config.get("rope_parameters") or {}
+        if model.vocab_size != 128256 or scaling.get("factor") != LLAMA_ROPE_FACTOR:
+            return ""
+    return FLAVORS.get((model.model_type, model.hidden_size, model.num_layers), "")
+
+
+RUNS: dict[str, tuple[object, str]] = {
+    "loss": ("full", "torchtitan computes the logits in full"),
+    "attention": ("sdpa", "torchtitan's models call SDPA"),
+    "selective_checkpointing": (False, "torchtitan's selection by operation keeps products of matrices too"),
+    "activation_offload": (False, "torchtitan's checkpoints stay on the GPU"),
+    "kernels": ("eager", "torchtitan has kernels of its own, by torch.compile"),
+    "packing": (True, "torchtitan fills every sequence with the next samples"),
+}
+"""Field of a setup -> the one way that it runs here, and why."""
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that torchtitan runs otherwise than the setup says."""
+    mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
+    return differing(setup, {"precision": (mixed, "torchtitan holds fp32 weights under mixed precision"), **RUNS})
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why torchtitan cannot run this setup, "" when it can."""
+    if setup.num_gpus == 1:
+        return "the torchtitan config is written for several GPUs"
+    if not flavor(model):
+        return "torchtitan 0.2.2 has Llama 3.1 and Qwen 3, not this model"
+    if setup.method != "full":
+        return "torchtitan 0.2.2 trains whole models: no peft adapters"
+    if setup.parallel not in ("none", "ddp", "fsdp2"):
+        return f"torchtitan shards with FSDP2 only, not {setup.parallel}"
+    if setup.parallel == "ddp" and setup.tensor_degree * setup.pipeline_degree > 1:
+        return "torchtitan's DDP does not combine with other parallelism: use fsdp2"
+    if reason := context_refusal(setup, "torchtitan", ring=True):
+        return reason
+    if setup.compute_dtype == "fp16":
+        return "torchtitan computes in bf16 or fp32, without loss scaling"
+    if setup.parallel == "none" and setup.autocast_dtype is not None:
+        return "torchtitan mixes precision only under FSDP or DDP: bf16-pure works with tensor or pipeline parallelism"
+    if setup.optimizer not in TORCHTITAN_ADAMW.values():
+        return f"torchtitan steps with Adam or AdamW, not {setup.optimizer}"
+    return sharding_refusal(setup, model)
+
+
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+    """`torchtitan.toml` and a Slurm job."""
+    command = torchrun(request, MODULE)
+    notes = [
+        "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
+        f"It counts steps, not epochs: training.steps is yours to set (here {counted_steps(request)}).",
+        "Accepted by torchtitan's own parser; it was not run here (no GPU).",
+    ]
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
+    main = LaunchFile(path=FILE, text="".join(_table(block) for block in _sections(request)))
+    job = slurm.job_file(request, TARGET, f"torchrun {torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
+    return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
+
+
+def _sections(request: ExportRequest) -> list[Section]:
+    setup, hyper = request.setup, request.hyper
+    reasons = hyper.reasons
+    assert request.model is not None
+    return [
+        section("job", Line("dump_folder", shown_path(request.output_dir))),
+        section(
+            "model",
+            Line("name", NAMES[request.model.model_type]),
+            Line("flavor", flavor(request.model)),
+            Line("hf_assets_path", shown_path(request.model_id), "a folder on disk"),
+        ),
+        section(
+            "optimizer",
+            Line("name", "AdamW"),
+            Line(*TORCHTITAN.setting(setup, "optimizer")),
+            Line("lr", float(hyper.learning_rate), reasons.get("learning_rate", "")),
+            Line("beta2", hyper.adam_beta2),
+            Line("weight_decay", float(hyper.weight_decay)),
+        ),
+        section(
+            "lr_scheduler",
+            Line("warmup_steps", max(1, round(hyper.warmup_fraction * counted_steps(request)))),
+            Line("decay_type", "cosine" if hyper.lr_schedule == "cosine" else "linear"),
+            Line("min_lr_factor", 0.0),
+        ),
+        section("training", *_training(request)),
+        section("parallelism", *_parallelism(setup)),
+        section("activation_checkpoint", *_checkpointing(setup)),
+        section("compile", Line("enable", setup.compile)),
+        section(
+            "checkpoint",
+            Line("enable", True, "also what loads the model"),
+            Line("initial_load_in_hf", True, "the weights in model.hf_assets_path"),
+            Line("interval", steps_between_saves(counted_steps(request)) if request.save else counted_steps(request)),
+            Line("last_save_in_hf", True),
+        ),
+        section("metrics", Line("log_freq", request.logging_steps)),
+        section("debug", Line("seed", hyper.seed)),
+    ]
+
+
+def _training(request: ExportRequest) -> list[Line]:
+    setup = request.setup
+    staged = setup.pipeline_degree > 1
+    half = setup.precision == "bf16-pure"
+    compute = "float32" if setup.precision == "fp32" else "bfloat16"
+    max_norm = float(request.hyper.max_grad_norm)
+    return [
+        Line("dataset", "c4_test", "its loader reads any data set with a text column"),
+        Line(
+            "dataset_path",
+            prepare.folder(request, TARGET),
+            f"text made by launch/{prepare.NAME}: the loss is on all tokens",
+        ),
+        Line(
+            "local_batch_size",
+            setup.micro_batch_seqs * (setup.accumulation_steps if staged else 1),
+            "all micro-batches of the pipeline" if staged else "",
+        ),
+        Line("global_batch_size", setup.global_batch_seqs),
+        Line("seq_len", setup.seq_len_tokens),
+        Line("max_norm", max_norm),
+        Line("steps", counted_steps(request)),
+        Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
+        Line("mixed_precision_param", compute),
+        Line("enable_cpu_offload", setup.offload == "parameters"),
+    ]
+
+
+def _parallelism(setup: TrainSetup) -> list[Line]:
+    sharded = setup.parallel == "fsdp2"
+    shards = setup.shards if sharded else 1
+    lines = [
+        Line("data_parallel_replicate_degree", setup.copies // shards),
+        Line("data_parallel_shard_degree", shards // setup.context_degree),
+        Line("tensor_parallel_degree", setup.tensor_degree),
+        Line("pipeline_parallel_degree", setup.pipeline_degree),
+    ]
+    if setup.context_degree > 1:
+        lines += [
+            Line("context_parallel_degree", setup.context_degree, "GPUs over which every sequence is cut"),
+            Line("context_parallel_rotate_method", "allgather"),
+        ]
+    if setup.expert_degree > 1:
+        lines.append(Line("expert_parallel_degree", setup.expert_degree, "GPUs over which experts are dealt out"))
+    if sharded:
+        lines.append(Line("fsdp_reshard_after_forward", "always" if setup.reshard_after_forward else "never"))
+    if setup.pipeline_degree > 1:
+        lines += [
+            Line("pipeline_parallel_schedule", SCHEDULES[setup.pipeline_schedule]),
+            Line("pipeline_parallel_microbatch_size", setup.micro_batch_seqs),
+            Line("pipeline_parallel_first_stage_less_layers", 0, "layers are cut evenly, as planned"),
+            Line("pipeline_parallel_last_stage_less_layers", 0),
+        ]
+    return lines
+
+
+def _checkpointing(setup: TrainSetup) -> list[Line]:
+    if setup.checkpointing <= 1:
+        return [Line("mode", "full" if setup.checkpointing else "none")]
+    return [Line("mode", "selective"), Line("selective_ac_option", str(setup.checkpointing), "every n-th layer")]
+
+
+def _table(block: Section) -> str:
+    """One TOML table; strings as JSON writes them are TOML strings too."""
+    rows = [f"\n[{block.title}]"]
+    rows += [f"{line.key} = {json.dumps(line.value)}{line.tail}" for line in block.lines]
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,369 @@
+"""TRL's own program and its configuration: `python -m trl.scripts.sft --config FILE`, on several GPUs `trl sft`. Field
+names of TRL 1.16 on transformers 5.23."""
+
+from planner.core.shipped import DATA
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, rollouts, several_gpus, slurm
+from planner.frameworks.exporters.install import checkpointing_key, versions
+from planner.frameworks.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.tools.transformers import DTYPES, checkpointing_kwargs
+from planner.frameworks.tools.trl import TRL
+from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class, stored_method
+from planner.setup import TrainSetup
+
+TARGET = "trl"
+VALIDATED_WITH = {
+    "trl": "1.16.0",
+    "transformers": "5.23.0",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+}
+FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
+"""Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
+
+ORPO_SCRIPT = "trl/trl-orpo.py"
+TEMPLATED = ("sft", "pretrain", "reward")
+"""Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
+
+OLDER_NAMES = (
+    "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
+    "with trl < 1.16 check loss_type: only this version never materialises the logits."
+)
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that `trl sft` runs otherwise than the setup says."""
+    adapters = ("fp32", "peft holds adapters in fp32")
+    if setup.method == "qlora":
+        adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
+    elif setup.parallel == "zero3":
+        adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
+    loss = "chunked" if "chunked" in setup.aim.losses else setup.loss
+    runs: dict[str, tuple[object, str]] = {
+        "loss": (loss, "TRL 1.16 always computes the loss in chunks and never holds full logits"),
+        "kbit_fp32_cast": (False, "TRL does not call prepare_model_for_kbit_training"),
+        "adapter_dtype": adapters,
+    }
+    of_objective = () if setup.aim.supervised else _objective_differences(setup)
+    return (*deepspeed.differences(setup), *common.differing(setup, runs), *of_objective)
+
+
+def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
+    aim = setup.aim
+    asked = "generation" if aim.rolls_out else "the reference's forward"
+    every_layer = (setup.has_reference or aim.rolls_out) and setup.checkpointing > 1
+    runs: dict[str, tuple[object, str]] = {
+        "lora_dropout": (
+            setup.lora_dropout if aim.rolls_out else 0.0,
+            "TRL switches every dropout off for this objective (disable_dropout)",
+        ),
+        "selective_checkpointing": (
+            False,
+            "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
+        ),
+        "checkpointing": (
+            1 if every_layer else setup.checkpointing,
+            f"TRL switches checkpointing off for {asked}, and on again for every layer",
+        ),
+    }
+    return common.differing(setup, runs)
+
+
+def shipped(path: str, name: str) -> LaunchFile:
+    """A program beside the configuration: rewards, or the one that trains ORPO from a file of `trl`'s form, with the
+    model and its adapters as `trl sft` makes them."""
+    return LaunchFile(path=path, text=(DATA / name).read_text("utf-8"))
+
+
+def file_of(setup: TrainSetup) -> str:
+    """The configuration's path below `launch/`."""
+    return f"trl/trl-{setup.aim.targets[TARGET]}.yaml"
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why `trl sft` cannot run this setup, "" when it can."""
+    if reason := several_gpus.tensor_refusal(setup, "trl sft"):
+        return reason
+    if reason := several_gpus.context_refusal(setup, "trl sft", ring=True):
+        return reason
+    if setup.parallel == "dp":
+        return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
+    if reason := common.family_refusal(setup, TARGET):
+        return reason
+    if reason := common.multimodal_refusal(model, "trl sft"):
+        return reason
+    if setup.images is not None and model is not None and model.model_type == "paligemma":
+        return (
+            "TRL hands PaliGemma token types of zero, by which every token sees those after it: nothing is learned; "
+            "plan with --target llamafactory"
+        )
+    if model is not None and model.model_type == "phimoe":
+        return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
+    if dequantizing_class(model):
+        return (
+            f"trl sft can hand transformers no {dequantizing_class(model)}, without which the published "
+            f"{stored_method(model)} weights do not train in 16 bits; use the hf target"
+        )
+    if setup.method == "qlora" and setup.autocast_dtype == "fp16":
+        # whatever type was planned: the cast follows after every setting that TRL has
+        return (
+            "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
+            "use the hf target, which keeps them in fp32"
+        )
+    return (
+        setup.scaler_refusal or common.model_refusal(setup, model, "trl") or several_gpus.sharding_refusal(setup, model)
+    )
+
+
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+    """`trl-sft.yaml`, or of another command, with an Accelerate config beside it for more than one GPU."""
+    setup = request.setup
+    file, spoken = file_of(setup), setup.aim.targets[TARGET]
+    command = f"trl {spoken} --config launch/{file}"
+    files = []
+    if setup.objective == "orpo":  # no command of TRL 1.16 trains it
+        files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
+        command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
+    if setup.aim.rolls_out:
+        files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
+    if several_gpus.launched(setup):
+        files += accelerate.config_files(request, TARGET)
+        job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
+        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
+    elif setup.objective != "orpo":
+        # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
+        # the training process's: 0.5 GiB on an H200 (26 November 2026)
+        env = common.environment(request.gpu)
+        command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
+        files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
+    title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
+    main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
+
+
+def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bool) -> str:
+    """The command on several GPUs: TRL's own takes Accelerate's configuration, a program is Accelerate's to launch."""
+    if request.setup.objective == "orpo":
+        script = f"launch/{ORPO_SCRIPT} --config launch/{file}"
+        return accelerate.command(request, script, TARGET, rendezvous=rendezvous)
+    flags = several_gpus.accelerate_flags(request, rendezvous=rendezvous)
+    return f"{command} --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
+
+
+def _notes(request: ExportRequest) -> list[str]:
+    setup, notes = request.setup, [OLDER_NAMES]
+    templates = setup.objective in TEMPLATED
+    if not templates and chat.chats(request) and request.lacks_template is not False:
+        notes.append(
+            f"`trl {setup.aim.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base model's "
+            "often has none) write the data as plain text, or save a template with the model first."
+        )
+    if templates and chat.chats(request) and request.lacks_template is None:
+        notes.append(
+            f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
+            f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
+        )
+    if setup.images is not None:
+        notes.append(
+            f"Planned for {setup.images.words}: TRL resizes no pictures, the model's processor does; larger ones need "
+            "more memory, and a sample longer than max_length loses tokens of its pictures and stops the run."
+        )
+    if setup.kernels == "liger":
+        notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
+    if request.num_nodes > 1:
+        notes.append(several_gpus.PER_NODE)
+    if setup.sharded_at_loading:
+        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
+    if setup.packing and setup.attention != "flash-attention-2":
+        notes.append(
+            "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
+            "attention mask allows it; flash_attention_2 is the form TRL recommends."
+        )
+    return notes
+
+
+def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
+    setup = request.setup
+    template = Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
+    env = common.environment(request.gpu)
+    return [
+        section("environment, set before the training process starts", Line("env", env) if env else None),
+        section(
+            "model",
+            common.model_line("model_name_or_path", request),
+            Line("dtype", DTYPES[setup.weight_dtype], "of the weights that are not quantized, and of 4-bit compute"),
+            common.attention_line(request),
+            template if chat.brought_along(request) and setup.objective in TEMPLATED else None,
+            *_quantization(setup),
+        ),
+        section("method", *_method(request)),
+        _dataset(request),
+        *training_sections(request, runs),
+    ]
+
+
+def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
+    """What the trainer's own configuration (SFTConfig, DPOConfig, ...) is told."""
+    setup, hyper = request.setup, request.hyper
+    warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
+    return [
+        section("batch", *_lengths(setup), *common.batch_lines(TRL, setup)),
+        section("memory and speed", *_memory(request, runs)),
+        *_objective(setup),
+        section(
+            "optimization",
+            said(TRL, setup, "optimizer"),
+            *common.step_lines(hyper, warmup, hyper.reasons.get("weight_decay", "")),
+            Line("seed", hyper.seed),
+        ),
+        section(
+            "output",
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("logging_steps", request.logging_steps),
+            Line("report_to", "none", "or wandb, tensorboard, trackio"),
+            *common.saving_lines(request),
+        ),
+    ]
+
+
+def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
+    setup = request.setup
+    return [
+        Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
+        Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
+        *_checkpointing(setup),
+        Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
+        *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
+        said(TRL, setup, "compile") if setup.compile else None,
+        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        *several_gpus.sync_lines(setup),
+    ]
+
+
+def _lengths(setup: TrainSetup) -> list[Line | None]:
+    pieces = Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
+    if setup.aim.supervised:
+        return [
+            said(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            said(TRL, setup, "packing"),
+            Line("packing_strategy", "bfd") if setup.packing else None,
+            pieces if setup.context_degree > 1 else None,
+        ]
+    if setup.aim.rolls_out:
+        why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
+        return [Line("max_completion_length", setup.rolls.completion_tokens, why)]
+    each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
+    return [said(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
+
+
+def _objective(setup: TrainSetup) -> list[Section]:
+    """What the objective's own trainer is told."""
+    if setup.aim.rolls_out:
+        return rollouts.sections(setup)
+    beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
+    if setup.objective == "orpo":
+        return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
+    if not setup.aim.reference:
+        return []
+    loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
+    kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    said = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {kept}"
+    return [section("objective", loss, beta, Line("precompute_ref_log_probs", setup.precomputed_reference, said))]
+
+
+def _quantization(setup: TrainSetup) -> list[Line]:
+    """Quantization, and what only `from_pretrained` takes.
+
+    `trl sft` takes the 4-bit compute type from `dtype`; weights in another type need the configuration handed through.
+    """
+    lines: list[Line] = []
+    kwargs: dict[str, object] = {}
+    double = setup.quantization == "nf4-double"
+    if setup.quantization == "int8":
+        lines.append(Line("load_in_8bit", True))
+    elif setup.quantized and setup.weight_dtype == setup.compute_dtype:
+        lines = [
+            Line("load_in_4bit", True),
+            Line("bnb_4bit_quant_type", "nf4"),
+            Line("use_bnb_nested_quant", double, "double quantization"),
+        ]
+        if setup.parallel in ("fsdp2", "zero3"):
+            lines.append(Line("bnb_4bit_quant_storage", DTYPES[setup.weight_dtype], "shardable like the rest"))
+    elif setup.quantized:
+        kwargs["quantization_config"] = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+            "bnb_4bit_compute_dtype": DTYPES[setup.compute_dtype],
+        }
+    if setup.sharded_at_loading:
+        kwargs["distributed_config"] = several_gpus.distributed_config(setup)
+        return [*lines, Line("model_init_kwargs", kwargs, "sharded while loading")]
+    if setup.parallel == "device-map":
+        return [*lines, Line("model_init_kwargs", {"device_map": "auto", **kwargs}, "layers spread over the GPUs")]
+    if kwargs:
+        lines.append(Line("model_init_kwargs", kwargs, "computes in another type than the weights'"))
+    return lines
+
+
+def _method(request: ExportRequest) -> list[Line]:
+    setup, hyper = request.setup, request.hyper
+    if setup.method == "full":
+        return [Line("use_peft", False, "full fine-tuning")]
+    targets = common.target_modules(setup, request.model)
+    return [
+        Line("use_peft", True),
+        said(TRL, setup, "lora_rank"),
+        common.tuned("lora_alpha", hyper, "lora_alpha"),
+        said(TRL, setup, "lora_dropout"),
+        Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
+        *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
+        *([Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (setup.aim.head == "score")),
+    ]
+
+
+def _dataset(request: ExportRequest) -> Section:
+    """`dataset_name` and its split, or the placeholder; TRL looks for pictures in a column `images` beside messages.
+
+    Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
+    """
+    dataset, images, aim = request.dataset, request.setup.images, request.setup.aim
+    if prepare.needed(request):
+        made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
+        return section("dataset", made, Line("dataset_train_split", "train"))
+    shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
+    if dataset is None:
+        columns = "messages or text" if aim.name == "sft" else aim.columns
+        comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
+        return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
+    comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"
+    loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local and not shown else None
+    if loader is not None:
+        entry = {"path": loader, "data_files": shown_path(dataset.path), "split": "train"}
+        return section("dataset", Line("datasets", [entry], comment))
+    name = Line("dataset_name", shown_path(dataset.path), comment)
+    return section("dataset", name, Line("dataset_train_split", dataset.split))
+
+
+def _labels(request: ExportRequest) -> str:
+    """What the labels in the prepared rows say."""
+    return f", the loss is on {prepare.loss_words(request)}" if request.setup.aim.supervised else ""
+
+
+def _checkpointing(setup: TrainSetup) -> list[Line]:
+    """Checkpointing by the names of transformers' version; under FSDP it moves into the Accelerate config."""
+    key = checkpointing_key(setup)
+    if accelerate.checkpoints(setup):
+        return [Line(key, False, "fsdp_activation_checkpointing does it")]
+    if setup.checkpointing == 0:
+        return [Line(key, False)]
+    comment = f"every {setup.checkpointing} layers" if setup.checkpointing > 1 else "every layer"
+    comment += ", attention kept" * setup.selective_checkpointing + ", inputs in host memory" * setup.activation_offload
+    return [Line(key, True, comment), Line(f"{key}_kwargs", checkpointing_kwargs(setup))]

@@ -1,0 +1,316 @@
+"""Axolotl configs (`axolotl train FILE`) as setups. Defaults of Axolotl 0.21."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.core.errors import ConfigError, NotPlanned
+from planner.frameworks.readers import common, partial, schema
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
+from planner.memory.attention_kernels import default_attention, has_expert_stacks
+from planner.options.precisions import PRECISIONS
+
+FORMAT = "axolotl"
+ADAPTERS = ("lora", "qlora")
+OLD_ATTENTION_SWITCHES = {
+    "flash_attention": "flash-attention-2",
+    "sdp_attention": "sdpa",
+    "flex_attention": "sdpa",
+    "eager_attention": "eager",
+    "xformers_attention": "sdpa",
+}
+NOT_COUNTED = {
+    "lora_target_parameters": "adapters on stacked expert parameters are not counted",
+    "relora": "ReLoRA's restarts are not counted",
+    "relora_steps": "ReLoRA's restarts are not counted",
+    "qat": "quantization-aware training's fake quantization is not counted",
+    "fp8": "fp8 matrix multiplications are counted as bf16",
+    "diffusion": "a diffusion language model's noise schedule is not counted",
+    "model_quantization_config": "the model's own quantization is not followed",
+    "lisa_n_layers": "LISA trains some layers at a time: counted as all",
+    "spectrum_top_fraction": "Spectrum trains some layers: counted as all",
+    "s2_attention": "shifted sparse attention is counted as full attention",
+    "tiled_mlp": "the MLP's smaller pieces (tiled_mlp) are not counted",
+    "peft_trainable_token_indices": "single trained rows of the embeddings are not counted",
+    "overrides_of_model_kwargs": "overrides_of_model_kwargs are not followed",
+    **{
+        key: f"{key}: counted as if nothing left the GPU"
+        for key in ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
+    },
+}
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of an Axolotl config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
+    """
+    settings.note_unknown(schema.known(FORMAT), AXOLOTL)
+    _refuse_other_training(settings)
+    fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
+    fields |= {
+        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
+        "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
+        "compile": settings.raw("torch_compile") is True,
+        "attention": _attention(settings),
+        "loss": _loss(settings),
+        **_method(settings),
+    }
+    if settings.raw("rl"):
+        fields |= _pairs(settings, fields["method"])
+    fields["kernels"] = _kernels(settings, fields)
+    fields["precision"] = _precision(settings, fields["method"])
+    fields["checkpointing"] = _checkpointing(settings)
+    fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = _selects(settings, fields)
+    fields |= _adapter_dtype(settings, fields)
+    cuts = settings.first("context_parallel_size", "sequence_parallel_degree")
+    fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
+    if fields.get("parallel") == "fsdp2" and "context_degree" in fields:
+        fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    fields |= partial.adapted_layers(settings, "peft_layers_to_transform", fields)
+    fields |= partial.frozen_but(settings, settings.model, fields)
+    common.pictures(settings, "processor_type")
+    settings.leave_out(NOT_COUNTED)
+    config_of = settings.raw("overrides_of_model_config")
+    if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
+        settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
+    return config(AXOLOTL, settings, fields, dataset=_dataset(settings), reentrant=_reentrant(settings, fields))
+
+
+def _pairs(settings: Settings, method: str) -> dict[str, Any]:
+    """What preferences make of the fields."""
+    if settings.raw("dpo_use_liger_kernel"):
+        settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
+    dropout = {"lora_dropout": 0.0} if method != "full" else {}
+    known = {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
+    return {"objective": "dpo", "loss": "full", "packing": False, **dropout, **known}
+
+
+def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
+        return {"adapter_dtype": "bf16" if PRECISIONS[fields["precision"]].compute == "bf16" else "auto"}
+    return {"adapter_dtype": "fp32"} if fields["method"] != "full" else {}
+
+
+PAIRED = ("dpo", "ipo")
+"""Values of `rl` that run TRL's DPOTrainer."""
+
+
+def _refuse_other_training(settings: Settings) -> None:
+    if settings.raw("rl") and settings.raw("rl") not in PAIRED:
+        raise NotPlanned(
+            f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
+            hint="supervised fine-tuning, continued pretraining and rl: dpo are",
+        )
+    if settings.raw("kd_trainer"):
+        raise NotPlanned(f"{settings.name}: distillation (kd_trainer) is not planned", hint="supervised fine-tuning is")
+    if settings.raw("reward_model") or settings.raw("process_reward_model"):
+        raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
+    adapter = settings.raw("adapter")
+    if adapter and adapter not in ADAPTERS:
+        raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
+
+
+def _accumulation(settings: Settings, micro: int) -> int:
+    if not settings.has("gradient_accumulation_steps") and settings.has("batch_size"):
+        return max(1, settings.integer("batch_size", micro, at_least=1) // micro)
+    steps: int = said(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
+    return steps
+
+
+def _method(settings: Settings) -> dict[str, Any]:
+    adapter = settings.raw("adapter")
+    four, eight = settings.flag("load_in_4bit", False), settings.flag("load_in_8bit", False)
+    if not adapter:
+        if four or eight:
+            raise ConfigError(
+                f"{settings.name}: quantized weights cannot be trained without an adapter",
+                hint="add `adapter: qlora`, or load_in_4bit: false",
+            )
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    if settings.raw("gptq"):
+        settings.approximate("GPTQ weights are counted like NF4")
+        four = True
+    quantization = "int8" if eight else "none"
+    if four:
+        inner = settings.block("bnb_config_kwargs")
+        quantization = "nf4-double" if inner.flag("bnb_4bit_use_double_quant", True) else "nf4"
+    elif adapter == "qlora" and not eight:
+        raise ConfigError(f"{settings.name}: adapter qlora needs load_in_4bit: true", hint="or write adapter: lora")
+    names = settings.names("lora_target_modules")
+    if isinstance(settings.raw("lora_target_modules"), str):
+        names = (settings.text("lora_target_modules", ""),)
+    if settings.flag("lora_target_linear", False):
+        if names and names != ("all-linear",):
+            settings.assume("lora_target_linear adds all linear layers to lora_target_modules")
+        names = ("all-linear",)
+    return {
+        "method": "qlora" if quantization != "none" else "lora",
+        "quantization": quantization,
+        **said(settings, AXOLOTL, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings, names),
+        "quantize_experts": _quantizes_experts(settings, quantization),
+        "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
+    }
+
+
+def _quantizes_experts(settings: Settings, quantization: str) -> bool:
+    """Stacked experts in the base's bits."""
+    model = settings.model
+    if not settings.flag("quantize_moe_experts", False) or (model is not None and not has_expert_stacks(model)):
+        return False
+    if quantization == "int8":
+        settings.approximate("stacked experts in 8 bits (quantize_moe_experts): no dry run follows them")
+    return quantization != "none"
+
+
+def _precision(settings: Settings, method: str) -> str:
+    if settings.flag("bfloat16", False):
+        return "bf16-pure"
+    fp16 = settings.raw("fp16") == "auto" or settings.flag("fp16", False) or settings.flag("float16", False)
+    word = settings.raw("bf16", "auto" if not fp16 else False)
+    if word == "auto":
+        settings.assume("bf16 auto: on, as on every card since Ampere")
+    if word in ("auto", "full") or settings.flag("bf16", False):
+        return "bf16-autocast"
+    if fp16:
+        if method == "full":
+            settings.approximate("fp16 full fine-tuning: counted with fp32 weights (fp16 ones cannot be unscaled)")
+            return "fp16-mixed"
+        return "fp16-autocast"
+    if settings.flag("load_in_8bit", False):
+        settings.assume("an int8 base without bf16 is loaded in fp16")
+        return "fp16-autocast"
+    return "fp32"
+
+
+def _checkpointing(settings: Settings) -> int:
+    value = settings.raw("gradient_checkpointing", False)
+    if value in ("offload", "offload_disk", "unsloth"):
+        return 1
+    fsdp = settings.block("fsdp_config")
+    if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
+        return 1
+    if not settings.flag("gradient_checkpointing", False):
+        return 0
+    return settings.block("gradient_checkpointing_kwargs").integer("every_n_layers", 1, at_least=1)
+
+
+def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether Axolotl asks for the older form of checkpointing, as it does where nothing else is said.
+
+    Source: axolotl 0.21 `utils/config/__init__.py` normalize_config (and Gemma 4 without it),
+    `monkeypatch/selective_checkpointing.py`; its reader's keys that set the form are `read._reentrant`'s.
+    """
+    said = any(settings.raw(key) is not None for key in ("gradient_checkpointing_kwargs", "unfrozen_parameters", "rl"))
+    gemma = settings.model is not None and settings.model.model_type.startswith("gemma4")
+    asked = settings.raw("gradient_checkpointing") is True
+    return asked and not (said or gemma or fields["selective_checkpointing"] or fields["activation_offload"])
+
+
+def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether checkpointed layers keep their attention, which is what `true` means."""
+    value = settings.raw("selective_checkpointing")
+    if value and value is not True:
+        settings.approximate("of what selective_checkpointing keeps only attention is counted")
+    return bool(value) and common.keeps_attention(settings, fields)
+
+
+def _offloads(settings: Settings, checkpointing: int) -> bool:
+    """Checkpoints in host memory, by Axolotl's older or its present setting."""
+    everything = settings.raw("activation_offloading", False)
+    if everything and not checkpointing:
+        settings.approximate("activation_offloading without checkpoints: counted as if nothing left the GPU")
+        return False
+    if everything is True and settings.raw("adapter"):
+        settings.approximate(
+            "activation_offloading: true moves all activations of an adapter's run, not only checkpoints"
+        )
+    return bool(checkpointing) and (
+        bool(everything) or settings.raw("gradient_checkpointing") in ("offload", "offload_disk", "unsloth")
+    )
+
+
+def _attention(settings: Settings) -> str:
+    if settings.has("attn_implementation"):
+        return common.attention(settings, "attn_implementation")
+    for key, kind in OLD_ATTENTION_SWITCHES.items():
+        if settings.raw(key) is True:
+            settings.assume(f"{key} is read as attn_implementation {kind}")
+            return kind
+    default = default_attention(settings.model)
+    settings.assume(f"no attention named: {default}, transformers' default")
+    return default
+
+
+def _loss(settings: Settings) -> str:
+    if settings.raw("liger_fused_linear_cross_entropy") is True:
+        return "liger"
+    plugged = any("cut_cross_entropy" in one for one in _plugins(settings))
+    if settings.raw("cut_cross_entropy", plugged) is True:
+        settings.assume("cut cross-entropy is counted as a fused loss (liger)")
+        return "liger"
+    if settings.raw("chunked_cross_entropy") is True:
+        return "chunked"
+    return "full"
+
+
+def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
+    """The Liger plugin's layers, and Axolotl's own LoRA kernels: on by themselves for adapters without dropout where
+    the config says nothing of them.
+
+    Source: Axolotl 0.21 `integrations/liger/args.py`, `utils/schemas/config.py` check_auto_enable_lora_kernels.
+    """
+    options = {name: settings.raw(name, False) is True for name in LIGER_SWITCHES.values()}
+    liger, model = "eager", settings.model
+    if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
+        liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options)
+    said = [settings.raw(name) for name in LORA_SWITCHES]
+    if family := own_kernels(liger, fields, said, model.model_type if model is not None else ""):
+        return family
+    settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
+    return "eager"
+
+
+def _plugins(settings: Settings) -> tuple[str, ...]:
+    value = settings.raw("plugins", [])
+    return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
+
+
+def _parallel(settings: Settings) -> Layout:
+    if settings.raw("deepspeed"):
+        return zero_stage(settings, settings.raw("deepspeed"))
+    if settings.raw("fsdp_config") or settings.raw("fsdp"):
+        inner = settings.raw("fsdp_config", {})
+        version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
+        inner = inner if isinstance(inner, dict) else {}
+        return fsdp(settings, inner, version=version) | _mesh(settings)
+    return {"parallel": "none", **_mesh(settings)}
+
+
+def _mesh(settings: Settings) -> Layout:
+    """The mesh of the run."""
+    num_gpus = settings.outside.num_gpus
+    names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
+    shard, copies, tensor, context = (settings.integer(key, 1, at_least=1) for key in names)
+    if settings.integer("expert_parallel_size", 1, at_least=1) > 1:
+        settings.approximate(
+            "experts dealt out by DeepEP (expert_parallel_size), with all the rest on every GPU that shares them, are "
+            "counted as if FSDP2 sharded everything"
+        )
+    tensor = tensor if num_gpus > 1 else 1
+    return hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor, context=context)
+
+
+def _dataset(settings: Settings) -> str | None:
+    datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
+    if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict):
+        path = datasets[0].get("path")
+        return path if isinstance(path, str) else None
+    return None

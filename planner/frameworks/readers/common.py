@@ -1,0 +1,353 @@
+"""Names back into setup values: the inverse of `planner.frameworks.exporters.common`, wider where tools have aliases;
+and settings that every tool on top of transformers' TrainingArguments writes in the same words."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from planner.core.errors import ConfigError, SetupError
+from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
+from planner.frameworks.readers import versions
+from planner.frameworks.readers.values import Settings
+from planner.memory.attention_kernels import default_attention
+from planner.memory.states import trained_parameters
+from planner.memory.traits import ENCODERS
+from planner.models.encoders import SEEING
+from planner.models.spec import ModelSpec
+from planner.models.stored import packed_as, stored_bits, stored_method
+from planner.models.targets import same_targets
+from planner.options.adapters import ADAPTERS
+from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
+from planner.options.optimizers import OPTIMIZERS as ROWS
+from planner.options.precisions import PRECISIONS as PRECISION_ROWS
+from planner.options.precisions import precision_of
+from planner.setup import TrainSetup
+from planner.setup.allowed import SAVED_MODULES
+
+OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
+STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
+"""Optimizers that the memory model does not know, and the one whose states are nearest; the others here: adamw."""
+# fmt: off
+OTHER_OPTIMIZERS = frozenset({
+    # transformers 5.23, OptimizerNames
+    "adagrad", "adalomo", "adamw_anyprecision", "adamw_torch_npu_fused", "adamw_torch_xla", "ademamix", "apollo_adamw",
+    "apollo_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise", "galore_adamw", "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise", "galore_adamw_layerwise", "grokadamw", "lion_32bit", "lomo", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "paged_lion_32bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+    "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw",
+    # Axolotl's own, and names of earlier versions
+    "adam", "adopt_adamw", "ao_adamw", "came_pytorch", "dion", "flash_adam", "flash_adamw", "flash_lion", "flash_sgd",
+    "flash_sgdw", "lion", "muon", "optimi_adamw", "paged_lion", "q_galore_adamw_8bit", "shampoo", "sophia",
+})
+# fmt: on
+
+KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS})
+
+_HUB_KERNELS = ("flash-attn2", "flash-attn3", "flash-attn", "vllm-flash-attn3")
+ATTENTIONS = {
+    "eager": "eager",
+    **dict.fromkeys(("sdpa", "flash_attention_torch", "flex_attention", "xformers"), "sdpa"),
+    **{f"flash_attention_{version}": "flash-attention-2" for version in (2, 3, 4)},
+    **{f"kernels-community/{name}": "flash-attention-2" for name in _HUB_KERNELS},
+}
+
+DTYPES = {
+    "float32": "fp32", "fp32": "fp32", "float": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16",
+    "fp16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+FOUR_BIT = ("nf4", "nf4-double")
+PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
+"""(data type of the weights, of autocast) -> precision."""
+
+SIZES = {
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "n_head", "vocab_size", "num_experts", "num_local_experts",
+    "head_dim",
+}  # fmt: skip
+"""Settings of a model's configuration that make another model of it."""
+PEFT_DEFAULT_TARGETS = {
+    "gpt2": ("c_attn",),
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), ("query_key_value",)),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "phi3": ("qkv_proj", "o_proj"),
+    "t5": ("q", "v"),
+}
+"""PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); q_proj and
+v_proj for every model type not named here."""
+
+
+def optimizer(settings: Settings, key: str, default: str, word: str | None = None) -> str:
+    """A setup's optimizer from a tool's name, or from transformers' `word` for it; a stand-in, noted, for those without
+    a memory model."""
+    name = (settings.text(key, default) if word is None else word).lower().removeprefix("optimizernames.")
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    if name not in KNOWN_OPTIMIZERS:
+        close = get_close_matches(name, sorted(KNOWN_OPTIMIZERS), n=1, cutoff=0.6)
+        raise ConfigError(
+            f"{settings.name}: {key} names no optimizer: {name!r:.80}",
+            hint=f"did you mean {close[0]}?" if close else "adamw_torch_fused is the usual one",
+        )
+    stand_in = STAND_INS.get(name, "adamw")
+    settings.approximate(f"optimizer {name} has no memory model of its own: counted as {stand_in}")
+    return stand_in
+
+
+def default_optimizer(settings: Settings) -> str:
+    """What transformers' Trainer takes by itself, in the version that is named, else in the newest."""
+    return versions.transformers(settings.outside.versions.get("transformers"), (), None).optimizer
+
+
+def attention(settings: Settings, key: str) -> str:
+    """A setup's attention from transformers' name; where none is given, what transformers takes for the model."""
+    name = settings.text(key, default_attention(settings.model)).removeprefix("paged|").split("@")[0].split(":")[0]
+    if name not in ATTENTIONS:
+        settings.approximate(f"attention {name!r} has no memory model of its own: counted as sdpa")
+        return "sdpa"
+    if ATTENTIONS[name].replace("-", "_") != name:
+        settings.assume(f"attention {name} is counted as {ATTENTIONS[name]}")
+    return ATTENTIONS[name]
+
+
+def precision(settings: Settings, weights: str, autocast: str | None, method: str) -> str:
+    """A setup's precision from the data types of weights and autocast.
+
+    Raises:
+        ConfigError: a pair that no trainer can train.
+    """
+    if (weights, autocast) == ("fp16", "fp16") and method == "full":
+        if settings.raw("deepspeed"):  # it keeps fp32 masters, and scales the loss itself
+            return "fp16-mixed"
+        raise ConfigError(
+            f"{settings.name}: full fine-tuning of fp16 weights under fp16 autocast fails (the loss scaler cannot "
+            "unscale fp16 gradients)",
+            hint="load the weights in float32",
+        )
+    try:
+        return PRECISIONS[(weights, autocast)]
+    except KeyError:
+        pass
+    if autocast is not None and weights in ("bf16", "fp16"):
+        settings.assume(f"{weights} weights under {autocast} autocast are counted as {autocast}-autocast")
+        if autocast == "fp16" and method == "full":
+            return "fp16-mixed"
+        return f"{autocast}-autocast"
+    if method != "full":
+        return precision_of(weights, autocast)
+    settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")
+    return "bf16-pure"
+
+
+def stored(settings: Settings) -> str:
+    """The quantization of a base for which nobody asks for one: transformers loads a checkpoint as it is published."""
+    bits = stored_bits(settings.model)
+    if bits:
+        settings.assume(f"no quantization asked for: the checkpoint is published in {bits}, and loads as that")
+    elif bits := packed_as(settings.model):
+        settings.approximate(f"the checkpoint's {stored_method(settings.model)} weights are counted as {bits}")
+    return bits or "none"
+
+
+def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]:
+    """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that."""
+    model = settings.model
+    if not names:
+        model_type = model.model_type if model is not None else ""
+        default = PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))
+        settings.assume(f"no LoRA target modules named: PEFT takes {', '.join(default)}")
+        return default
+    if {name.lower() for name in names} & {"all-linear", "all"}:
+        return "all-linear"
+    names = tuple(dict.fromkeys(names))
+    tables = {table.name.rpartition(".")[2] for table in model.embeddings} if model is not None else set()
+    named = [name for name in names if name.rpartition(".")[2] in tables]
+    if named and len(named) < len(names):
+        settings.assume(f"{', '.join(named)}: adapters on a table (rank x (rows + width)) are counted")
+        settings.tables += tuple(named)
+        names = tuple(name for name in names if name not in named)
+    if model is None:
+        usual = {"attention": USUAL_ATTENTION_MODULES, "all-linear": USUAL_LINEAR_MODULES}
+        return next((word for word, known in usual.items() if set(names) == set(known)), names)
+    return same_targets(model, names) or names
+
+
+def modules_to_save(settings: Settings, key: str, said_to: Settings | None = None) -> tuple[str, ...]:
+    """The embedding and head that are trained whole beside the adapters; of other modules it is said that they are not
+    counted (to `said_to`, where the setting stands in a part that nobody asks)."""
+    names = settings.names(key)
+    others = [name for name in names if name not in SAVED_MODULES]
+    if others:
+        (said_to or settings).approximate(f"{key} {', '.join(others)}: trained in full, not counted")
+    return tuple(name for name in names if name in SAVED_MODULES)
+
+
+CONFIGS = {row.config: row for row in ADAPTERS.values() if row.config != "LoraConfig"}
+"""peft's configuration classes of adapters that have one of their own."""
+
+
+def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The fields with the kind of adapter, where it is counted in such a setup; else as they are, with a note."""
+    if fields.get("method") == "full" or kind == "lora":
+        return fields
+    found = {**fields, "adapter": kind}
+    try:
+        setup = TrainSetup(**found)
+        if settings.model is not None:
+            trained_parameters(settings.model, setup)
+    except SetupError as error:
+        settings.approximate(f"{ADAPTERS[kind].title} is counted as LoRA: {error.message}")
+        return fields
+    return found
+
+
+def pictures(settings: Settings, *keys: str) -> None:
+    """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does. Of a model
+    whose eyes are not modelled they are not counted, and that is said."""
+    named = [key for key in keys if settings.raw(key)]
+    if not named or settings.model is None:
+        return
+    if settings.model.model_type in SEEING:
+        settings.ask("images", f": {named[0]} is of pictures, and how many a sample shows is known to the data alone")
+    else:
+        settings.approximate("images are not counted, text tokens only")
+
+
+def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
+    """A validated setup; an impossible combination is the file's mistake.
+
+    Raises:
+        ConfigError: with the reason and the file's name.
+    """
+    if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
+        settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
+        fields = {**fields, "activation_offload": False}
+    if fields.get("expert_degree", 1) > 1 and not _deals_out(fields):
+        settings.approximate("experts dealt out over GPUs are counted here as if every GPU that shards held them all")
+        fields = {**fields, "expert_degree": 1}
+    try:
+        return TrainSetup(**fields)
+    except SetupError as error:
+        raise ConfigError(f"{settings.name}: {error.message}", hint=error.hint) from error
+
+
+def _deals_out(fields: dict[str, Any]) -> bool:
+    """Whether a setup with dealt-out experts can have these fields, or cannot be built either way."""
+    whole = {**fields, "expert_degree": 1}
+    return fields.get("method") == "full" and (_can_be(fields) or not _can_be(whole))
+
+
+def _can_be(fields: dict[str, Any]) -> bool:
+    """Whether a setup can have these fields."""
+    try:
+        TrainSetup(**fields)
+    except SetupError:
+        return False
+    return True
+
+
+LIGER_OPTIONS = {"norm": ("rms_norm",), "rotary": ("rope",), "gated": ("swiglu", "geglu")}
+"""Part of a layer -> its names in `liger_kernel_config`. Source: liger-kernel 0.8.5 `transformers/monkey_patch.py`."""
+
+
+def liger(settings: Settings, on: bool, loss: str) -> dict[str, str]:
+    """The fields "kernels" and "loss" of transformers' Liger switch.
+
+    Args:
+        loss: what runs where the switch is off, or leaves the loss alone ("chunked": TRL's head, which it never takes).
+    """
+    if not on:
+        return {"kernels": "eager", "loss": loss}
+    options = settings.mapping("liger_kernel_config")
+    kind = settings.model.model_type if settings.model is not None else "llama"
+    fused = options.get("fused_linear_cross_entropy", kind in LIGER_LOSS or kind not in LIGER_PARTS)
+    return {
+        "kernels": liger_kernels(settings, LIGER_OPTIONS, options),
+        "loss": "liger" if fused is True and loss != "chunked" else loss,
+    }
+
+
+def liger_kernels(settings: Settings, names: dict[str, tuple[str, ...]], options: dict[str, Any]) -> str:
+    """ "liger" where the options leave any part of a layer to Liger that it knows for this model, else "eager"."""
+    model = settings.model
+    if model is not None and (reason := kernels_refusal("liger", model.model_type)):
+        settings.assume(f"{reason} that are counted: its layers are counted as eager ones")
+        return "eager"
+    known = LIGER_PARTS[model.model_type] if model is not None else KERNELS["liger"].parts
+    parts = {part for part in names if part in known}
+    left = {part for part in parts if any(options.get(name) is False for name in names[part])}
+    if left == parts:
+        return "eager"
+    if left:
+        settings.approximate(f"of Liger's kernels {', '.join(sorted(left))} is off: counted as if all ran")
+    return "liger"
+
+
+def checkpointing(settings: Settings, default: bool) -> int:
+    """0, 1 or n, by the current names or the deprecated ones."""
+    key = settings.first("activation_checkpointing", "gradient_checkpointing")
+    if not settings.has(key):
+        settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
+    if not settings.flag(key, default):
+        return 0
+    return _kwargs(settings).integer("every_n_layers", 1, at_least=1)
+
+
+def _kwargs(settings: Settings) -> Settings:
+    """What the switch is told beside on and off."""
+    return settings.block(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
+
+
+def selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether checkpointed layers keep their attention: a key of TRL's SFTTrainer among transformers' arguments."""
+    return _kwargs(settings).flag("selective", False) and keeps_attention(settings, fields)
+
+
+def keeps_attention(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether a file that asks for selective checkpointing gets it, as the other fields are; says so where not."""
+    if fields["checkpointing"] and not fields["activation_offload"]:
+        return True
+    settings.approximate("selective checkpointing is counted as recomputing whole layers")
+    return False
+
+
+def offloads(settings: Settings, checkpointing: int) -> bool:
+    """Whether the checkpoints lie in host memory: transformers' option, or TRL's, which takes everything."""
+    everything = settings.flag("activation_offloading", False)
+    if everything and not checkpointing:
+        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    return bool(checkpointing) and (_kwargs(settings).flag("offload", False) or everything)
+
+
+def autocast(settings: Settings, bf16_default: bool) -> str | None:
+    """ "bf16", "fp16" or None from the two switches."""
+    fp16 = settings.flag("fp16", False)
+    if settings.flag("bf16", bf16_default and not fp16):
+        return "bf16"
+    return "fp16" if fp16 else None
+
+
+IN_FLOAT32 = (*ENCODERS, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "t5")
+"""Types of models whose checkpoints are published in float32, and say so nowhere but in their tensors."""
+
+
+def stored_dtype(model: ModelSpec | None) -> str:
+    """The data type of a model's checkpoint, "" where that is not known."""
+    config = model.config if model is not None else {}
+    said = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(said, str) and said.removeprefix("torch.") in DTYPES:
+        return DTYPES[said.removeprefix("torch.")]
+    return "fp32" if model is not None and model.model_type in IN_FLOAT32 else ""
+
+
+def weight_dtype(settings: Settings, key: str, default: str) -> str:
+    """ "fp32", "bf16" or "fp16" from a dtype word; "auto" is the checkpoint's own."""
+    word = settings.text(key, default).removeprefix("torch.")
+    if word == "auto":
+        if dtype := stored_dtype(settings.model):
+            return dtype
+        settings.assume(f"{key} auto: the checkpoint is taken to be bf16")
+        return "bf16"
+    if word not in DTYPES:
+        raise settings.error(key, "one of float32, bfloat16, float16, auto", word)
+    return DTYPES[word]

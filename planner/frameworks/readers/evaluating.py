@@ -1,0 +1,80 @@
+"""What a run evaluates between its training steps: sequences at once, which may decide its peak."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.frameworks.readers.program import Known, Made
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.memory.around import DEFAULT_EVAL_SEQS
+
+NEVER = ("no", "none", "false")
+LATER = "evaluation_strategy", "eval_strategy"
+HOW_MANY = {
+    "trl": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
+    "llamafactory": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
+    "hf-script": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
+    "unsloth-script": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
+    "axolotl": ("eval_batch_size", 0),
+    "ms-swift": ("per_device_eval_batch_size", 1),
+}
+"""Format -> (the setting, its default; 0: as many as train at once)."""
+
+
+def setting_of(config: ReadConfig) -> str:
+    """The setting that says how many sequences a file's run evaluates at once: the file's own, else the tool's."""
+    usual = HOW_MANY["hf-script"][0]
+    return config.keys.get("eval_seqs") or HOW_MANY.get(config.format, (usual, 0))[0]
+
+
+DATA = {"llamafactory": ("val_size", "eval_dataset"), "axolotl": ("val_set_size", "test_datasets")}
+"""Format -> the settings of which one has to name data to evaluate on."""
+
+
+def sequences(form: str, values: Mapping[str, Any]) -> int:
+    """Sequences that a file's run evaluates at once; 0 where it evaluates none, or does not say."""
+    key, default = HOW_MANY.get(form, ("", 0))
+    said = values.get(key, default)
+    if not isinstance(said, int | str) or not str(said).isdigit() or not _evaluates(form, values):
+        return 0
+    return int(said)
+
+
+def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
+    if any(not values.get(name) for name in DATA.get(form, ())[:1]) and not values.get(DATA[form][1]):
+        return False
+    when = next((values[name] for name in LATER if values.get(name) is not None), None)
+    if when is None:  # Axolotl evaluates each epoch where there is data for it
+        return form == "axolotl" or values.get("do_eval") is True or values.get("eval_on_start") is True
+    return str(when).lower().rpartition(".")[2] not in NEVER
+
+
+def of_program(trainer: Made | None, arguments: Settings, *, measured: bool) -> int:
+    """Sequences that a program's trainer evaluates at once, 0 where none; where that is not known it is asked for.
+
+    `measured`: the program itself calls its `evaluate` or `predict`.
+    """
+    if not measured and not given(trainer, "eval_dataset"):
+        return 0
+    values: dict[str, Any] = {**arguments.values}
+    values |= {"do_eval": True, **dict.fromkeys(LATER)} if measured else {}
+    when = [key for key in (*LATER, "do_eval", "eval_on_start") if key in arguments.unknown and not measured]
+    told = measured or any(values.get(key) is not None for key in LATER)
+    size = arguments.unknown.get("per_device_eval_batch_size")
+    why = arguments.unknown[when[0]] if when and not told else arguments.more if not told else ""
+    if why or (size and _evaluates("hf-script", values)):
+        arguments.missing["eval_seqs"] = why or str(size)
+        return 0
+    return sequences("hf-script", values)
+
+
+def keeps_logits(trainer: Made | None, arguments: Settings) -> bool:
+    """Whether the evaluation's logits are kept for metrics, as they come; one that generates keeps tokens."""
+    generates = arguments.values.get("predict_with_generate") is True
+    return not generates and given(trainer, "compute_metrics") and not given(trainer, "preprocess_logits_for_metrics")
+
+
+def given(trainer: Made | None, name: str) -> bool:
+    """Whether a trainer is handed something under a name."""
+    value = trainer.argument(name) if trainer is not None else None
+    return value is not None and not (isinstance(value, Known) and value.data is None)

@@ -1,0 +1,149 @@
+"""Which tool a mapping of settings belongs to, and the reader for it."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from planner.core.errors import NotATraining, NotPlanned
+from planner.frameworks.readers import (
+    axolotl,
+    firefly,
+    hydra,
+    litgpt,
+    llamafactory,
+    llamafactory_v1,
+    mlx,
+    nemo,
+    own,
+    schema,
+    shell,
+    swift,
+    torchtune,
+    trl,
+    unsloth,
+)
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools import TOOLS
+
+FORMATS = (
+    "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
+    "nemo-automodel", "litgpt", "mlx", "firefly", "hf-script", "notebook", "shell script",
+)  # fmt: skip
+READERS: dict[str, Callable[[Settings], ReadConfig]] = {
+    one.FORMAT: one.read
+    for one in (
+        trl, axolotl, llamafactory, llamafactory_v1, unsloth, swift, litgpt, torchtune, firefly, mlx, nemo, own,
+    )
+}  # fmt: skip
+OTHER_TOOLS = {
+    "nanotron": {"data_stages", "parallelism", "tokens"},
+    "verl": {"actor_rollout_ref"},
+    "prime-rl": {"orchestrator"},
+    "verl's SFT": {"data", "model", "optim", "trainer"},
+    "Megatron": {"tensor_model_parallel_size"},
+    "MMEngine": {"train_dataloader", "optim_wrapper"},
+}
+"""Engines that are not planned -> settings that only their files have together."""
+MAX_STRANGERS = 0.25
+"""Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs have more."""
+AXOLOTL_KEYS = {
+    "micro_batch_size", "sequence_len", "adapter", "datasets", "sample_packing", "lora_target_linear", "num_epochs",
+    "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
+}  # fmt: skip
+LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
+LLAMAFACTORY_TASKS = {"do_train", "do_predict", "finetuning_type", "stage", "template", "export_dir"}
+"""Without any of these LLaMA-Factory does nothing: the file is another program's."""
+
+
+def detect(values: dict[str, Any]) -> str:
+    """The format of a mapping, by keys that only one tool has; "" when none is there."""
+    keys = set(values)
+    if nemo.is_recipe(values):
+        return nemo.FORMAT
+    if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
+        return torchtune.FORMAT
+    if "checkpoint_dir" in keys and keys & {"lora_r", "train", "precision", "quantize"}:
+        return litgpt.FORMAT
+    if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
+        return firefly.FORMAT
+    if "model" in keys and keys & mlx.MARKS and not keys & {"training", "lora"}:
+        return mlx.FORMAT
+    if keys & swift.MODELS and keys & swift.MARKS:
+        return swift.FORMAT
+    flat = not any(isinstance(value, dict) for value in values.values())
+    if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
+        foreign = len(keys - schema.known(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
+        return axolotl.FORMAT if not foreign else own.FORMAT if own.is_training(values) else ""
+    if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
+        return axolotl.FORMAT
+    if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
+        return "deepspeed"
+    if keys & {"compute_environment", "distributed_type"}:
+        return "accelerate"
+    if "num_processes" in keys and keys & {"fsdp_config", "deepspeed_config"}:
+        return "accelerate"
+    if unsloth.is_config(values):
+        return unsloth.FORMAT
+    if isinstance(values.get("model"), str) and keys & {
+        "train_dataset",
+        "dist_config",
+        "peft_config",
+        "micro_batch_size",
+    }:
+        return llamafactory_v1.FORMAT
+    return _of_hf_names(values, keys)
+
+
+def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
+    """Whose settings these are, of the tools and programs that take transformers' names."""
+    others = keys - schema.accepted(trl.FORMAT)
+    of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
+    if not keys & {"stage", "finetuning_type"} and own.is_training(values):
+        strange = len(keys - schema.accepted(llamafactory.FORMAT))
+        of_llamafactory = of_llamafactory and strange <= max(2, MAX_STRANGERS * len(keys))
+    if of_llamafactory and ("model_name_or_path" in keys or not own.is_training(values)):
+        return llamafactory.FORMAT
+    if others & own.SPOKEN and own.is_training(values):
+        return own.FORMAT  # another program's names, no slips of the pen
+    strangers = len(others)
+    if keys <= schema.accepted("transformers") and own.is_training(values):
+        return own.FORMAT  # the Trainer's arguments alone: of what, the program says that reads them
+    if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
+        return trl.FORMAT
+    if own.is_training(values):
+        return own.FORMAT
+    return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
+
+
+OF_FLAGS = (trl.FORMAT, axolotl.FORMAT, litgpt.FORMAT, "torchtitan")
+"""Tools that take settings as flags on top of their file; LLaMA-Factory takes `name=value`."""
+
+
+def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[str, Any]:
+    """A tool's settings with those on top that its command line says behind the file's name."""
+    said: dict[str, Any] = {}
+    if kind in OF_FLAGS:
+        said = dict(shell.flags(tuple(words)))
+    elif kind == llamafactory.FORMAT:
+        said = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
+    known = {*schema.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
+    found = copy.deepcopy(values) if said else values
+    for key, value in said.items():
+        if key in known or key.partition(".")[0] in values:
+            hydra.put(found, key.split("."), value)
+    return found
+
+
+def of_mapping(settings: Settings, kind: str) -> ReadConfig:
+    """The setup of settings that stand as a mapping, in a file or on a command line."""
+    values, name = settings.values, settings.name
+    other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
+    if other:
+        raise NotPlanned(f"{name}: a config of {other}: not planned", hint="plan estimate answers for a setup you name")
+    if kind not in READERS:
+        raise NotATraining(
+            f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
+            hint=f"known: {', '.join(FORMATS)}",
+        )
+    return READERS[kind](settings)

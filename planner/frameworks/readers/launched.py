@@ -1,0 +1,214 @@
+"""From the commands of a script, notebook or task file to the run that the first readable one starts."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
+from planner.core.records import dataclass
+from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
+from planner.frameworks.readers.formats import READERS, detect
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.types import Missing, ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools import ASKED, tool_of
+
+OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
+FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
+"""Tools that take every setting as a flag -> the format that the flags are of."""
+NOT_TRAINING = re.compile(
+    r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
+)
+MAX_SCRIPTS = 4
+"""Scripts that start scripts."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launches of one file; `read` reads what they start: (text, name, outside, text of a launcher's config)."""
+
+    name: str
+    read: Callable[[str, str, FileContext, str | None], ReadConfig]
+
+    def first(self, text: str, around: FileContext) -> ReadConfig:
+        """The setup of the first launch whose program or config can be read.
+
+        Raises:
+            ConfigError: no launch, or what the first one says where none can be read.
+        """
+        name = self.name
+        problems: list[ConfigError] = []
+        launches = shell.commands(text, name, around.num_gpus, around.arguments or ())
+        given_up: set[tuple[str, ...]] = set()
+        waiting = list(reversed(launches))
+        while waiting:
+            command = waiting.pop()
+            alike = (command.target, *(word for word in command.arguments if word.startswith("-")))
+            if alike in given_up:
+                continue  # a loop over sizes or seeds of a program in which nothing is read
+            try:
+                found = self.of_command(command, around)
+            except ConfigError as error:
+                problems.append(error)
+                if command.tool in ("python", "script"):
+                    given_up.add(alike)
+                inner = shell.nested(command.arguments) if command.tool == "python" else None
+                waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
+                continue
+            said = [f"read from the launch in {name}"]
+            if len(launches) > 1:
+                said = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
+            found = with_launcher(with_segments(found, command, around), command, around)
+            if command.num_nodes > 1:
+                said.append(f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them")
+            return replace(found, path=name, assumptions=(*said, *found.assumptions))
+        raise min(problems, key=weight)
+
+    def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
+        """The setup of one launch.
+
+        Raises:
+            ConfigError: nothing that trains, or what it names is not at hand.
+        """
+        name = self.name
+        inside = replace(
+            around,
+            num_gpus=command.num_gpus or around.num_gpus,
+            arguments=command.arguments,
+            environment={**around.environment, **dict(command.environment)},
+            written={**around.written, **command.written},
+        ).below(command.folder)
+        if command.tool == "script":
+            text = inside.by_end(command.target) if around.depth < MAX_SCRIPTS else None
+            if text is None:
+                raise NotATraining(f"{name} starts {command.target}, which is not beside it", hint="give that script")
+            inner = replace(self, name=command.target.rpartition("/")[2])
+            return inner.first(text, replace(inside, depth=around.depth + 1))
+        if command.tool == "swift":
+            extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
+            if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
+                extra["device_map"] = "auto"  # one process over the visible GPUs (ms-swift 4 get_default_device_map)
+            return self._of_flags(command, swift.FORMAT, inside, extra)
+        kind = FLAGS_OF.get(command.tool)
+        if kind is not None and not command.target:
+            return self._of_flags(command, kind, inside)
+        if not command.target:
+            raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
+        return self._of_target(command, inside)
+
+    def _of_target(self, command: shell.Command, inside: FileContext) -> ReadConfig:
+        """The setup of a launch that names a program or a config."""
+        name, target = self.name, command.target
+        of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
+        engine = "verl" if of_verl else target.partition("/")[0]
+        if engine in OTHER_ENGINES:
+            raise NotPlanned(
+                f"{name} trains with {engine}: not planned", hint="plan trace runs programs on a phantom GPU"
+            )
+        if target == "torchtitan/train.py":
+            module = shell.flags(command.arguments).get("module")
+            places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
+            target = next((place for place in places if inside.beside(place) is not None), target)
+        if target.endswith(llamafactory.PROGRAMS) and (
+            found := self._of_words(command, inside, (llamafactory.FORMAT,))
+        ):
+            return found
+        text = inside.by_end(target)
+        problem: ConfigError | None = None
+        if text is not None:
+            try:
+                return self._read(text, target, command, inside)
+            except NotATraining as error:  # a wrapper around a tool: its words may say all
+                problem = error
+        if command.tool == "python" and (found := self._of_words(command, inside)):
+            return found
+        if problem is not None:
+            raise problem
+        if shell.is_open(target):
+            raise Undetermined(
+                f"{name} starts {target}: what that is its own command line says", hint='give its words: --args "WORDS"'
+            )
+        if NOT_TRAINING.search(target.rpartition("/")[2]):
+            raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
+        words = f" --args {shlex.quote(shlex.join(command.arguments))}" if command.tool == "python" else ""
+        raise Undetermined(
+            f"{name} starts {command.target}, which is not beside it and says what trains",
+            hint=f"plan check {command.target.rpartition('/')[2]}{words}",
+        )
+
+    def _of_words(self, command: shell.Command, inside: FileContext, tools: tuple[str, ...] = ()) -> ReadConfig | None:
+        """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
+        config = next(iter(command.arguments), "")
+        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
+            found = self._read(text, config, command, inside)
+            return found if not tools or found.format in tools else None
+        values = shell.flags(command.arguments)
+        kind = detect(dict(values))
+        told = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (kind == swift.FORMAT and not tools)
+        return self._of_flags(command, kind, inside) if told else None
+
+    def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
+        launcher = inside.by_end(command.launcher) if command.launcher else None
+        if command.layout:
+            launcher = json.dumps(dict(command.layout))
+        return self.read(text, path.rpartition("/")[2], inside, launcher)
+
+    def _of_flags(
+        self, command: shell.Command, kind: str, around: FileContext, extra: Mapping[str, Any] | None = None
+    ) -> ReadConfig:
+        """The setup that a tool's flags say; those that only the shell would fill in are open."""
+        given = {**shell.flags(command.arguments), **(extra or {})}
+        opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
+        known = {key: value for key, value in given.items() if key not in opened}
+        found = READERS[kind](Settings(known, self.name, around))
+        said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
+        return with_open(found, said, self.name, around.num_gpus)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def with_segments(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
+    """A reading with the allocator as the launch, or the program that it starts, sets it: segments are fixed where
+    neither says more."""
+    if command.tool == "script":
+        return found  # that script's own launch has said it
+    given = {**around.environment, **dict(command.environment)}
+    program = around.below(command.folder).by_end(command.target) if command.target else None
+    said = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
+    return replace(found, setup=found.setup.replace(expandable_segments="expandable_segments:True" in said))
+
+
+def with_launcher(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
+    """A reading with what its launcher decides and nobody says as open: how many processes, and what the launcher's own
+    file says where that is not at hand."""
+    missing: dict[str, str] = {}
+    if command.open_gpus:
+        missing["num_gpus"] = f"{command.open_gpus}: known to the machine or the shell alone"
+    if command.launcher and around.below(command.folder).by_end(command.launcher) is None:
+        why = f"{command.launcher}, Accelerate's config, is not beside it"
+        missing |= {"parallel": why} | ({} if command.num_gpus else {"num_gpus": why})
+        if found.setup.autocast_dtype is None:
+            missing["precision"] = why
+    known = {one.field for one in found.missing}
+    more = tuple(Missing(field=of, reason=why) for of, why in missing.items() if of not in known)
+    return replace(found, missing=(*found.missing, *more))
+
+
+def weight(problem: ConfigError) -> int:
+    """Which of several launches' problems to tell: that of a training comes before "not a training"."""
+    ranks = {NotPlanned: 0, Undetermined: 1, NotATraining: 3}
+    return ranks.get(type(problem), 2)
+
+
+def with_open(found: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:
+    """A reading with the settings as open that only the shell, or Hydra, would fill in."""
+    names = {one: field.of for field in tool_of(found.format).fields if field.of in ASKED for one in field.names}
+    missing = {names[key]: f"{name}: {key} is {text}" for key, text in opened.items() if key in names}
+    if num_gpus == 1:
+        missing.pop("parallel", None)
+    others = tuple(one for one in found.missing if one.field not in missing)
+    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))

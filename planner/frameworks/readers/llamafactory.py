@@ -1,0 +1,205 @@
+"""LLaMA-Factory configs (`llamafactory-cli train FILE`) as setups. Defaults of LLaMA-Factory 0.9.5."""
+
+from typing import Any
+
+from planner.core.errors import NotATraining, NotPlanned
+from planner.frameworks.readers import common, schema
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
+from planner.memory.attention_kernels import default_attention
+from planner.options.objectives import OBJECTIVES
+
+FORMAT = "llamafactory"
+PROGRAMS = ("src/train.py", "src/train_bash.py")
+"""Its own program, which a checkout launches by its path."""
+PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
+"""Values of `pref_loss` at stage dpo -> the objective whose step it is."""
+READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
+NOT_COUNTED = {
+    "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
+    "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
+    "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
+    "use_adam_mini": "Adam-mini's second moments are counted as AdamW's",
+    "use_muon": "Muon's optimizer states are counted as AdamW's",
+    "use_llama_pro": "LLaMA-Pro's added blocks are not counted",
+    "mixture_of_depths": "mixture of depths skips tokens: counted as if none were skipped",
+    "fp8": "fp8 matrix multiplications are counted as bf16",
+    "use_unsloth": "Unsloth's kernels are not counted",
+    "use_kt": "experts computed on the host (KTransformers) are counted as if they were on the GPU",
+    "upcast_layernorm": "norms in fp32 are not counted",
+    "use_asft_loss": "the reference model of ASFT's loss is not counted",
+    "shift_attn": "shifted sparse attention is counted as full attention",
+}
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of a LLaMA-Factory config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
+    """
+    settings.note_unknown(schema.accepted(FORMAT), LLAMAFACTORY)
+    aim = _objective(settings)
+    liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
+    fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
+    fields |= {**_method(settings), "objective": aim}
+    whole = settings.flag("disable_gradient_checkpointing", False)
+    fields |= {
+        "checkpointing": 0 if whole else 1,
+        "activation_offload": not whole and settings.flag("use_unsloth_gc", False),
+        "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
+        # under packing samples fill one token less, and padding brings the row back to cutoff_len
+        "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
+        "attention": _attention(settings),
+        **common.liger(settings, liger, "full"),
+        "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
+    }
+    if not OBJECTIVES[aim].supervised:
+        if liger:
+            settings.approximate("Liger's kernels in preference training are not counted")
+        fields |= {"loss": "full", "kernels": "eager", "packing": False}
+        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
+    if aim == "dpo" and fields["method"] == "full":
+        settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
+    fields |= parallel_of(settings, _layout(settings))
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
+    settings.leave_out(NOT_COUNTED)
+    if fields["method"] != "full":
+        _note_continued(settings)
+    data = settings.raw("dataset")
+    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
+
+
+def _note_continued(settings: Settings) -> None:
+    """Says, or asks, how large the adapters are that an earlier run made."""
+    if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter"):
+        whose = "adapters that are trained on (adapter_name_or_path) have the rank of their own file"
+        if settings.has("lora_rank"):
+            settings.assume(f"{whose}: taken to be lora_rank")
+        else:
+            settings.ask("lora_rank", f": {whose}")
+
+
+def _objective(settings: Settings) -> str:
+    """What the stage trains.
+
+    Raises:
+        ConfigError: nothing, or what is not planned.
+    """
+    stage = settings.text("stage", "sft")
+    if not settings.flag("do_train", False):
+        raise NotATraining(
+            f"{settings.name}: do_train is not true: not a training config", hint="give the config of a training"
+        )
+    pairs = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else ""
+    aim = {"sft": "sft", "pt": "pretrain"}.get(stage, pairs)
+    if not aim:
+        raise NotPlanned(
+            f"{settings.name}: stage {stage} (preference or reward training) is not planned",
+            hint="stages sft, pt and dpo are",
+        )
+    return aim
+
+
+def _attention(settings: Settings) -> str:
+    word = settings.text("flash_attn", "auto")
+    if word not in READ_ATTENTIONS:
+        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
+    return default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word]
+
+
+def _layout(settings: Settings) -> Layout:
+    if settings.raw("fsdp"):
+        inner = settings.raw("fsdp_config", {})
+        return fsdp(settings, inner if isinstance(inner, dict) else {})
+    if settings.has("deepspeed"):
+        return zero_stage(settings, settings.values["deepspeed"])
+    return {"parallel": "none"}
+
+
+def _method(settings: Settings) -> dict[str, Any]:
+    kind = settings.text("finetuning_type", "lora")
+    if kind not in ("full", "lora", "freeze", "oft"):
+        raise settings.error("finetuning_type", "full, lora, freeze or oft", kind)
+    if kind in ("full", "freeze"):
+        layers = {"trained_layers": _layers(settings)} if kind == "freeze" else {}
+        return {"method": "full", "quantization": "none", "lora_rank": 0} | layers
+    quantization = common.stored(settings)
+    if settings.has("quantization_bit"):
+        bits = settings.integer("quantization_bit", 4)
+        if bits not in (4, 8):
+            settings.approximate(f"{bits}-bit weights are counted like NF4")
+        if settings.text("quantization_method", "bnb") not in ("bnb", "BNB"):
+            settings.approximate("quantization by another method than bitsandbytes is counted like it")
+        double = settings.flag("double_quantization", True)
+        quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
+    if kind == "oft":
+        return {
+            "method": "lora" if quantization == "none" else "qlora",
+            "quantization": quantization,
+            "lora_rank": settings.integer("oft_block_size", 32, at_least=1),
+            "lora_targets": common.targets(settings, settings.names("oft_target") or ("all",)),
+            "adapter_dtype": "fp32",
+        }
+    return {
+        "method": "lora" if quantization == "none" else "qlora",
+        "quantization": quantization,
+        **said(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings, settings.names("lora_target") or ("all",)),
+        "modules_to_save": _saved(settings),
+        "adapter_dtype": "fp32",
+    }
+
+
+ADDED_TOKENS = ("add_tokens", "add_special_tokens", "new_special_tokens", "resize_vocab")
+"""Settings that make a vocabulary larger, or round it up."""
+
+
+def _saved(settings: Settings) -> tuple[str, ...]:
+    """Modules that train whole beside the adapters; of a vocabulary that grows the embeddings and the head.
+
+    Source: LLaMA-Factory 0.9 `model/loader.py` load_tokenizer (added tokens set resize_vocab), `model/adapter.py`
+    _setup_lora_tuning (no additional_target: the modules of both).
+    """
+    grows = next((key for key in ADDED_TOKENS if settings.raw(key)), "")
+    if not grows or settings.has("additional_target"):
+        return common.modules_to_save(settings, "additional_target")
+    settings.assume(f"{grows} trains the embeddings and the head beside the adapters, as no additional_target is named")
+    told = {"additional_target": ["embed_tokens", "lm_head"]}
+    return common.modules_to_save(Settings(told, settings.name, settings.outside), "additional_target", settings)
+
+
+def _layers(settings: Settings) -> int:
+    """The layers that freeze tuning trains; 0, all, where a setup cannot say which parameters it does.
+
+    Source: LLaMA-Factory 0.9 `hparams/finetuning_args.py` FreezeArguments (freeze_trainable_layers 2, its modules all),
+    `model/adapter.py` _setup_freeze_tuning.
+    """
+    layers = settings.raw("freeze_trainable_layers", 2)  # negative: the first ones
+    asked = layers if type(layers) is int else 0
+    outside = settings.raw("freeze_extra_modules") or settings.flag("use_llama_pro", False)
+    sharded = settings.raw("deepspeed") or settings.raw("fsdp")
+    if outside or settings.flag("fp16", False) or (sharded and asked < 0):
+        asked = 0
+    if not asked:
+        settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
+    elif settings.text("freeze_trainable_modules", "all") != "all":
+        settings.approximate("freeze tuning trains single modules of layers: these are counted whole, an upper bound")
+    return asked
+
+
+def _precision(settings: Settings, *, widens: bool) -> str:
+    """`widens`: whether what the autocast type leaves is fp32: of partial layers the frozen rest is not."""
+    if settings.flag("pure_bf16", False):
+        return "bf16-pure"
+    autocast = common.autocast(settings, bf16_default=False)
+    if autocast is None:
+        if settings.text("infer_dtype", "auto") in ("auto", "bfloat16", "float16"):
+            settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")
+            return "bf16-pure"
+        return "fp32"
+    return f"{autocast}-mixed" if widens else f"{autocast}-autocast"

@@ -1,0 +1,202 @@
+"""Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from planner.core import inputs
+from planner.core.errors import ConfigError
+from planner.core.inputs import check_values, read_text, reason
+
+MAX_FILE_BYTES = 128 << 10
+"""Published launch configs are below 10 KiB; PyYAML reads about 100 KiB/s, so a hostile file costs a second at most."""
+LARGER = {".ipynb": 8 << 20, ".py": 512 << 10}
+"""Notebooks hold their outputs, and a program is parsed fast: how many bytes they may have."""
+
+MAX_NODES = 20_000
+MAX_DEPTH = 40
+MAX_DOCUMENTS = 50
+MAX_BLOCKS = 3
+"""Blocks inside blocks in which a setting's line is noted."""
+MAX_BRACKETS = 200
+"""Open brackets at a time, those inside comments and quotes counted too."""
+FLAT = "a launch config is a flat list of settings with a few blocks"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader that remembers duplicate keys (PyYAML alone keeps the last without a word)."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.duplicates: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    self.duplicates.append(key_node.value)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_bounded(path: Path) -> str:
+    """The text of a regular file, UTF-8, as long as its kind may be.
+
+    Raises:
+        ConfigError: missing, a link, a directory or device, too large, or not text.
+    """
+    max_bytes = LARGER.get(path.suffix, MAX_FILE_BYTES)
+    return read_text(path, max_bytes=max_bytes, follow=False, hint="give the path of a config file, saved as UTF-8")
+
+
+class Parsed(NamedTuple):
+    """A file's settings: plain values, the keys that it writes twice, and the line of each (dotted) key."""
+
+    values: dict[str, Any]
+    duplicates: tuple[str, ...]
+    lines: dict[str, int]
+
+
+def parse_yaml(text: str, name: str) -> Parsed:
+    """A YAML mapping as plain values.
+
+    Raises:
+        ConfigError: not YAML, a tag that would build an object, a bomb, not a mapping, or several documents.
+    """
+    documents = parse_documents(text, name)
+    if len(documents) > 1:
+        raise ConfigError(f"{name} holds {len(documents)} documents", hint="give one of them as a file of its own")
+    return documents[0]
+
+
+def parse_documents(text: str, name: str) -> tuple[Parsed, ...]:
+    """The mappings of a YAML file, one of each document that is not empty.
+
+    Raises:
+        ConfigError: as `parse_yaml`, or more than MAX_DOCUMENTS.
+    """
+    _count_brackets(text, name)
+    found: list[tuple[Any, dict[str, int], tuple[str, ...]]] = []
+    try:
+        loader = _Loader(text)
+        try:
+            while loader.check_node() and len(found) <= MAX_DOCUMENTS:
+                node = loader.get_node()
+                assert node is not None
+                _count_nodes(node, name)  # before anything is built: merge keys copy what they merge
+                before = len(loader.duplicates)
+                value = loader.construct_document(node)
+                found.append((value, dict(_lines(node)), tuple(dict.fromkeys(loader.duplicates[before:]))))
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or reason(error)
+        raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
+    except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
+        raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error
+    if len(found) > MAX_DOCUMENTS:
+        raise ConfigError(f"{name} holds more than {MAX_DOCUMENTS} documents", hint=FLAT)
+    mappings = [one for one in found if isinstance(one[0], dict)] or found[:1] or [(None, {}, ())]
+    return tuple(Parsed(_mapping(value, name), duplicates, lines) for value, lines, duplicates in mappings)
+
+
+def _lines(node: yaml.Node, above: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of every setting that stands below blocks."""
+    if not isinstance(node, yaml.MappingNode) or above.count(".") > MAX_BLOCKS:
+        return
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            yield f"{above}{key.value}", key.start_mark.line + 1
+            yield from _lines(value, f"{above}{key.value}.")
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """A JSON object as plain values.
+
+    Raises:
+        ConfigError: not JSON, too deep, or not an object.
+    """
+    return _mapping(inputs.parse_json(text, name, hint="correct it at that place"), name)
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """A TOML document as plain values.
+
+    Raises:
+        ConfigError: not TOML, or nested too deep.
+    """
+    import tomllib
+
+    _count_brackets(text, name)
+    if any(one.count(".") > MAX_BRACKETS and "#" not in one for one in _KEY.findall(text)):
+        raise ConfigError(f"{name} is nested too deep", hint=FLAT)
+    try:
+        value = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is not valid TOML: {reason(error)}", hint="correct it at that place") from error
+    return _mapping(value, name)
+
+
+_KEY = re.compile(r"(?:^|[\n{,])([^=\n{,]*)")
+"""Where a key of TOML may stand: tomllib takes the square of its parts."""
+
+
+def _count_brackets(text: str, name: str) -> None:
+    """Refuses nesting that the parsers would take seconds to find out."""
+    depth = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if depth > MAX_BRACKETS:
+            raise ConfigError(f"{name} is nested too deep", hint=FLAT)
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{name} must hold a mapping of settings, got {type(value).__name__}", hint="one `key: value` per line"
+        )
+    check_values(value, name, max_values=MAX_NODES, max_depth=MAX_DEPTH, hint=FLAT)
+    bad = [key for key in value if not isinstance(key, str)]
+    if bad:
+        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r:.80}", hint="write it in quotes")
+    named: dict[str, Any] = _with_names(value)
+    return named
+
+
+def _with_names(value: Any) -> Any:
+    """The values with text for every name: YAML reads `2:` as a number and `on:` as true."""
+    if isinstance(value, dict):
+        return {str(key): _with_names(inner) for key, inner in value.items()}
+    return [_with_names(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _count_nodes(root: yaml.Node, name: str) -> None:
+    """Refuses what would be huge when written out (aliases of aliases, merged or not), too deep or its own part."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in open_nodes:
+            raise ConfigError(f"{name} refers to itself", hint="an alias must not stand inside its own anchor")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep", hint=FLAT)
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            children = (
+                node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+            )
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
+            open_nodes.discard(id(node))
+        if sizes[id(node)] > MAX_NODES:
+            raise ConfigError(f"{name} expands to more than {MAX_NODES:,} values", hint="aliases of aliases?")
+        return sizes[id(node)]
+
+    size(root, 0)

@@ -1,0 +1,125 @@
+"""Conditions that nothing in a program decides: what the training is where each holds and where it does not.
+
+A program is read once with both ways of such a condition taken together, then each way by itself. What the ways make
+different is asked for, never taken from one of them; of the evaluations that may run the largest counts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+
+from planner.core.errors import ConfigError, NotPlanned
+from planner.core.records import dataclass
+from planner.frameworks.readers.types import Missing, ReadConfig
+from planner.frameworks.tools import changed_fields
+
+MAX_CONDITIONS = 48
+"""Conditions of one program that are tried both ways, in the order in which it meets them, the main file's first."""
+MAX_ALONE = 2
+"""So many are tried one by one; more at first together: most decide nothing that is asked."""
+OF_METHOD = ("lora_rank", "lora_targets", "lora_dropout", "modules_to_save", "adapter", "adapter_dtype", "quantization")
+"""Fields that go with the method: who says that says them, or is asked for them beside it."""
+NOT_ASKED = ("stack", "reentrant_checkpointing", "kbit_fp32_cast")
+"""Fields that another one decides."""
+EVERY = "depends on {} conditions"
+
+Read = Callable[[Mapping[str, bool]], ReadConfig]
+"""The program's reading with some of its conditions decided."""
+
+
+@dataclass(slots=True)
+class _Settling:
+    """`found`: the reading with the conditions decided that `kept` says; `asked`: what they leave open."""
+
+    found: ReadConfig
+    read: Read
+    places: Mapping[str, str]
+    kept: dict[str, bool] = field(default_factory=dict)
+    asked: dict[str, Missing] = field(default_factory=dict)
+    evaluated: tuple[int, bool] = (0, False)
+    said: str = ""
+
+    def ways(self, tests: Sequence[str], reason: str = "") -> dict[bool, ReadConfig]:
+        """The readings where all of these hold and where none does, as far as something trains there."""
+        found: dict[bool, ReadConfig] = {}
+        for truth in (True, False):
+            try:
+                found[truth] = self.read({**self.kept, **dict.fromkeys(tests, truth)})
+            except NotPlanned as error:
+                if reason:
+                    self.asked.setdefault("objective", Missing(field="objective", reason=f"{reason}: {error.message}"))
+            except ConfigError:
+                pass
+        return found
+
+    def settle(self, tests: Sequence[str]) -> None:
+        """Tries conditions: of one that matters the way is kept that leaves least open, with adapters where one has
+        them, and the other is held against it."""
+        if len(tests) > MAX_ALONE:
+            together = self.ways(tests)
+            if len(together) == 2 and all(_alike(self.found, one) for one in together.values()):
+                return
+            self.settle(tests[: len(tests) // 2])
+            self.settle(tests[len(tests) // 2 :])
+            return
+        for test in tests:
+            reason = f"{self.places[test]}: depends on a condition ({test:.60})"
+            ways = self.ways([test], reason)
+            if ways:
+                best = min(ways, key=lambda truth: (ways[truth].setup.method == "full", len(ways[truth].missing)))
+                self.kept[test], self.found = best, ways[best]
+            self.hold_against(ways, reason)
+
+    def hold_against(self, ways: Mapping[bool, ReadConfig], reason: str) -> None:
+        """Asks for what other readings make different."""
+        for other in ways.values():
+            known = {*self.asked, *(one.field for one in self.found.missing)}
+            self.asked |= {one.field: one for one in other.missing if one.field not in known}
+            for name in differing(self.found, other):
+                self.asked.setdefault(name, Missing(field=name, reason=reason))
+            if (other.eval_seqs, other.eval_logits) > self.evaluated:
+                self.evaluated = other.eval_seqs, other.eval_logits
+                self.said = f"it evaluates where a condition holds that is not known: counted ({reason})"
+
+
+def settle(found: ReadConfig, conditions: Mapping[str, str], read: Read) -> ReadConfig:
+    """The reading with what open conditions decide among what is missing.
+
+    Args:
+        conditions: each -> where it stands.
+    """
+    tests = sorted(conditions, key=lambda test: not conditions[test].startswith(found.path))[:MAX_CONDITIONS]
+    if not tests:
+        return found
+    # a length that one way leaves to the data would be taken from a name there
+    asked = {one.field: one for one in found.missing if one.field == "seq_len_tokens"}
+    settling = _Settling(found, read, conditions, asked=asked, evaluated=(found.eval_seqs, found.eval_logits))
+    settling.settle(tests)
+    if len(settling.kept) > 1:  # what holds where none of several does
+        settling.hold_against(settling.ways([*settling.kept]), EVERY.format(len(settling.kept)))
+    missing = {one.field: one for one in settling.found.missing} | settling.asked
+    eval_seqs, eval_logits = settling.evaluated
+    return replace(
+        settling.found,
+        missing=tuple(missing.values()),
+        eval_seqs=eval_seqs,
+        eval_logits=eval_logits,
+        assumptions=(*settling.found.assumptions, *filter(None, [settling.said])),
+    )
+
+
+def _alike(one: ReadConfig, other: ReadConfig) -> bool:
+    """Whether nothing that is asked, planned or said of two readings differs."""
+    return (one.setup, one.model_id, one.missing, one.eval_seqs, one.eval_logits) == (
+        other.setup, other.model_id, other.missing, other.eval_seqs, other.eval_logits,
+    )  # fmt: skip
+
+
+def differing(one: ReadConfig, other: ReadConfig) -> Iterator[str]:
+    """Fields in which two readings of one program differ, as a person would be asked for them."""
+    if one.model_id != other.model_id:
+        yield "model"
+    fields = changed_fields(one.setup, other.setup)
+    by_method = "method" in fields
+    for name in fields:
+        if name not in NOT_ASKED and not (by_method and name in OF_METHOD):
+            yield name

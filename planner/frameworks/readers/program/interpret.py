@@ -1,0 +1,415 @@
+"""The interpreter: statements of a program, in the order in which it would run them.
+
+Both sides of a branch whose condition is not known are read; a name that they leave different is `Unknown` afterwards.
+A loop of unknown length is read once. Nothing is imported or executed; modules beside the program are read likewise.
+"""
+
+import ast
+import posixpath
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from planner.core.errors import ConfigError
+from planner.frameworks.readers.program import objects
+from planner.frameworks.readers.program.functions import Functions
+from planner.frameworks.readers.program.reading import (
+    LIBRARIES,
+    MAX_LOOP,
+    MAX_MODULES,
+    MAX_SOURCE_BYTES,
+    Break,
+    Leave,
+    Loop,
+    Program,
+    ProgramContext,
+    Raise,
+    Return,
+    changes,
+    file_of,
+)
+from planner.frameworks.readers.program.source import parsable, tree_of
+from planner.frameworks.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Instance,
+    Known,
+    Made,
+    Scope,
+    Table,
+    TooLong,
+    Undecided,
+    Unknown,
+    Value,
+    either,
+    plain,
+    same,
+    size_budget,
+    spend,
+)
+
+MAX_FRAMES = 6000
+"""Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
+BROUGHT = ("torch", "transformers", "yaml", "numpy", "tqdm", "packaging", "regex", "huggingface_hub", "accelerate")
+"""What is there wherever transformers trains. Source: transformers 5.23's metadata."""
+
+
+def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
+    """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
+        ConfigError: more to follow than the budgets of steps, sizes and nesting allow.
+    """
+    tree = tree_of(text)
+    usual = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(max(usual, MAX_FRAMES))
+        with size_budget():
+            return _read(tree, text, name, outside, label)
+    except (TooLong, RecursionError) as error:
+        raise ConfigError(
+            f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
+        ) from error
+    finally:
+        sys.setrecursionlimit(usual)
+
+
+def _read(
+    tree: ast.Module, text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None
+) -> Program:
+    reader = Reader(name, outside, label)
+    reader.whole(tree)
+    if "store_true" in text and outside.arguments is None and not reader.makes_trainer():
+        again = Reader(name, replace(outside, open_switches=True), label)
+        again.whole(tree)
+        if again.makes_trainer():
+            return again.program
+    reader.program.starts = reader.makes_trainer()
+    with suppress(TooLong, Leave):
+        if outside.uncalled:
+            reader.uncalled(reader.program.module)
+    return reader.program
+
+
+class Reader(Functions):
+    """Reads a whole program."""
+
+    def whole(self, tree: ast.Module) -> None:
+        """The main module, as far as it leads."""
+        scope = self.program.module
+        scope.file = self.name
+        scope.names |= {"__name__": Known("__main__"), "__file__": Known(self.name)}
+        with suppress(Leave):
+            self.block(tree.body, scope)
+
+    def makes_trainer(self) -> bool:
+        """Whether a trainer or its arguments were made so far."""
+        return any(objects.is_trainer(made) or objects.holds_arguments(made) for made in self.program.made)
+
+    def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Statements in order."""
+        for statement in body:
+            self.step()
+            self.statement(statement, scope)
+
+    def statement(self, node: ast.stmt, scope: Scope) -> None:
+        match node:
+            case ast.Expr():
+                self.value(node.value, scope)
+            case ast.Assign():
+                value = self.value(node.value, scope)
+                for target in node.targets:
+                    self.assign(target, value, scope)
+            case ast.AnnAssign(value=ast.expr()):
+                assert node.value is not None
+                self.assign(node.target, self.value(node.value, scope), scope)
+            case ast.AugAssign():
+                self.assign(node.target, self.combined(node, scope), scope)
+            case ast.If():
+                self.branch(node, scope)
+            case ast.For() | ast.AsyncFor():
+                self.loop(node, scope)
+            case ast.While():
+                self.once(node.body, scope)
+            case ast.With() | ast.AsyncWith():
+                self.within(node, scope)
+            case ast.Try():
+                self.attempt(node, scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                scope.names[node.name] = self.decorated(node, scope)
+            case ast.ClassDef():
+                scope.names[node.name] = self.class_of(node, scope)
+            case ast.Import() | ast.ImportFrom():
+                self.imported(node, scope)
+            case ast.Return() | ast.Break() | ast.Continue() | ast.Raise():
+                self.leave(node, scope)
+            case ast.Match():
+                self.match(node, scope)
+            case ast.Delete():
+                self.forget(node, scope)
+
+    def combined(self, node: ast.AugAssign, scope: Scope) -> Value:
+        """What `a += b` makes of a."""
+        left = self.value(node.target, scope)
+        return objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+
+    def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
+        for item in node.items:
+            value = self.value(item.context_expr, scope)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value, scope)
+        self.block(node.body, scope)
+
+    def leave(self, node: ast.Return | ast.Break | ast.Continue | ast.Raise, scope: Scope) -> None:
+        """Out of the function, the loop or the program, as an exception that whoever runs it catches."""
+        match node:
+            case ast.Break():
+                raise Break
+            case ast.Continue():
+                raise Loop
+            case ast.Raise():
+                ended = self.value(node.exc, scope) if node.exc is not None else None
+                raise (Return if objects.ends_well(ended) else Raise)(Known(None))
+        value = self.value(node.value, scope) if node.value is not None else Known(None)
+        if self.uncertain and self.maybe_returned:
+            self.maybe_returned[-1].append(value)
+        raise Return(value)
+
+    def forget(self, node: ast.Delete, scope: Scope) -> None:
+        for target in node.targets:
+            gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
+            if isinstance(gone, Made):
+                gone.called["del"] = gone
+
+    def branch(self, node: ast.If, scope: Scope) -> None:
+        truth = objects.truth(self.value(node.test, scope))
+        if truth is None:
+            truth = self.decided(node.test, self.place(node, scope) if changes([*node.body, *node.orelse]) else "")
+        if truth is not None:
+            try:
+                self.block(node.body if truth else node.orelse, scope)
+            except Raise:
+                self.block(node.orelse if truth else node.body, scope)
+            return
+        place = f"{self.place(node, scope)}: depends on a condition"
+        before = self.copied(scope.names)
+        left_by: list[Leave] = []
+        ends: list[dict[str, Value]] = []
+        for body in (node.body, node.orelse):
+            scope.names = self.copied(before)
+            self.uncertain += 1
+            try:
+                self.block(body, scope)
+                ends.append(scope.names)
+            except Leave as leave:
+                left_by.append(leave)
+                if isinstance(leave, Loop) and self.maybe_left:
+                    self.maybe_left[-1].append(scope.names)
+            finally:
+                self.uncertain -= 1
+        if not ends:  # both sides leave
+            scope.names = before
+            raise left_by[0]
+        scope.names = ends[0] if len(ends) == 1 else _joined(ends[0], ends[1], place)
+
+    def attempt(self, node: ast.Try, scope: Scope) -> None:
+        """What a `try` does; where that is an import with another way without it, which holds is not known."""
+        imports = [one for one in node.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+        without = next((one.body for one in node.handlers if one.type is None or _catches_import(one.type)), None)
+        absent = None
+        if imports and without is not None and changes([*node.body, *without]):
+            place = self.place(node, scope)
+            package = ast.unparse(imports[0]).split()[1].partition(".")[0]
+            if package not in BROUGHT and package not in sys.stdlib_module_names:
+                absent = self.decided(ast.Name(f"{package} is installed"), place)
+        taken = without or [] if absent is False else [*node.body, *node.orelse]
+        self.block([*taken, *node.finalbody], scope)
+
+    def match(self, node: ast.Match, scope: Scope) -> None:
+        """A `match`: the case of a known value, else each may run."""
+        subject = plain(self.value(node.subject, scope))
+        body: list[ast.stmt] = []
+        for case in reversed(node.cases):  # as `if`, `elif`, `else`
+            fits = _fits(case.pattern, subject) if case.guard is None else None
+            if fits is None:
+                said = f"{ast.unparse(node.subject)} is {ast.unparse(case.pattern)}"
+                test = ast.copy_location(ast.Name(said, ast.Load()), node)
+                body = [ast.copy_location(ast.If(test, case.body, body), node)]
+            elif fits:
+                body = case.body
+        self.block(body, scope)
+
+    def once(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """A body that may run any number of times."""
+        for name in filter(scope.names.__contains__, _counters(body)):  # any value in it, not its first
+            scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
+        before = self.copied(scope.names)
+        self.uncertain += 1
+        self.maybe_left.append([])
+        try:
+            self.block(body, scope)
+        except Leave:
+            pass
+        finally:
+            self.uncertain -= 1
+            left = self.maybe_left.pop()
+        for name, value in scope.names.items():
+            if name in before and isinstance(value, Known) and not same(before[name], value):
+                scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
+        self.left_by_turn(left, scope, scope.file)
+
+    def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
+        over = self.value(node.iter, scope)
+        items = objects.items_of(over)
+        if items is None or len(items) > MAX_LOOP:
+            self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
+            self.once(node.body, scope)
+            return
+        before = self.copied(scope.names)
+        self.maybe_left.append([])
+        try:
+            for item in items:
+                self.assign(node.target, item, scope)
+                try:
+                    self.block(node.body, scope)
+                except Break:
+                    break
+                except Loop:
+                    continue
+        finally:
+            left = self.maybe_left.pop()
+        self.left_by_turn([before, *left] if left else [], scope, self.place(node, scope))
+
+    def left_by_turn(self, left: Sequence[dict[str, Value]], scope: Scope, place: str) -> None:
+        """After a loop that may have been left earlier, with these names: what they make different is not known."""
+        for names in left:
+            for name, value in names.items():
+                now = scope.names.get(name)
+                if not same(now, value) and not isinstance(now, (Function, Class)):
+                    scope.names[name] = Unknown(f"{place}: which turn of the loop sets {name}")
+
+    def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
+        match target:
+            case ast.Name():
+                scope.names[target.id] = value
+                self.note_length(target.id, value)
+            case ast.Tuple() | ast.List():
+                parts = objects.unpacked(value, len(target.elts))
+                for one, part in zip(target.elts, parts, strict=True):
+                    self.assign(one.value if isinstance(one, ast.Starred) else one, part, scope)
+            case ast.Attribute():
+                owner = self.value(target.value, scope)
+                if isinstance(owner, (Made, Instance)):
+                    self.store(owner.attributes, target.attr, value, self.place(target, scope))
+            case ast.Subscript():
+                owner, key = self.value(target.value, scope), plain(self.value(target.slice, scope))
+                if isinstance(owner, Table) and isinstance(key, str):
+                    self.store(owner.entries, key, value, self.place(target, scope))
+
+    def store(self, entries: dict[str, Value], key: str, value: Value, place: str) -> None:
+        """Sets an entry; under an unknown condition a different value makes it unknown."""
+        if self.uncertain and not (key in entries and same(entries[key], value)):
+            value = Undecided(f"{place}: {key} is set under a condition that is not known")
+        entries[key] = value
+
+    def imported(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                found = self.module(alias.name.replace(".", "/"))
+                name = alias.asname or top
+                path = alias.name if alias.asname else top
+                scope.names[name] = Dotted(path) if found is None else Instance(found.names)
+            return
+        module = node.module or ""
+        path = module.replace(".", "/")
+        if node.level:
+            above = [posixpath.dirname(file_of(scope)), *[".."] * (node.level - 1)]
+            path = posixpath.normpath(posixpath.join(*above, path))
+        found = self.module(path) if path != "." else None
+        for alias in node.names:
+            if alias.name == "*":
+                public = self.copied(found.names) if found is not None else {}
+                scope.names |= {name: value for name, value in public.items() if not name.startswith("_")}
+                continue
+            value = found.names.get(alias.name) if found is not None else None
+            if value is None:
+                inner = self.module(posixpath.normpath(posixpath.join(path, alias.name)))
+                value = Instance(inner.names) if inner is not None else Dotted(f"{module}.{alias.name}")
+            scope.names[alias.asname or alias.name] = value
+
+    def module(self, name: str) -> Scope | None:
+        """A module or package ("a/b") beside the program, read once; None where there is none."""
+        if name not in self.modules:
+            self.modules[name] = None
+            path = f"{name}.py"
+            enough = len(self.modules) > 400 or len(self.program.sources) >= MAX_MODULES
+            enough = enough or self.source_bytes > MAX_SOURCE_BYTES or name.partition("/")[0] in LIBRARIES
+            text = None if enough else self.outside.read(path)
+            if text is None and not enough:
+                path = f"{name}/__init__.py"
+                text = self.outside.exactly(path)
+            if text is not None:
+                self.source_bytes += len(text)
+                scope = Scope({"__name__": Known(name), "__file__": Known(path)}, file=path)
+                try:
+                    self.block(tree_of(parsable(text)).body, scope)
+                except Leave:
+                    pass  # it ends itself: what it set until then counts
+                except (SyntaxError, ValueError, RecursionError, MemoryError):
+                    return None
+                self.program.sources.append(path)
+                self.modules[name] = scope
+        return self.modules[name]
+
+
+def _catches_import(kind: ast.expr) -> bool:
+    """Whether a handler is for a package that is absent."""
+    names = {one.id for one in ast.walk(kind) if isinstance(one, ast.Name)}
+    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})
+
+
+def _fits(pattern: ast.pattern, subject: Any) -> bool | None:
+    """Whether a known value has a pattern, None where that is not followed."""
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        return True
+    if isinstance(subject, Unknown):
+        return None
+    match pattern:
+        case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
+            return bool(subject == value)
+        case ast.MatchOr():
+            found = [_fits(one, subject) for one in pattern.patterns]
+            return True if True in found else None if None in found else False
+    return None
+
+
+def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    spend(len(one) + len(other))
+    for name in {**one, **other}:
+        if name in one and name in other and not same(one[name], other[name]):
+            keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)
+            different = either(one[name], other[name], f"{place} ({name})")
+            # one object or another of the same kind: which of them is used is not known
+            made = [value.name for value in (one[name], other[name]) if isinstance(value, Made)]
+            found[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
+        else:
+            found[name] = one[name] if name in one else other[name]
+    return found
+
+
+def _counters(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a body makes of themselves: `step += 1`, `step = step + 1`."""
+    for one in chain.from_iterable(map(ast.walk, body)):
+        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id
+        elif isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp) and isinstance(one.targets[0], ast.Name):
+            name = one.targets[0].id
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.value)):
+                yield name

@@ -1,0 +1,324 @@
+"""Command lines: what argparse, click, typer, fire and parsers of dataclasses make of a program's words."""
+
+import ast
+import re
+from dataclasses import replace
+from typing import Any
+
+from planner.core.records import dataclass
+from planner.frameworks.readers.program.files import loaded
+from planner.frameworks.readers.program.objects import as_table, items_of
+from planner.frameworks.readers.program.reading import ProgramContext, Reading
+from planner.frameworks.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Table,
+    Unknown,
+    Value,
+    plain,
+    same,
+    where_of,
+)
+from planner.frameworks.readers.shell import flags, is_open
+
+TRAINS = re.compile(r"train|tune|sft|fit", re.IGNORECASE)
+"""Names of subcommands that train."""
+OF_DATACLASSES = (
+    "parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_dict", "parse_json_file", "parse_yaml_file",
+    "parse_yaml_and_args",
+)  # fmt: skip
+"""Methods that make objects of dataclasses of the words."""
+PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a command line, as argparse or click declare it."""
+
+    name: str
+    flags: tuple[str, ...]
+    default: Value
+    kind: str
+    switch: bool | None
+    required: bool
+    where: str
+
+    @classmethod
+    def of(cls, made: Made) -> "Option":
+        """From the call of `add_argument`, `option` or `argument`."""
+        flags = tuple(text for text in (plain(one) for one in made.positional) if isinstance(text, str))
+        long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
+        name = plain(made.keywords.get("dest")) or long.lstrip("-").replace("-", "_")
+        action = plain(made.keywords.get("action"))
+        switch = {"store_true": True, "store_false": False}.get(action) if isinstance(action, str) else None
+        if plain(made.keywords.get("is_flag")) is True:
+            switch = True
+        kind = made.keywords.get("type")
+        default = made.keywords.get("default")
+        if default is None:
+            default = Known(not switch, made.where) if switch is not None else Known(None, made.where)
+        words = kind.name if isinstance(kind, Dotted) else ""
+        if isinstance(kind, Function) and not isinstance(kind.node, ast.Lambda):
+            words = kind.node.name
+        required = plain(made.keywords.get("required")) is True or not long.startswith("-")
+        return cls(str(name), flags, default, words, switch, required, made.where)
+
+    def value(self, outside: ProgramContext) -> Value:
+        """What the option is: the command line's word, else its default."""
+        words = list(outside.arguments or ())
+        for index, word in enumerate(words):
+            flag, equals, rest = word.partition("=")
+            if flag.replace("_", "-") not in [one.replace("_", "-") for one in self.flags]:
+                continue
+            if self.switch is not None and not equals:
+                return Known(self.switch, "the command line")
+            text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
+            return _open(flag, text) or Known(_converted(text, self.kind), "the command line")
+        if self.required or (self.switch is not None and outside.open_switches):
+            return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
+        if isinstance(self.default, Known):
+            return Known(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
+        return self.default
+
+
+def _open(flag: str, text: Any) -> Unknown | None:
+    """Why a word of a command line is not known, where only the shell would fill it in."""
+    opened = isinstance(text, str) and is_open(text)
+    return Unknown(f"the command line: {flag} {text} is set when the script runs") if opened else None
+
+
+def _converted(text: Any, kind: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        if kind in ("int", "float"):
+            return int(text) if kind == "int" else float(text)
+    except ValueError:
+        return text
+    if kind in ("bool", "str2bool", "strtobool") and text.lower() in ("true", "1", "yes", "false", "0", "no"):
+        return text.lower() in ("true", "1", "yes")
+    return _word(text) if not kind else text
+
+
+def _word(text: str) -> Any:
+    """A word of a command line as the value that it means."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def on_command_line(arguments: Any) -> dict[str, Value]:
+    """--name value pairs of a command line, for parsers whose options are a library's fields."""
+    found: dict[str, Value] = {}
+    for name, given in flags(tuple(arguments or ())).items():
+        if given is True:
+            found[name] = Known(True, "the command line")
+            if name.startswith("no_"):
+                found[name[3:]] = Known(False, "the command line")
+        else:
+            texts = [given] if isinstance(given, str) else given
+            data = [_open(f"--{name}", text) or Known(_word(text), "the command line") for text in texts]
+            found[name] = data[0] if len(data) == 1 else Items(list(data))
+    return found
+
+
+def field_default(reader: Reading, value: Value) -> Value:
+    """The default of a dataclass field."""
+    if isinstance(value, Made) and value.name in ("field", "Field"):
+        if "default" in value.keywords:
+            return value.keywords["default"]
+        factory = value.keywords.get("default_factory")
+        if isinstance(factory, Function):
+            return reader.called(factory, Made("", where=value.where))
+        if isinstance(factory, Class):
+            return reader.instance(factory, Made("", where=value.where))
+        if isinstance(factory, Dotted) and factory.name in ("list", "dict"):
+            return Items([]) if factory.name == "list" else Table({})
+        if value.positional and value.name == "Field":
+            return value.positional[0]
+        return Unknown(f"{value.where}: no default")
+    return value
+
+
+def option_default(reader: Reading, name: str, value: Value) -> Value:
+    """A function's default where typer or the command line may say another."""
+    if isinstance(value, Made) and value.name in ("Option", "Argument"):
+        default = value.keywords.get("default", value.positional[0] if value.positional else None)
+        if default is None or (isinstance(default, (Known, Dotted)) and plain(default) in (..., "Ellipsis")):
+            default = Unknown(f"{value.where}: {name} comes from the command line")
+        return on_command_line(reader.outside.arguments).get(name, default)
+    return value
+
+
+def parents_of(made: Made) -> list[Value]:
+    """The options of a parser's `parents`."""
+    parents = items_of(made.keywords.get("parents", Items([]))) or []
+    return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
+
+
+def _parsed(owner: Made, outside: ProgramContext) -> Instance:
+    """What a parser makes of the words: its own options, and those of the subcommand that they name.
+
+    Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
+    two of them have is not known.
+    """
+    options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
+    found = Instance({option.name: option.value(outside) for option in options})
+    subparsers = owner.keywords.get("subparsers")
+    if isinstance(subparsers, Made):
+        named = {name: one for name, one in subparsers.attributes.items() if isinstance(one, Made)}
+        words = [word for word in outside.arguments or () if word in named]
+        trains = [name for name in named if TRAINS.search(name)]
+        chosen = words[0] if words else trains[0] if len(trains) == 1 and outside.arguments is None else ""
+        where = "the command line" if words else f"{subparsers.where}, the subcommand that trains"
+        kept = {chosen: named[chosen]} if chosen else named
+        for inner in (_parsed(one, outside) for one in kept.values()):
+            for name, value in inner.attributes.items():
+                differs = name in found.attributes and not same(found.attributes[name], value) and not chosen
+                came = Unknown(f"{subparsers.where}: {name} comes from the command line")
+                found.attributes[name] = came if differs else value
+        dest = plain(subparsers.keywords.get("dest"))
+        if isinstance(dest, str):
+            open_ = Unknown(f"{subparsers.where}: {dest} comes from the command line")
+            found.attributes[dest] = Known(chosen, where) if chosen else open_
+    found.attributes |= owner.attributes
+    return found
+
+
+def _has_no_form(option: Value) -> bool:
+    action = option.keywords.get("action") if isinstance(option, Made) else None
+    return isinstance(action, Dotted) and action.name == "BooleanOptionalAction"
+
+
+def _known_flags(owner: Made) -> set[str] | None:
+    """Every long option of a parser and its subcommands; None where some are not known by name."""
+    found: set[str] = set()
+    parents = items_of(owner.keywords.get("parents", Items([])))
+    if parents is None or not all(isinstance(one, Made) for one in parents):
+        return None
+    for one in owner.positional:
+        flags = [plain(each) for each in one.positional] if isinstance(one, Made) else [None]
+        if not all(isinstance(flag, str) for flag in flags):
+            return None
+        found |= {str(flag) for flag in flags}
+        found |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(one)}
+    subparsers = owner.keywords.get("subparsers")
+    for inner in subparsers.attributes.values() if isinstance(subparsers, Made) else ():
+        below = _known_flags(inner) if isinstance(inner, Made) else None
+        if below is None:
+            return None
+        found |= below
+    return found
+
+
+def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The words of a command line as `parse_args` takes them: an option's beginning means the one option that begins
+    so; and the first option that the parser does not have, at which the program ends ("" where all are its own, or
+    its options are not all known by name). DeepSpeed's and torch's launchers add theirs.
+    """
+    known = _known_flags(owner)
+    if not known:
+        return words, ""
+    short, found, foreign = plain(owner.keywords.get("allow_abbrev")) is not False, [], ""
+    for word in words:
+        flag, equals, rest = word.partition("=")
+        if flag.startswith("--") and len(flag) > 2 and flag not in known:
+            meant = sorted(one for one in known if one.startswith(flag)) if short else []
+            if len(meant) == 1:
+                word = meant[0] + equals + rest
+            elif not meant and not flag.startswith(("--deepspeed", "--local", "--help")):
+                foreign = foreign or flag
+        found.append(word)
+    return tuple(found), foreign
+
+
+def _of_arguments(owner: Made, made: Made, outside: ProgramContext) -> Instance:
+    """What `parse_args` and `parse_known_args` make of the command line."""
+    words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
+    found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
+    if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
+        ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
+        found.attributes = dict.fromkeys(found.attributes, ends)
+    return found
+
+
+def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
+    match made.name:
+        case "add_argument":
+            owner.positional.append(made)
+            return made
+        case "add_argument_group" | "add_mutually_exclusive_group":
+            return owner
+        case "add_subparsers":
+            owner.keywords["subparsers"] = Made("ArgumentParser", keywords=dict(made.keywords), where=made.where)
+            return owner.keywords["subparsers"]
+        case "add_parser":
+            inner = Made("ArgumentParser", positional=parents_of(made), where=made.where)
+            owner.attributes[str(plain(made.positional[0]) if made.positional else "")] = inner
+            return inner
+        case "set_defaults":
+            owner.attributes |= made.keywords
+            return Known(None)
+        case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
+            found = _of_arguments(owner, made, reader.outside)
+            return Items([found, Items([])]) if made.name == "parse_known_args" else found
+    return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
+
+
+def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
+    """Settings of the YAML or JSON file that a parser of dataclasses reads: `--config FILE`, or the first word."""
+    words = list(reader.outside.arguments or ())
+    path: Any = None
+    if made.name in ("parse_yaml_file", "parse_json_file"):
+        path = plain(made.positional[0] if made.positional else next(iter(made.keywords.values()), None))
+    elif owner.name != "HfArgumentParser" and made.name in ("parse_args_and_config", "parse"):
+        first = words[0] if words and owner.name != "TrlParser" else None
+        path = plain(on_command_line(words).get("config", Known(first)))
+    if not isinstance(path, str) or not path.endswith((".yaml", ".yml", ".json")):
+        return {}
+    found = as_table(
+        loaded(reader, Made("load", positional=[Made("open", positional=[Known(path)])], where=made.where))
+    )
+    return {} if found is None else found.entries
+
+
+def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
+    """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
+    given = owner.argument("dataclass_types", 0)
+    classes = items_of(given) if given is not None else None
+    if classes is None and given is not None:
+        classes = [given]
+    words = {**_of_file(reader, owner, made), **on_command_line(reader.outside.arguments)}
+    more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
+    found: list[Value] = []
+    for one in classes or []:
+        if isinstance(one, Class):
+            keywords = {key: value for key, value in words.items() if key in one.fields}
+            value = reader.instance(one, Made(one.name, keywords=dict(keywords) if not one.base else dict(words)))
+            if isinstance(value, Instance):
+                for key in one.fields:
+                    if key not in words and more and isinstance(value.attributes.get(key), Known):
+                        default = value.attributes[key]
+                        value.attributes[key] = Known(plain(default), f"{where_of(default)}, default of --{key}")
+            elif isinstance(value, Made):
+                value.more = more
+            found.append(value)
+        elif isinstance(one, Dotted):
+            library = Made(one.name, keywords=dict(words), where=made.where, more=more)
+            reader.program.made.append(library)
+            found.append(library)
+        else:
+            found.append(Unknown(f"{made.where}: a class that is not known"))
+    if plain(made.keywords.get("return_remaining_strings")) is True:
+        found.append(Items([]))
+    return Items(found, made.where)

@@ -1,0 +1,222 @@
+"""What one reading of a program knows and keeps: the outside, what was found, where it stands."""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from planner.core.records import dataclass
+from planner.frameworks.readers.program.values import Class, Function, Known, Made, Scope, TooLong, Value, spend
+
+MAX_STEPS = 200_000
+MAX_DEPTH = 24
+MAX_LOOP = 64
+MAX_LISTED = 512
+MAX_MODULES = 40
+MAX_SOURCE_BYTES = 600_000
+"""Of modules beside the program: what lies behind is taken for foreign code."""
+LIBRARIES = frozenset({
+    "accelerate", "bitsandbytes", "datasets", "deepspeed", "evaluate", "numpy", "pandas", "peft", "torch",
+    "transformers", "trl", "unsloth", "vllm", "wandb", "ray", "lightning", "omegaconf", "hydra",
+})  # fmt: skip
+"""Packages that stay foreign code where their own source lies beside the program."""
+LENGTH_NAMES = frozenset({
+    "max_length", "max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "sequence_length", "cutoff_len",
+    "block_size", "context_length", "model_max_length", "max_token_length", "max_tokens_length",
+})  # fmt: skip
+"""Names (in lower case) under which programs keep the length to which they cut sequences."""
+PARTS_OF_LENGTH = (
+    ("source_max_len", "target_max_len"),
+    ("max_input_length", "max_output_length"),
+    ("max_source_length", "max_target_length"),
+)
+"""Two lengths that one sequence is put together from."""
+CUT_NAMES = ("input_ids", "ids", "labels", "attention_mask", "tokens")
+NOT_DATA = ("generat", "predict", "infer", "eval", "chat", "test", "sample", "plot", "print")
+"""Parts of the names of functions whose lengths are not the training data's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramContext:
+    """What is known from outside the program.
+
+    Attributes:
+        arguments: the words after the program's name on its command line; None: nobody said.
+        environment: variables that the launcher sets.
+        open_switches: whether flags that nobody gave are not known (else they are off).
+        decided: conditions that nothing in the program decides -> how they are taken this time; others: both ways.
+        uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
+        newest: whether no older TRL or transformers is pinned, so that their newest classes are those in use.
+        bf16: whether the card computes in bf16; capability: its compute capability.
+        read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
+            exactly: by no other path than that.
+    """
+
+    arguments: Sequence[str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    open_switches: bool = False
+    decided: Mapping[str, bool] = field(default_factory=dict)
+    uncalled: bool = True
+    newest: bool = True
+    bf16: bool = True
+    capability: tuple[int, int] = (8, 0)
+    read: Callable[[str], str | None] = field(default=lambda _: None)
+    exactly: Callable[[str], str | None] = field(default=lambda _: None)
+
+
+@dataclass(slots=True)
+class Program:
+    """What was found while reading.
+
+    Attributes:
+        trained: objects whose `train` was called, in order, and whether only under an unknown condition.
+        made: every call of foreign code, in order.
+        module: the names of the main module at the end.
+        sources: files read beside the program.
+        do_train_decides: whether it trains only where its command line, which was said, asks for it.
+        cuts: lengths to which lists of tokens are cut by slices; lengths: values of names that say a length.
+        starts: whether it trains by what it calls itself; else functions that nothing calls were read too.
+        workers: processes that the program itself starts, as it says.
+        open_conditions: conditions that were met and that nothing decides -> where the first of each stands.
+    """
+
+    trained: list[tuple[Made, bool]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    module: Scope = field(default_factory=Scope)
+    sources: list[str] = field(default_factory=list)
+    do_train_decides: bool = False
+    cuts: list[Known] = field(default_factory=list)
+    lengths: list[Known] = field(default_factory=list)
+    starts: bool = True
+    workers: Value | None = None
+    open_conditions: dict[str, str] = field(default_factory=dict)
+
+
+class Leave(Exception):
+    """A return, break or continue on the way that is certainly taken."""
+
+    def __init__(self, value: Value | None = None) -> None:
+        self.value = value
+
+
+class Return(Leave):
+    """Leaves the function."""
+
+
+class Raise(Return):
+    """Ends in an error: a way that a program which runs does not take."""
+
+
+class Loop(Leave):
+    """Leaves this turn of the loop."""
+
+
+class Break(Loop):
+    """Leaves the loop."""
+
+
+class Reading:
+    """One reading of one program; statements, assignments, expressions and calls are read by the classes below it."""
+
+    block: Callable[[Sequence[ast.stmt], Scope], None]
+    statement: Callable[[ast.stmt, Scope], None]
+    assign: Callable[[ast.expr, Value, Scope], None]
+    value: Callable[[ast.expr, Scope], Value]
+    called: Callable[[Function, Made], Value]
+    store: Callable[[dict[str, Value], str, Value, str], None]
+    instance: Callable[[Class, Made], Value]
+
+    def __init__(self, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> None:
+        self.outside = outside
+        self.name, self.label = name, label
+        self.program = Program()
+        self.modules: dict[str, Scope | None] = {}
+        self.steps = 0
+        self.source_bytes = 0
+        self.depth = 0
+        self.uncertain = 0
+        self.running: list[Any] = []
+        self.entered: set[int] = set()
+        self.maybe_returned: list[list[Value]] = []
+        self.maybe_left: list[list[dict[str, Value]]] = []
+
+    def step(self) -> None:
+        """One more statement or expression.
+
+        Raises:
+            TooLong: the budget of steps is spent.
+        """
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise TooLong
+
+    def decided(self, test: ast.expr, place: str = "") -> bool | None:
+        """How a condition that is not known is taken this time, None for both ways; `place`: where it decides."""
+        text, turned = _condition(test)
+        taken = self.outside.decided.get(text)
+        if place and text not in self.outside.decided:
+            self.program.open_conditions.setdefault(text, place)
+        return taken if taken is None else taken != turned
+
+    def copied(self, names: dict[str, Value]) -> dict[str, Value]:
+        """A scope's names, once more."""
+        spend(len(names))
+        return dict(names)
+
+    def place(self, node: ast.AST, scope: Scope) -> str:
+        """ "file:line" of a node."""
+        file, line = file_of(scope), getattr(node, "lineno", 0)
+        return f"{file}:{line}" if self.label is None or file != self.name else f"{file}:{self.label(line)}"
+
+    def note_length(self, name: str, value: Value, called: str = "") -> None:
+        """Remembers what a name for a length stands for; `called` is the function that it is handed to."""
+        if name.lower() not in LENGTH_NAMES or not isinstance(value, Known) or type(value.data) is not int:
+            return
+        running = [node.name for node in self.running if isinstance(node, ast.FunctionDef)]
+        inside = [name.lower() for name in (*running, called)]
+        if value.data >= 16 and not any(part in name for name in inside for part in NOT_DATA):
+            self.program.lengths.append(value)
+
+
+SAYS_ONLY = frozenset({
+    "print", "pprint", "log", "info", "warning", "warn", "debug", "error", "exception", "set_verbosity_info",
+    "set_verbosity_error", "makedirs", "mkdir", "rmtree", "remove", "login", "init", "save_model", "save_pretrained",
+    "push_to_hub", "save_state", "log_metrics", "save_metrics", "dump", "write", "barrier", "empty_cache", "set_seed",
+    "manual_seed", "manual_seed_all", "seed", "flush", "close", "add_argument", "filterwarnings", "set_device",
+    "init_process_group", "create_model_card", "sleep", "collect", "update_dataset", "wait_for_everyone",
+})  # fmt: skip
+"""Functions that change nothing of a training, by their last names."""
+
+
+def changes(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements may set or call anything that a training hangs on."""
+    for node in (one for statement in body for one in ast.walk(statement)):
+        if isinstance(
+            node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Continue, ast.Break, ast.Delete)
+        ):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+            if name not in SAYS_ONLY:
+                return True
+    return False
+
+
+def _condition(test: ast.expr) -> tuple[str, bool]:
+    """A condition's text without what only turns it (`not a`, `a is None`), and whether that turned it."""
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            text, turned = _condition(test.operand)
+            return text, not turned
+        case ast.Compare(ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+            return ast.unparse(test.left), isinstance(op, ast.Is)
+    return ast.unparse(test), False
+
+
+def file_of(scope: Scope | None) -> str:
+    while scope is not None:
+        if scope.file:
+            return scope.file
+        scope = scope.parent
+    return ""

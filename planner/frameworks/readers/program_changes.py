@@ -1,0 +1,285 @@
+"""What a program does to its model beside the call that loads it: casts, frozen parts, other sizes, other models."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from planner.frameworks.readers import common
+from planner.frameworks.readers.program import Known, Made, Program, Unknown, own_steps, plain
+from planner.frameworks.readers.program.objects import trainer_of
+from planner.frameworks.readers.program.source import tree_of
+from planner.frameworks.readers.program.values import Instance, Items, Value
+from planner.frameworks.readers.training import Training, loads_model, named_model, trained_times
+from planner.frameworks.readers.values import Settings
+from planner.options.objectives import OBJECTIVES
+
+CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
+VISION = ("visual", "vision", "tower")
+BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", *VISION, "audio")
+"""Parts of the names of what is frozen beside the language model that trains."""
+BEHIND = ("dpo", "kto")
+"""Objectives whose trainers take a reference model."""
+NOT_COUNTED = {
+    "rank_pattern": "ranks of single matrices (rank_pattern) are counted as the common one",
+    "trainable_token_indices": "single trained rows of the embeddings (trainable_token_indices) are not counted",
+    "lora_bias": "biases of adapters (lora_bias) are not counted",
+    "target_parameters": "adapters on stacked expert parameters are not counted",
+}
+"""LoRA's settings that the memory model leaves out -> what is said of it."""
+LAYERS = ("layers", "h", "blocks")
+"""Attributes of a model that hold its layers."""
+OPTIMIZERS = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "RMSprop": "rmsprop",
+    "Adam8bit": "adamw_bnb_8bit", "AdamW8bit": "adamw_bnb_8bit", "PagedAdamW8bit": "paged_adamw_8bit",
+    "PagedAdamW": "paged_adamw_32bit", "PagedAdamW32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
+    "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit", "DeepSpeedCPUAdam": "adamw_torch",
+}  # fmt: skip
+"""Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
+
+
+def cast(found: Training) -> str:
+    """The data type to which the model is cast after loading ("bf16"), "" where it is not."""
+    for model in found.touched:
+        moved = model.called.get("to")
+        given = [] if moved is None else [*moved.positional, moved.argument("dtype")]
+        words = [word for word in map(plain, given) if isinstance(word, str)]
+        dtypes = [common.DTYPES[word] for word in words if word in common.DTYPES]
+        if dtypes or (called := next((CASTS[word] for word in CASTS if word in model.called), "")):
+            return dtypes[0] if dtypes else called
+    return ""
+
+
+def compiled(found: Training) -> bool:
+    """Whether what the trainer gets went through `torch.compile`."""
+    return any((one.owner, one.name) == ("torch", "compile") for one in found.touched)
+
+
+def liger(found: Training, program: Program) -> bool:
+    """Whether the program itself puts Liger's kernels into the model."""
+    patched = any(one.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for one in program.made)
+    return patched or (found.loader is not None and found.loader.owner.startswith("AutoLigerKernel"))
+
+
+def optimizer(trainer: Made | None) -> Value | None:
+    """transformers' name of the optimizer that is handed to a trainer as an object or class; None: none is."""
+    pair = None
+    for key in ("optimizers", "optimizer_cls_and_kwargs"):
+        pair = pair or (trainer.argument(key) if trainer is not None else None)
+    first = pair.items[0] if isinstance(pair, Items) and pair.items else pair
+    if first is None or (isinstance(first, Known) and first.data is None):
+        return None
+    name = first.name if isinstance(first, Made) else plain(first)
+    known = OPTIMIZERS.get(name) if isinstance(name, str) else None
+    where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
+    return Known(known, where) if known else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
+
+
+def attention(text: str, program: Program) -> str:
+    """The attention that the program sets on a loaded model or its configuration, "" where it sets none."""
+    for made in program.made:
+        word = plain(made.argument("attn_implementation", 0)) if made.name == "set_attn_implementation" else None
+        if isinstance(word, str):
+            return word
+    for node in ast.walk(tree_of(text)) if "_attn_implementation" in text else ():
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        if any(isinstance(one, ast.Attribute) and one.attr.endswith("attn_implementation") for one in targets):
+            word = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                return word.value
+    return ""
+
+
+def resized(found: Training, text: str, name: str) -> str:
+    """Where and how the program makes another model of the one that it loads, "" where it does not."""
+    given = found.loader.argument("config") if found.loader is not None else None
+    for call in (given, found.loader):
+        if isinstance(call, Made) and (keys := sorted(common.SIZES & {*call.keywords, *call.attributes})):
+            return f"{call.where}: {', '.join(keys)} of its configuration is changed"
+    for node in ast.walk(tree_of(text)) if any(f".{word} =" in text for word in LAYERS) else ():
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Attribute):
+                continue
+            if target.attr in LAYERS and "self" not in ast.unparse(target):
+                return f"{name}:{target.lineno}: the model's layers are replaced"
+    return ""
+
+
+def freezes_parameters(text: str) -> int:
+    """The line on which a program switches parameters of the model off, 0 where it does not: what trains is open."""
+    for node, subject in _switches(text):
+        value = node.value if isinstance(node, ast.Assign) else node.args[0]
+        on = isinstance(value, ast.Constant) and value.value is True
+        if not on and not any(part in subject.lower() for part in BESIDE):
+            return node.lineno
+    return 0
+
+
+def _switches(text: str) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
+    """Every line that sets `requires_grad`, with what it is set on (of a loop: what that goes over)."""
+    over: dict[ast.AST, str] = {}
+    for node in ast.walk(tree_of(text)) if "requires_grad" in text else ():
+        if isinstance(node, ast.For):
+            over |= dict.fromkeys(ast.walk(node), f"{ast.unparse(node.iter)} ")
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+                    yield node, over.get(node, "") + ast.unparse(target.value)
+        elif isinstance(node, ast.Call) and node.args and getattr(node.func, "attr", "") == "requires_grad_":
+            yield node, over.get(node, "") + ast.unparse(node.func)
+
+
+def unfreezes_parameters(text: str) -> int:
+    """The line on which a program switches parameters to training by their names, 0 where it does not."""
+    for node in ast.walk(tree_of(text)) if "requires_grad_" in text and "named_parameters" in text else ():
+        if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
+            called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
+            if next(called, None) is not None:
+                return node.lineno
+    return 0
+
+
+def beside(program: Program, found: Training) -> str:
+    """Another model that lies on the GPU while this one trains, with its place; "" where none is known to.
+
+    Those that the trainer is handed (but a reference, which preference training counts), and those of the main module
+    that are loaded before the training and not deleted; copies of what is loaded.
+    """
+    trainer = found.trainer
+    if trainer is None or trainer not in program.made:
+        return ""
+    of_preferences = trainer.argument("ref_model", 1) if found.objective in BEHIND else None
+    reference = _loader(of_preferences) if isinstance(of_preferences, Made) else None
+    rewards = trainer.argument("reward_funcs", 1) if found.objective == "grpo" else None
+    for one in rewards.items if isinstance(rewards, Items) else [rewards]:
+        if isinstance(one, Known) and isinstance(one.data, str) and "/" in one.data:
+            return f"{one.where}: the reward model {one.data}"
+    before = program.made[: program.made.index(trainer)]
+    handed = [one for value in trainer.keywords.values() for one in _objects(value)]
+    for value in (*handed, *(one for held in program.module.names.values() for one in _objects(held))):
+        loader = _loader(value)
+        if loader is None or loader in (found.loader, reference, *found.touched) or "del" in value.called:
+            continue
+        if loader in before and (value in handed or _on_gpu(value, loader)):
+            name = plain(named_model(loader))
+            return f"{loader.where}: {name if isinstance(name, str) else 'a model'} is loaded beside it"
+    for copy in (one for one in before if one.name == "deepcopy" and one is not of_preferences):
+        loader = _loader(copy) if not any("peft_model_state" in one.name for one in _way(copy)) else None
+        if loader is not None and "del" not in copy.called and any(_on_gpu(one, loader) for one in _way(copy)):
+            return f"{copy.where}: a copy of the model lies beside it"
+    return ""
+
+
+def loaded_again(program: Program, found: Training, text: str) -> tuple[str, str]:
+    """Where and in which type the trained model's base goes to the GPU once more after the training, while the trainer
+    holds the first ("" twice: it does not): to merge into it, mostly."""
+    trainer = found.trainer
+    if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.made:
+        return "", ""
+    own = plain(named_model(found.loader)) if found.loader is not None else plain(found.model) if found.model else ""
+    at_hand = trainer in program.module.names.values()
+    for one in program.made[program.made.index(trainer) :]:
+        if one.name != "from_pretrained" or not (loads_model(one.owner) or one.owner.startswith("AutoPeft")):
+            continue
+        names = (str(name).rpartition("/")[2].lower() for name in (plain(named_model(one)), own))
+        base = one.owner.startswith("AutoPeft") or len(set(names)) == 1
+        if not at_hand and _function(text, one.where) != _function(text, trainer.where):
+            continue
+        quantized = one.argument("quantization_config") or one.argument("load_in_4bit") or one.argument("load_in_8bit")
+        if base and not quantized and _on_gpu(one, one):
+            return one.where, common.DTYPES.get(
+                str(plain(one.argument("dtype") or one.argument("torch_dtype"))), "bf16"
+            )
+    return "", ""
+
+
+def _function(text: str, where: str) -> str | None:
+    """The function of the main file that a line lies in, None where that is not told."""
+    line = int(where.rpartition(":")[2]) if where.rpartition(":")[2].isdigit() else 0
+    inside = (one for one in ast.walk(tree_of(text)) if isinstance(one, ast.FunctionDef))
+    return next((one.name for one in inside if one.lineno <= line <= (one.end_lineno or 0)), None)
+
+
+def reference(found: Training, method: str, arguments: Settings) -> str:
+    """Which reference model that a preference trainer is handed lies beside what is counted; "" where none does: the
+    policy's own copy stands for it."""
+    given = found.trainer.argument("ref_model", 1) if found.trainer is not None else None
+    loader = _loader(given) if isinstance(given, Made) else None
+    if loader is None or found.loader is None or loader is found.loader:
+        return ""
+    if method != "full":
+        return f"{loader.where}: a reference model is loaded beside the adapters' base"
+    names = {plain(named_model(one)) for one in (loader, found.loader)}
+    if len(names) > 1 and all(isinstance(name, str) for name in names):
+        return f"{loader.where}: the reference is another model"
+    if any(plain(loader.argument(key)) != plain(found.loader.argument(key)) for key in OF_LOADING):
+        arguments.approximate(f"the reference model ({loader.where}) is counted in the policy's own type")
+    return ""
+
+
+OF_LOADING = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit")
+"""What decides how much a loaded model takes, beside its name."""
+
+
+def _objects(value: Value) -> list[Made]:
+    if isinstance(value, Items):
+        return [one for one in value.items if isinstance(one, Made)]
+    inner = list(value.attributes.values()) if isinstance(value, Instance) and value.made_by is not None else [value]
+    return [one for one in inner if isinstance(one, Made)]
+
+
+def _loader(value: Value | None) -> Made | None:
+    """The call that loads what an object is made of, None where it is no model."""
+    last = ([None, *_way(value)])[-1]
+    return last if last is not None and last.name == "from_pretrained" and loads_model(last.owner) else None
+
+
+def _way(value: Value | None) -> Iterator[Made]:
+    """The calls from an object back to what loads it."""
+    for _ in range(8):
+        if not isinstance(value, Made) or trainer_of(value).name.endswith("Trainer"):
+            return
+        yield value
+        if value.name == "item" or (value.name == "from_pretrained" and loads_model(value.owner)):
+            return
+        value = value.argument("model", 0) or value.receiver
+
+
+def _on_gpu(value: Made, loader: Made) -> bool:
+    """Whether a model is certainly put on the GPU: `from_pretrained` alone leaves it on the host, but Unsloth's."""
+    if loader.owner.startswith("Fast"):
+        return True
+    moved = value.called.get("to")
+    words = [loader.argument("device_map"), moved.argument("device", 0) if moved is not None else None]
+    places = [plain(word) for word in words if word is not None]
+    return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
+
+
+TRAINED_QUANTIZERS = re.compile(
+    r"^[^\S\n]*+(?:from|import) (pytorch_quantization|brevitas|neural_compressor|torchao\.quantization\.qat)\b",
+    re.MULTILINE,
+)
+"""Packages that put quantizers between a model's layers which hold more than the layers alone."""
+
+
+def trained_quantizers(text: str) -> str:
+    """The package that makes a training aware of a later quantization, "" where none does."""
+    found = TRAINED_QUANTIZERS.search(text)
+    return found[1] if found else ""
+
+
+def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
+    """What the memory model does not follow, and what a person should know."""
+    lora.leave_out(NOT_COUNTED)
+    if found.trainer is not None and OBJECTIVES[found.objective].supervised and own_steps.forwards(found.trainer) == 1:
+        arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
+    if package := trained_quantizers(text):
+        arguments.approximate(f"what the quantizers of {package} hold beside the layers is not counted")
+    if lora.values and (line := unfreezes_parameters(text)):
+        arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
+    switched = " ".join(subject.lower() for _, subject in _switches(text)) if found.pictures else ""
+    if found.adapter is None and any(part in switched for part in VISION):
+        arguments.approximate("a frozen tower is counted as trained")
+    if trained_times(program) > 1:
+        arguments.assume("the program trains more than once: the first training is read")
+    for source in dict.fromkeys(program.sources):
+        arguments.assume(f"{source} beside it was read as well")

@@ -1,0 +1,335 @@
+"""From a path to a `ReadConfig`: which format it is, and the reader for it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.core.errors import ConfigError, NotATraining
+from planner.frameworks.readers import (
+    evaluating,
+    fields,
+    firefly,
+    hydra,
+    llamafactory,
+    llamafactory_v1,
+    own,
+    script,
+    shell,
+    swift,
+    tasks,
+    torchtitan,
+    torchtune,
+    trl,
+    unsloth,
+    versions,
+)
+from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
+from planner.frameworks.readers.launched import Launches, weight, with_open
+from planner.frameworks.readers.loading import (
+    Parsed,
+    parse_documents,
+    parse_json,
+    parse_toml,
+    parse_yaml,
+    read_bounded,
+)
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
+from planner.frameworks.readers.sharding import LAUNCHERS, num_processes, read_accelerate
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools import PROGRAMS, TOOLS
+from planner.hardware.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.options.stacks import STACKS
+from planner.setup import TrainSetup
+
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
+MAKEFILES = ("Makefile", "makefile", "justfile")
+MAX_ANCESTORS = 6
+"""Folders above a file in which what it names is looked for; none above the one that holds .git."""
+
+
+def read_text(
+    text: str,
+    name: str,
+    *,
+    model: ModelSpec | None = None,
+    base: TrainSetup | None = None,
+    around: FileContext | None = None,
+    launcher: str | None = None,
+) -> ReadConfig:
+    """The setup of a config given as text; `name` says which kind of file it is by its ending.
+
+    `base` stands for what Accelerate and DeepSpeed files do not say (None: it is `missing`); `launcher` is the text of
+    an Accelerate config that the run is launched with.
+
+    Raises:
+        ConfigError: not a config of a known tool, or a wrong one.
+    """
+    found = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
+    stack = STACK_OF.get(found.format, found.setup.stack)
+    default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
+    reentrant = _reentrant(found.values, default=default)
+    named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
+    older = versions.computing(around.versions) if around is not None and found.format in BY_TRANSFORMERS else {}
+    around_it = {"expandable_segments": True} if STACKS[stack].expandable_segments else {}
+    setup = found.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
+    told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
+    found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
+    if found.values.get("auto_find_batch_size") is True:
+        found = replace(found, assumptions=(*found.assumptions, HALVED))
+    if around is not None and not found.older and found.format in TRAINERS:
+        running = versions.transformers(around.versions.get("transformers"), (), None)
+        found = replace(found, older=running.older, lacks=running.lacks)
+    if name.endswith(shell.SUFFIXES):
+        found = replace(found, lacks=(*found.lacks, *NO_WORDS))
+    if not _keeps_whole_gradients(found):
+        return found
+    return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
+
+
+NO_WORDS = ("liger_kernel_config",)
+"""Settings that no word of a command line sets: transformers 5.23 `HfArgumentParser` takes no text for a dictionary
+that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
+HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
+STACK_OF = {name: name for name in STACKS} | {
+    llamafactory_v1.FORMAT: llamafactory.FORMAT,
+    script.UNSLOTH: unsloth.FORMAT,
+}
+"""Format of a file -> the stack that runs it; a program says itself which trainer it makes."""
+
+
+def _reentrant(values: Mapping[str, Any], *, default: bool) -> bool:
+    """The form of checkpointing that a file asks for, under the names that its tools have for it."""
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if isinstance(values.get(key), Mapping) and "use_reentrant" in values[key]:
+            return values[key]["use_reentrant"] is True
+    return values["use_reentrant_gc"] is True if "use_reentrant_gc" in values else default
+
+
+WHOLE_GRADIENTS = (
+    "with accumulation FSDP2 keeps the whole model's gradients on every GPU between micro-batches unless "
+    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch is true: counted as if it were"
+)
+
+
+def _keeps_whole_gradients(found: ReadConfig) -> bool:
+    """Whether the Trainer would not reduce gradients before the last micro-batch of an FSDP2 step.
+
+    Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
+    """
+    setup = found.setup
+    sharded = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.accumulation_steps > 1
+    if not sharded or found.format not in TRAINERS:
+        return False
+    value: Any = found.values
+    for key in ("accelerator_config", "gradient_accumulation_kwargs", "sync_each_batch"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not True
+
+
+TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
+"""Formats that run transformers' Trainer."""
+BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT, firefly.FORMAT)
+"""Formats whose steps are computed by transformers and bitsandbytes, whatever trainer runs them."""
+
+
+def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
+    """`read_text` without its last word."""
+    if launcher is not None:
+        return _under_launcher(text, name, around, launcher)
+    if name.endswith(".py") and torchtitan.is_registry(text):
+        return torchtitan.read_registry(text, name, around)
+    if name.endswith(".py"):
+        return script.read(text, name, around)
+    launches = Launches(name, _read)
+    if name.endswith(".ipynb"):
+        return _of_notebook(text, launches, around)
+    if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
+        return launches.first(text, around)
+    if name.endswith(".toml"):
+        values = parse_toml(text, name)
+        if torchtitan.is_config(values):
+            values = with_words(values, torchtitan.FORMAT, around.arguments or ())
+            return torchtitan.read(Settings(values, name, around))
+        return of_mapping(Settings(values, name, around), detect(values))
+    documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
+    written = {file: one for document in documents for file, one in tasks.files_of(document.values).items()}
+    inside = replace(around, written={**around.written, **written}) if written else around
+    problems: list[ConfigError] = []
+    for number, document in enumerate(documents, start=1):
+        try:
+            found = _of_settings(document, launches, inside)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        said = (f"{name} holds {len(documents)} documents: number {number} is read",) if len(documents) > 1 else ()
+        return replace(found, assumptions=(*said, *found.assumptions))
+    raise min(problems, key=weight)
+
+
+def _under_launcher(text: str, name: str, around: FileContext, launcher: str) -> ReadConfig:
+    """The setup of a file under the Accelerate config that it is launched with."""
+    told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
+    inside = replace(around, num_gpus=num_processes(told))
+    inner = _read(text, name, inside)
+    layout = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
+    setup = layout.setup
+    if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
+        setup = setup.replace(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
+    return replace(
+        inner,
+        setup=setup,
+        missing=tuple(one for one in inner.missing if one.field not in OF_LAUNCHER),
+        assumptions=(*inner.assumptions, *layout.assumptions),
+        approximations=(*inner.approximations, *layout.approximations),
+    )
+
+
+OF_LAUNCHER = ("num_gpus", "parallel")
+"""What a launcher's file says."""
+
+
+def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
+    """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
+    name = launches.name
+    if tasks.is_task(parsed.values):
+        try:
+            return launches.first(tasks.script_of(parsed.values), around)
+        except NotATraining:
+            if not detect(parsed.values):
+                raise
+    said: tuple[str, ...] = ()
+    opened: dict[str, str] = {}
+    if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
+        composed, files = hydra.composed(parsed.values, around.exactly, "", around.arguments or ())
+        parsed = parsed._replace(values=composed)
+        said = tuple(f"{file} beside it was read as well" for file in files)
+    kind = detect(parsed.values)
+    kind, parsed = _tools_block(kind, parsed)
+    if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
+        kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
+    parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
+    if kind != own.FORMAT:
+        known, opened = hydra.without_open(parsed.values)
+        parsed = parsed._replace(values=known)
+    settings = Settings(parsed.values, name, around)
+    if kind in LAUNCHERS:
+        found = LAUNCHERS[kind](settings)
+    else:
+        inner = of_mapping(settings, kind)
+        found = with_open(inner, opened, name, around.num_gpus) if opened else inner
+    said += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
+    where: dict[str, str] = {}
+    if kind in TOOLS:
+        where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
+    elif kind == own.FORMAT:
+        where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
+    return replace(found, assumptions=(*said, *found.assumptions), origins=where)
+
+
+def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
+    """A tool and its settings, where a wrapper's file holds its whole config as a block of the tool's name."""
+    if kind not in ("", own.FORMAT):
+        return kind, parsed
+    blocks = {key: parsed.values.get(key) for key in READERS}
+    block = next((key for key, one in blocks.items() if isinstance(one, dict) and detect(one) == key), "")
+    if not block:
+        return kind, parsed
+    lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
+    return block, parsed._replace(values=parsed.values[block], lines=lines)
+
+
+def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:
+    """The setup of a notebook: of what its cells train, else of what they launch."""
+    source = of_notebook(text, launches.name)
+    try:
+        return script.read("", launches.name, around, source)
+    except NotATraining:
+        commands, written = of_cells(text)
+        named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
+        commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
+        inside = replace(around, written=named, versions={**dict(source.pins), **around.versions})
+        try:
+            return launches.first(commands, inside)
+        except NotATraining:
+            pass
+        raise
+
+
+def read_config(
+    path: Path,
+    *,
+    model: ModelSpec | None = None,
+    base: TrainSetup | None = None,
+    num_gpus: int = 1,
+    launcher: Path | None = None,
+    gpu: GpuSpec | None = None,
+    arguments: tuple[str, ...] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> ReadConfig:
+    """The setup of a config file.
+
+    Raises:
+        ConfigError: the file cannot be read or makes no sense; nothing in it is ever executed.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory", hint="give the config file in it")
+    if path.suffix not in SUFFIXES and path.name not in MAKEFILES:
+        raise ConfigError(
+            f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
+        )
+    text = read_bounded(path)
+    return read_text(
+        text,
+        path.name,
+        model=model,
+        base=base,
+        around=FileContext(
+            num_gpus=num_gpus,
+            roots=roots_of(path),
+            gpu=gpu,
+            arguments=arguments,
+            versions={**pinned(path), **(versions or {})},
+        ),
+        launcher=read_bounded(launcher) if launcher is not None else None,
+    )
+
+
+def roots_of(path: Path) -> tuple[Path, ...]:
+    """Folders in which files that `path` names are looked for: its own, those above it within a repository, here."""
+    parents = list(path.absolute().parents)
+    kept = parents[:2]
+    for above in parents[2:MAX_ANCESTORS]:
+        if (kept[-1] / ".git").exists() or above in (Path.home(), Path(above.anchor)):
+            break
+        kept.append(above)
+    return (*kept, Path())
+
+
+def installs(path: Path, packages: Sequence[str]) -> bool:
+    """Whether a requirements file beside a config, a run.sh there or above it (as launch folders have it), or a `pip
+    install` in the file itself names a package, in whatever version."""
+    name = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, packages))})(?![\w.-])")
+    folder = path.absolute().parent
+    for source in (folder / "requirements.txt", folder / "run.sh", folder.parent / "run.sh", path):
+        with suppress(ConfigError):
+            lines = (line.partition("#")[0] for line in read_bounded(source).splitlines())
+            if any(name.search(line) and ("install" in line or source.suffix == ".txt") for line in lines):
+                return True
+    return False
+
+
+def pinned(path: Path) -> dict[str, str]:
+    """package -> version that the nearest requirements file or pyproject.toml pins, beside a config or above it within
+    its repository."""
+    for folder in roots_of(path)[:-1]:
+        for name in ("requirements.txt", "pyproject.toml"):
+            with suppress(ConfigError):
+                if found := dict(of_requirements(read_bounded(folder / name))):
+                    return found
+    return {}

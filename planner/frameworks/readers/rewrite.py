@@ -1,0 +1,272 @@
+"""A config's text with some values changed and nothing else: comments, order, quoting and line ends stay.
+
+Values are replaced at the places that PyYAML's (or Python's) parser names; new keys go to the end of their block.
+"""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from planner.core.errors import ConfigError
+from planner.core.inputs import reason
+from planner.frameworks.exporters.text import literal, scalar
+from planner.frameworks.readers.script import ARGUMENTS
+from planner.frameworks.readers.shell import SUFFIXES
+
+ADDED = "added by plan check --fix"
+
+
+def rewrite(
+    text: str, name: str, edits: dict[str, Any], *, call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The text with `edits` (dotted key -> value) written in; of a program, into the call on `call_line` (0: the last),
+    or where `places` (key -> "file:line") say that the value stands which the call gets.
+
+    Raises:
+        ConfigError: a key stands where it cannot be changed in place.
+    """
+    if name.endswith(".py"):
+        return _rewrite_python(text, name, edits, call_line, places)
+    if name.endswith(".ipynb"):
+        return _rewrite_notebook(text, name, edits)
+    if name.endswith(SUFFIXES):
+        return _rewrite_launch(text, name, edits)
+    if not name.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
+    return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
+
+
+def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
+    """The flags of a launch that stand in the script as they are; new ones go behind the last of these, or behind one
+    that its trainer takes as well."""
+    places: dict[str, tuple[int, int]] = {}
+    for key in edits:
+        found = _flags(text, key)
+        if len(found) > 1 or any("$" in text[start:end] for start, end in found):
+            raise ConfigError(f"{name}: --{key} stands in no one place", hint="make the changes by hand")
+        places |= dict.fromkeys((key,), found[0]) if found else {}
+    beside = [found[0] for key in TRAINERS_WORDS if len(found := _flags(text, key)) == 1 and _ends(text, found[0])]
+    if not places and not beside:
+        raise ConfigError(f"{name} says none of {', '.join(edits)} itself", hint="make the changes by hand")
+    last = max(places.values()) if places else beside[0]
+    more = "".join(f" --{key} {_word(value)}" for key, value in edits.items() if key not in places)
+    text = f"{text[: last[1]]}{more}{text[last[1] :]}"
+    for key, (start, end) in sorted(places.items(), key=lambda one: one[1], reverse=True):
+        between = "=" if text[start:end].startswith("=") else " "
+        text = f"{text[:start]}{between}{_word(edits[key])}{text[end:]}"
+    return text
+
+
+TRAINERS_WORDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "learning_rate")
+"""Words that transformers' Trainer takes, beside which a launch may say another one."""
+
+
+def _ends(text: str, place: tuple[int, int]) -> bool:
+    """Whether a word ends where a flag's value does: it goes on behind a quoted part, and in a command put in."""
+    start, end = place
+    return end - start > 1 and not text[end : end + 1].strip() and not re.search(r"\$\(|`", text[start:end])
+
+
+def _flags(text: str, key: str) -> list[tuple[int, int]]:
+    """Where the values of a flag stand in a script, outside comments."""
+    said = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
+    return [one.span(1) for one in said if "#" not in text[text.rfind("\n", 0, one.start()) + 1 : one.start()]]
+
+
+_FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|(?=\s|$))"""
+"""A flag; the group is its value with what stands before it, or empty."""
+
+
+def _word(value: Any) -> str:
+    """A value as a word of the shell."""
+    return shlex.quote(
+        value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
+    )
+
+
+def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:
+    try:
+        # a tab between JSON's values is a space to YAML; in its texts it cannot stand
+        root = yaml.compose(text.replace("\t", " ") if as_json else text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} cannot be changed in place: {reason(error)}", hint="one document a file") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{name} must hold a mapping of settings", hint="one `key: value` per line")
+    splices: list[tuple[int, int, str]] = []
+    missing: dict[str, Any] = {}
+    for key, value in edits.items():
+        found = _find(root, key.split("."))
+        shown = json.dumps(value) if as_json else scalar(value)
+        if found is None:
+            missing[key] = value
+            continue
+        key_node, node = found
+        start, end = node.start_mark.index, node.end_mark.index
+        if node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
+            start = end = text.index(":", key_node.end_mark.index) + 1
+            shown = " " + shown
+        elif isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style:
+            # a block ends where the next key starts: keep the line break before that
+            start = text.index(":", key_node.end_mark.index) + 1
+            block = text[start:end]
+            end = start + len(block.rstrip())
+            shown = " " + shown
+        splices.append((start, end, shown))
+    for start, end, shown in sorted(splices, reverse=True):
+        text = text[:start] + shown + text[end:]
+    return _append(text, name, missing, as_json=as_json) if missing else text
+
+
+def _find(root: yaml.MappingNode, parts: list[str]) -> tuple[yaml.Node, yaml.Node] | None:
+    """(key node, value node) of a dotted key; the last of duplicates, which is the one that counts."""
+    found: tuple[yaml.Node, yaml.Node] | None = None
+    for key, value in root.value:
+        if isinstance(key, yaml.ScalarNode) and key.value == parts[0]:
+            found = (key, value)
+    if found is None or len(parts) == 1:
+        return found
+    return _find(found[1], parts[1:]) if isinstance(found[1], yaml.MappingNode) else None
+
+
+def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> str:
+    break_ = "\r\n" if "\r\n" in text else "\n"
+    if as_json:
+        closing = text.rstrip().rfind("}")
+        body = text[:closing].rstrip()
+        comma = "" if body.endswith("{") else ","
+        new = ",".join(f'{break_}  "{key}": {json.dumps(value)}' for key, value in missing.items())
+        return f"{body}{comma}{new}{break_}{text[closing:]}"
+    top = {key: value for key, value in missing.items() if "." not in key}
+    for key, value in missing.items():
+        if "." in key:
+            text = _insert_nested(text, name, key, value, break_)
+    if top:
+        text = text.rstrip("\r\n \t")
+        if text.endswith(("...", "---")) or text.startswith("{"):
+            raise ConfigError(f"{name}: its form cannot be extended in place", hint="add the settings by hand")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        indent = " " * (root.start_mark.column if root is not None else 0)
+        lines = [f"{indent}{key}: {scalar(value)}" for key, value in top.items()]
+        text = break_.join([text, "", f"{indent}# {ADDED}", *lines]) + break_
+    return text
+
+
+def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> str:
+    outer, inner = key.split(".", 1)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    found = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
+    if found is None:
+        return (
+            text.rstrip("\r\n \t")
+            + f"{break_}{break_}# {ADDED}{break_}{outer}:{break_}  {inner}: {scalar(value)}{break_}"
+        )
+    block = found[1]
+    if not isinstance(block, yaml.MappingNode) or block.flow_style or not block.value:
+        raise ConfigError(f"{name}: {outer} cannot be extended in place", hint="write it one setting per line")
+    first = block.value[0][0].start_mark
+    indent = " " * first.column
+    return text[: first.index] + f"{inner}: {scalar(value)}  # {ADDED}{break_}{indent}" + text[first.index :]
+
+
+def _rewrite_notebook(text: str, name: str, edits: dict[str, Any]) -> str:
+    """The last code cell that holds training arguments, changed; the rest as Jupyter writes it."""
+    document = json.loads(text)
+    for cell in reversed(document["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or not any(f"{one}(" in source for one in ARGUMENTS):
+            continue
+        try:
+            changed = _rewrite_python(source, name, edits)
+        except (SyntaxError, ConfigError):
+            continue  # lines for the shell, or a call that takes its settings from elsewhere
+        cell["source"] = changed.splitlines(keepends=True) if isinstance(cell["source"], list) else changed
+        indent = re.match(r"\{\r?\n( +)", text)
+        return json.dumps(document, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n"
+    raise ConfigError(f"{name} has no cell that can be changed in place", hint="make the changes by hand")
+
+
+def _written(node: ast.expr) -> bool:
+    """Whether an expression says its value itself."""
+    return isinstance(node, ast.Constant) or (isinstance(node, (ast.Dict, ast.List)) and not _names_in(node))
+
+
+def _names_in(node: ast.AST) -> bool:
+    return any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
+
+
+def _source(tree: ast.Module, name: str, key: str, place: str) -> ast.expr:
+    """The literal that a setting's value comes from: the only one on the line that `place` names, and no part of a sum.
+
+    Raises:
+        ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
+    """
+    file, _, line = place.partition(",")[0].rpartition(":")
+    sums = (one for one in ast.walk(tree) if isinstance(one, ast.BinOp) and str(one.lineno) == line)
+    computed = {id(one) for node in sums for one in ast.walk(node)}
+    found = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Constant)
+        and not isinstance(one.value, str)
+        and str(one.lineno) == line
+        and id(one) not in computed
+    ]
+    if file != name or len(found) != 1:
+        where = f" ({place})" if place else ""
+        raise ConfigError(f"{name}: {key} is no literal in the call{where}", hint="make the change where it is set")
+    return found[0]
+
+
+def _rewrite_python(
+    text: str, name: str, edits: dict[str, Any], call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    raw = text.encode()
+    call, tree = None, ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ARGUMENTS and call_line in (0, node.lineno):
+                call = node
+    if call is None or not call.keywords:
+        raise ConfigError(
+            f"{name} has no training arguments that can be changed in place", hint="make the changes by hand"
+        )
+    splices: list[tuple[int, int, str]] = []
+    by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    first = call.keywords[0]
+    left: list[ConfigError] = []
+    for key, value in edits.items():
+        shown = literal(value)
+        if key in by_name:
+            node_ = by_name[key]
+            if isinstance(node_, ast.BinOp) and _names_in(node_):  # it may follow from what another edit changes
+                left.append(
+                    ConfigError(f"{name}: {key} is computed in the call", hint="make the change where it is set")
+                )
+                continue
+            if not _written(node_):
+                node_ = _source(tree, name, key, places.get(key, ""))
+            assert node_.end_lineno is not None
+            assert node_.end_col_offset is not None
+            start = starts[node_.lineno - 1] + node_.col_offset
+            splices.append((start, starts[node_.end_lineno - 1] + node_.end_col_offset, shown))
+        else:
+            start = starts[first.lineno - 1] + first.col_offset
+            before = raw[starts[first.lineno - 1] : start].decode()
+            tail = f"\n{before}" if not before.strip() else " "
+            splices.append((start, start, f"{key}={shown},{tail}"))
+    if left and not splices:
+        raise left[0]
+    for start, end, shown in sorted(splices, reverse=True):
+        raw = raw[:start] + shown.encode() + raw[end:]
+    return raw.decode()

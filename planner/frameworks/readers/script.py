@@ -1,0 +1,469 @@
+"""Python training programs as setups: scripts and notebooks, read up to the trainer that trains. Nothing is executed.
+
+The program is followed by `planner.frameworks.readers.program`; what it hands to the trainer is read here, with the
+libraries' own defaults for what it leaves out. A setting that only running it would tell is `Missing`, never a default.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.core.errors import ConfigError, NotATraining, NotPlanned
+from planner.core.inputs import reason
+from planner.frameworks.readers import (
+    common,
+    evaluating,
+    lengths,
+    open_conditions,
+    partial,
+    program_changes,
+    training,
+    versions,
+)
+from planner.frameworks.readers.fields import config, said
+from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.program import Known, Made, Program, Unknown, plain, run
+from planner.frameworks.readers.program.embedding import PAIRS
+from planner.frameworks.readers.program.source import Source, environment_word, imported, of_script
+from planner.frameworks.readers.program.values import Value
+from planner.frameworks.readers.program_loading import Adapters, heard, pictures, quantization
+from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
+from planner.frameworks.readers.training import Training, measures
+from planner.frameworks.readers.trl import loss_of, sharded
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
+from planner.frameworks.tools.unsloth import own_kernels
+from planner.models.stored import stored_method
+from planner.options.objectives import OBJECTIVES, Objective
+
+FORMAT = "hf-script"
+UNSLOTH = "unsloth-script"
+ARGUMENTS = (
+    *("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments"),
+    *CONFIGS.values(),
+)
+
+
+def read(text: str, name: str, outside: FileContext, source: Source | None = None) -> ReadConfig:
+    """The setup of a training program; `source` is its text where it does not stand in a .py file.
+
+    Raises:
+        ConfigError: not Python, or nothing in it that trains as is planned.
+    """
+    source = source or of_script(text)
+    pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
+    around = replace(outside.of_program(), newest=not pinned)
+
+    def taken(
+        decided: Mapping[str, bool], *, trains: bool = False, uncalled: bool = True
+    ) -> tuple[Program, ReadConfig]:
+        program = run(source.text, name, replace(around, decided=decided, uncalled=uncalled), source.label)
+        if trains and not program.trained:
+            raise NotATraining(f"{name} trains nothing on this way", hint="")
+        return program, _Script(program, training.find(program, name), source, name, outside).config()
+
+    try:
+        program, found = taken({})
+        workers = plain(program.workers)
+        if outside.num_gpus == 1 and isinstance(workers, int) and workers > 1:
+            return read(text, name, replace(outside, num_gpus=workers), source)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ConfigError(
+            f"{name} is not Python that can be read: {reason(error)}", hint="give a script that Python itself accepts"
+        ) from error
+    as_it_is = {"trains": bool(program.trained), "uncalled": not program.starts}
+    return open_conditions.settle(found, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
+
+
+def _has_trainer(aim: Objective) -> bool:
+    """Whether TRL has a trainer of the objective, beside SFTTrainer."""
+    return not aim.supervised and "trl" in aim.targets
+
+
+class _Script:
+    """One program's training on its way to a setup."""
+
+    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: FileContext) -> None:
+        self.program, self.found, self.source, self.name = program, found, source, name
+        self.model, self.outside = outside.model, outside
+        owner = found.loader.owner if found.loader is not None else ""
+        self.unsloth = owner.startswith("Fast")
+        kind = found.trainer.name if found.trainer is not None else ""
+        self.aim = OBJECTIVES[found.objective]
+        self.trl = (
+            self.unsloth
+            or kind == "SFTTrainer"
+            or any(one.name == "SFTConfig" for one in program.made)
+            or _has_trainer(self.aim)
+        )
+        self.arguments = self.settings(found.arguments)
+        self.missing = self.arguments.missing
+        self._trainer_extras()
+        self.loader = self.settings(found.loader if found.handed is None else found.handed)
+        self.bnb = self.settings(found.quantization)
+        self.lora = self.settings(found.adapter)
+        self.arguments.blocks |= {"loader": self.loader, "quantization": self.bnb, "adapter": self.lora}
+        self.adapters = Adapters(found, self.lora, self.unsloth, self.missing)
+        self._settle_versions()
+
+    def settings(self, made: Value | None) -> Settings:
+        """What a call is given."""
+        return training.settings(made, self.name, self.outside)
+
+    def _settle_versions(self) -> None:
+        """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
+        source, found = self.source, self.found
+        named = {**dict(source.pins), **self.outside.versions}
+        trainer = found.trainer.keywords if found.trainer is not None else {}
+        imports = imported(source.text, "trl") if self.trl else ()
+        used = {*self.arguments.values, *self.arguments.unknown}
+        configured = (*self._configured(), *({"evaluation_strategy"} & used if self.aim.supervised else ()))
+        bound = versions.taking(trainer if self.trl else (), configured, imports, preferences=not self.aim.supervised)
+        self.defaults = versions.trl(named.get("trl"), bound)
+        older = {"tokenizer"} if "tokenizer" in trainer and not self.trl else set()
+        self.transformers = versions.transformers(
+            named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
+        )
+        self.computing = {} if self.unsloth else versions.computing(named)
+        for key in training.ON_HOST:
+            if key in self.arguments.unknown:
+                self.arguments.assume(f"trains on the GPU: {key} is not known ({self.arguments.unknown[key]})")
+        if self.trl and not self.unsloth and self.defaults.assumed:
+            self.arguments.assume(self.defaults.taken)
+
+    def _configured(self) -> tuple[str, ...]:
+        """The settings of the configuration class that TRL has for the objective."""
+        made = self.found.arguments
+        own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
+        return (*self.arguments.values, *self.arguments.unknown) if own else ()
+
+    def _trainer_extras(self) -> None:
+        """Old TRL took some settings on the trainer itself."""
+        outer = self.settings(self.found.trainer)
+        for key in ("max_seq_length", "packing"):
+            if outer.values.get(key) is not None:
+                self.arguments.values = {**self.arguments.values, key: outer.values[key]}
+                self.arguments.where[key] = outer.where.get(key, "")
+            elif key in outer.unknown:
+                self.arguments.unknown[key] = outer.unknown[key]
+
+    def config(self) -> ReadConfig:
+        """The answer."""
+        arguments = self.arguments
+        fields = self._fields()
+        program_changes.note(self.found, self.program, self.source.text, lora=self.lora, arguments=arguments)
+        if other := program_changes.beside(self.program, self.found):
+            self.missing["beside"] = other
+        parts = (arguments, self.loader, self.bnb, self.lora)
+        self._ask_for_what_is_not_known(parts)
+        if "precision" in self.missing and fields["precision"] == "fp32":
+            fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
+        model_id = self._model_id()
+        dataset = plain(self.program.module.names.get("DATASET"))
+        return config(
+            TOOLS[UNSLOTH if self.unsloth else FORMAT],
+            arguments,
+            fields,
+            model_id=model_id,
+            origins=self._origins(parts),
+            dataset=dataset if isinstance(dataset, str) else None,
+            keys=self.transformers.keys,
+            only=self.transformers.only,
+            older=self.transformers.older,
+            lacks=self.transformers.lacks,
+            reentrant=self._reentrant(),
+            call_line=_line(self.found.arguments),
+            eval_seqs=evaluating.of_program(
+                self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
+            ),
+            eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
+            loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        """The fields of the setup that the program says."""
+        arguments = self.arguments
+        fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
+        fields |= self._method() | self.computing
+        fields["checkpointing"] = self._checkpointing()
+        fields["activation_offload"] = self._offloads(fields["checkpointing"])
+        fields["seq_len_tokens"] = self._length()
+        constants = self.program.module.names
+        packed = plain(constants.get("PACKING")) is True
+        fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
+        fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.found)
+        fields["optimizer"] = self._optimizer()
+        fields["attention"] = "sdpa" if self.unsloth else self._attention()
+        switch = arguments.first("use_liger_kernel", "use_liger")
+        liger = arguments.flag(switch, False) or program_changes.liger(self.found, self.program)
+        fields |= self._kernels_and_loss(fields, liger=liger)
+        if _has_trainer(self.aim):
+            fields |= self._objective(fields, liger)
+        elif not self.aim.supervised:
+            fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
+        if isinstance(workers := plain(self.program.workers), Unknown):
+            self.missing["num_gpus"] = workers.reason
+        if self.found.open_objective:
+            self.missing["objective"] = self.found.open_objective
+        if why := pictures(self.found, self.model, self.name):
+            self.missing["images"] = why
+        fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
+        if self.aim.whole_batch:
+            arguments.assume(PAIRS)
+            fields["stack"] = "sentence-transformers"
+            fields |= training.contrast(self.found, arguments)
+        fields |= heard(self.found, arguments, fields) | self._layout(constants)
+        fields = common.adapter(arguments, fields, self.adapters.kind())
+        return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
+
+    def _method(self) -> dict[str, Any]:
+        """Method, quantization, precision and adapters."""
+        adapted = self.adapters.wanted()
+        base = self._quantization()
+        method = "full" if not adapted else "lora" if base == "none" else "qlora"
+        if not adapted and self.found.built:
+            self.missing["method"] = self.missing["lora_rank"] = self.found.built
+        if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
+            self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
+        fields: dict[str, Any] = {
+            "method": method,
+            "quantization": base if adapted else "none",
+            "precision": self._precision(method),
+            "kbit_fp32_cast": method == "qlora" and (self.found.prepared is not None or self._trainer_prepares(base)),
+        }
+        if not adapted:
+            return fields | {"lora_rank": 0}
+        stated = self.program.module.names.get("ADAPTER_DTYPE")
+        return fields | self.adapters.fields(method, self.arguments, trl=self.trl, stated=stated)
+
+    def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
+        arguments = self.arguments
+        if self.unsloth:
+            whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
+            return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields)}
+        whole = evaluating.given(self.found.trainer, "compute_loss_func")
+        whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
+        if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
+            return common.liger(arguments, liger, "chunked")
+        kind = arguments.optional_text("loss_type")
+        loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
+        return common.liger(arguments, liger, "full" if liger else loss)
+
+    def _ask_for_what_is_not_known(self, parts: tuple[Settings, ...]) -> None:
+        """Notes settings that were asked for and that only running the program would tell."""
+        alone = ("parallel",) if self.outside.num_gpus == 1 else ()
+        for part in parts:
+            for key, why in part.undetermined.items():
+                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
+                    self.missing.setdefault(FIELD_OF[key], why)
+        if self.found.loads:
+            self.missing.setdefault("precision", self.found.loads)
+
+    def _optimizer(self) -> str:
+        handed = program_changes.optimizer(self.found.trainer)
+        if isinstance(handed, Unknown):
+            self.missing["optimizer"] = handed.reason
+        elif isinstance(handed, Known):
+            self.arguments.values = {**self.arguments.values, "optim": handed.data}
+            self.arguments.where["optim"] = handed.where
+        return common.optimizer(self.arguments, "optim", self.transformers.optimizer)
+
+    def _attention(self) -> str:
+        loader = self.loader
+        if word := program_changes.attention(self.source.text, self.program):
+            loader.values = {**loader.values, "attn_implementation": word}
+        if not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
+            return "flash-attention-2"  # transformers 4's older switch
+        return common.attention(loader, "attn_implementation")
+
+    def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
+        """What another objective than supervised training makes of the fields.
+
+        Raises:
+            NotPlanned: of a TRL whose trainer makes another step.
+        """
+        arguments, trainer, method = self.arguments, self.found.trainer, base["method"]
+        if self.unsloth or not self._own_arguments():
+            why = "Unsloth" if self.unsloth else "an older TRL (TrainingArguments)"
+            raise NotPlanned(
+                f"{self.name} trains {self.aim.name} with {why}, whose step is another: not modelled",
+                hint=training.RUN_IT,
+            )
+        fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
+        fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name))
+        if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
+            fields["lora_dropout"] = 0.0
+        if self.aim.rolls_out:
+            fields |= rollout_fields(arguments, base)
+        wrapped = trainer is not None and trainer.argument("peft_config") is None
+        asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
+        if method != "full" and wrapped and asked:
+            arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
+        if method == "qlora" and self.aim.name == "orpo":
+            arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
+        if (
+            self.aim.reference
+            and "method" not in self.missing
+            and (beside := program_changes.reference(self.found, method, arguments))
+        ):
+            self.missing["beside"] = beside
+        if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
+            fields["precomputed_reference"] = True
+        return fields
+
+    def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for part in parts:
+            for key, where in part.where.items():
+                if key in FIELD_OF and where:
+                    found.setdefault(FIELD_OF[key], where)
+        return found
+
+    def _model_id(self) -> str | None:
+        named = self.found.model
+        if named is None and self.found.loader is not None:
+            named = training.named_model(self.found.loader)
+        if isinstance(named, Known) and isinstance(named.data, str) and named.data:
+            other = program_changes.resized(self.found, self.source.text, self.name)
+            if not other:
+                return named.data
+            self.missing["model"] = other
+            return None
+        data = plain(named)
+        if isinstance(data, Unknown):
+            reason = data.reason
+        elif isinstance(named, Known):
+            reason = f"{named.where}: nothing is named until the program runs"
+        else:
+            reason = self.found.unknown_model or f"{self.name}: no call that loads a model was found"
+        self.missing["model"] = reason
+        return None
+
+    def _quantization(self) -> str:
+        return quantization(self.found, self.arguments, unsloth=self.unsloth)
+
+    def _precision(self, method: str) -> str:
+        own_default = not self.unsloth and self._own_arguments() and self.defaults.bf16
+        autocast = common.autocast(self.arguments, bf16_default=self.trl and own_default)
+        loader = self.loader
+        key = loader.first("dtype", "torch_dtype")
+        if self.found.prepared is not None and method != "qlora" and self._quantization() == "none":
+            loader.assume("prepare_model_for_kbit_training on a model that is not quantized casts all of it to float32")
+            return common.precision(self.arguments, "fp32", autocast, method)
+        if self.unsloth:
+            if method == "full":
+                if loader.flag("float32_mixed_precision", False):
+                    return "bf16-mixed"
+                return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
+            halves = str(loader.raw(key)).removeprefix("torch.") == "float16"
+            return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
+        if cast := program_changes.cast(self.found):
+            return common.precision(self.arguments, cast, autocast, method)
+        by_name = self.trl and self.found.loader is None and self.found.model is not None and self.aim.name != "orpo"
+        default = self.defaults.dtype if by_name and self.defaults.dtype else self.transformers.dtype
+        if by_name and self.defaults.dtype:
+            if not loader.has(key):
+                loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.said}")
+            return common.precision(self.arguments, common.weight_dtype(loader, key, default), autocast, method)
+        if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
+            default = "float16"  # transformers 4's bitsandbytes quantizer
+        if not loader.has(key):
+            own = f"the checkpoint's own, {common.stored_dtype(self.model) or 'taken to be bf16'}"
+            taken = own if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
+            loader.assume(f"no dtype on from_pretrained: {taken}")
+        weights = common.weight_dtype(loader, key, default)
+        return common.precision(self.arguments, weights, autocast, method)
+
+    def _trainer_prepares(self, quantization: str) -> bool:
+        """Whether TRL prepares the quantized base by itself."""
+        peft = self.found.trainer is not None and self.found.trainer.argument("peft_config") is not None
+        four_bit = quantization in common.FOUR_BIT
+        bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
+        return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
+
+    def _own_arguments(self) -> bool:
+        """Whether SFTConfig's own defaults hold: TrainingArguments handed to SFTTrainer become an SFTConfig with every
+        value written out, what is off there included.
+
+        Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
+        """
+        own = CONFIGS.get(self.found.objective, "SFTConfig")
+        return self.found.arguments is None or self.found.arguments.name == own
+
+    def _called(self, word: str) -> bool:
+        return any(word in model.called for model in self.found.touched)
+
+    def _offloads(self, checkpointing: int) -> bool:
+        if not self.unsloth:
+            return common.offloads(self.arguments, checkpointing)
+        return str(self._of_unsloth()) == "unsloth"
+
+    def _of_unsloth(self) -> Any:
+        """What Unsloth is told of checkpointing, with the adapters or before."""
+        key = "use_gradient_checkpointing"
+        return (self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")
+
+    def _checkpointing(self) -> int:
+        arguments, prepared = self.arguments, self.found.prepared
+        if self.unsloth:
+            return int(bool(self._of_unsloth()) and self._of_unsloth() not in ("none", "false"))
+        own_default = self._own_arguments() and self.defaults.checkpointing
+        old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
+        given = self.found.trainer.argument("peft_config") if self.found.trainer is not None else None
+        if old and self._quantization() != "none" and given is not None:
+            arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
+            return 1
+        on = common.checkpointing(arguments, self.trl and own_default)
+        if on:
+            return on
+        inner = self.settings(prepared)
+        # peft 0.21 prepare_model_for_kbit_training: bitsandbytes' bases, GPTQ's and others', not AWQ's
+        quantized = self._quantization() != "none" and stored_method(self.model) != "awq"
+        if prepared is not None and quantized and inner.flag("use_gradient_checkpointing", True):
+            arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
+            return 1
+        return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))
+
+    def _reentrant(self) -> bool:
+        """Whether checkpointing is of the older form where the arguments do not say it."""
+        if self.unsloth or not versions.reentrant(self.transformers, self.defaults if self.trl else None):
+            return False
+        calls = [model.called.get("gradient_checkpointing_enable") for model in self.found.touched]
+        for call in (self.found.prepared, *calls):
+            told = self.settings(call).raw("gradient_checkpointing_kwargs")
+            if isinstance(told, dict) and "use_reentrant" in told and not self.arguments.has("gradient_checkpointing"):
+                return told["use_reentrant"] is True
+        return True
+
+    def _length(self) -> int:
+        if self.aim.rolls_out:
+            return 0  # `rollout_fields` says it
+        cuts_itself = self.trl and not self.unsloth
+        tokens, why = lengths.of_program(
+            self.program, self.name, self.arguments, self.loader, by_trainer=cuts_itself, text=self.source.text
+        )
+        if why:
+            self.missing["seq_len_tokens"] = why
+        return tokens
+
+    def _layout(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+        num_gpus, loader = self.outside.num_gpus, self.loader
+        if over_layers := device_map(self.arguments, loader):
+            return over_layers
+        if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
+            return {"num_gpus": num_gpus, "parallel": "dp"}
+        block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None
+        if isinstance(block, Made):
+            loader.values = {**loader.values, "distributed_config": self.settings(block).values}
+        layout = loaded(self.arguments, loader) or sharded(self.arguments)
+        mesh = self.found.arguments.argument("parallelism_config") if isinstance(self.found.arguments, Made) else None
+        if isinstance(mesh, Made) and num_gpus > 1:
+            layout = layout | cut_sequences(self.arguments, self.settings(mesh), layout)
+        return parallel_of(self.arguments, layout)
+
+
+def _line(made: Made | None) -> int:
+    tail = made.where.rpartition(":")[2] if made is not None else ""
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,140 @@
+"""ms-swift (`swift sft --model ... --tuner_type lora`, or the same keys as YAML) as setups. Defaults of ms-swift 4."""
+
+import math
+from typing import Any
+
+from planner.core.errors import NotPlanned
+from planner.frameworks.readers import common
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.sharding import device_map, with_cut_sequences, zero_stage
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.others import SWIFT
+
+FORMAT = "ms-swift"
+MODELS = {"model", "model_id_or_path", "model_type"}
+OLD = ("sft_type", "model_id_or_path", "lora_dropout_p", "lora_target_modules")
+"""Settings of ms-swift 2 (the older `swift sft`), which cuts at 2,048 tokens by itself and adapts attention alone.
+
+Source: modelscope/ms-swift v2.6 `swift/llm/utils/argument.py`.
+"""
+MARKS = {"tuner_type", "train_type", "sft_type", "quant_bits", "rlhf_type", "vit_gradient_checkpointing"}
+"""Settings that only ms-swift has."""
+REWARDED = {"reward_funcs", "reward_model", "num_generations", "ref_model", "ref_adapters", "reward_weights"}
+"""Settings of `swift rlhf`, whose kind may stand on the command line alone."""
+NOT_COUNTED = {
+    "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
+    "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
+    "lisa_activated_layers": "LISA trains a few layers at a time: counted as if it trained all",
+    "optimizer": "the optimizer of a plug-in is counted as that of `optim`",
+}
+GLOBAL_BATCH = 16
+"""Sequences per step where no accumulation is given.
+
+Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other defaults: swift/arguments/*.py there.
+"""
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of an ms-swift run.
+
+    Raises:
+        ConfigError: another objective than supervised training, another tuner than LoRA or full.
+    """
+    _refuse_other_training(settings)
+    old = any(settings.has(key) for key in OLD)
+    fields = _method(settings, old=old)
+    fields |= said(settings, SWIFT, "micro_batch_seqs")
+    fields |= {
+        "precision": _precision(settings, fields["method"]),
+        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
+        "seq_len_tokens": _length(settings, old=old),
+        "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
+        "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
+        "attention": _attention(settings),
+        "checkpointing": common.checkpointing(settings, True),
+        **common.liger(settings, settings.flag("use_liger_kernel", False), "full"),
+    }
+    fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    settings.leave_out(NOT_COUNTED)
+    layout = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
+    fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
+    return config(SWIFT, settings, fields)
+
+
+def _refuse_other_training(settings: Settings) -> None:
+    said, marked = settings.optional_text("rlhf_type"), REWARDED & set(settings.values)
+    if said or marked:
+        what = f"{said} (rlhf_type)" if said else f"reinforcement learning ({', '.join(sorted(marked))})"
+        raise NotPlanned(f"{settings.name}: {what} is not planned", hint="supervised fine-tuning is")
+    task = settings.text("task_type", "causal_lm")
+    if task != "causal_lm":
+        raise NotPlanned(f"{settings.name}: task_type {task} is not planned", hint="supervised fine-tuning is")
+
+
+def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
+    """Method and adapters.
+
+    Raises:
+        NotPlanned: another tuner than LoRA or full.
+    """
+    tuner = settings.text(settings.first("sft_type", "tuner_type", "train_type"), "lora")
+    if tuner not in ("lora", "full"):
+        raise NotPlanned(f"{settings.name}: tuner {tuner} is not planned", hint="lora and full are")
+    bits = settings.integer(settings.first("quant_bits", "quantization_bit"), 0)
+    if bits not in (0, 4, 8) or settings.text("quant_method", "bnb") != "bnb":
+        settings.approximate(f"{settings.raw('quant_method', 'bnb')} with {bits} bits is counted as bitsandbytes'")
+    if tuner == "full":
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    four = "nf4-double" if settings.flag("bnb_4bit_use_double_quant", True) else "nf4"
+    quantization = common.stored(settings) if not bits else "int8" if bits == 8 else four
+    return {
+        "method": "qlora" if quantization != "none" else "lora",
+        "quantization": quantization,
+        **said(settings, SWIFT, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings, _targets(settings, old)),
+        "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),
+    }
+
+
+def _precision(settings: Settings, method: str) -> str:
+    dtype = settings.first("torch_dtype", "dtype")
+    weights = common.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
+    fp16 = settings.flag("fp16", weights == "fp16")
+    autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
+    return common.precision(settings, weights, autocast, method)
+
+
+def _accumulation(settings: Settings, micro: int) -> int:
+    steps = max(1, math.ceil(GLOBAL_BATCH / micro / settings.outside.num_gpus))
+    if not settings.has("gradient_accumulation_steps"):
+        settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
+    return settings.integer("gradient_accumulation_steps", steps, at_least=1)
+
+
+def _length(settings: Settings, *, old: bool) -> int:
+    """Tokens of a sequence; open where only the model's own limit cuts."""
+    uncut = str(settings.raw("max_length")) == "-1" if settings.has("max_length") else not old
+    if not uncut:
+        return settings.integer("max_length", 2048, at_least=1)
+    said_so = "is -1" if settings.has("max_length") else "absent"
+    settings.ask("seq_len_tokens", f": max_length {said_so}: ms-swift cuts at the model's own limit")
+    return 2048
+
+
+def _targets(settings: Settings, old: bool) -> tuple[str, ...]:
+    names = settings.names(settings.first("target_modules", "lora_target_modules"))
+    if names in ((), ("DEFAULT",), ("AUTO",)):
+        return ("q_proj", "k_proj", "v_proj") if old else ("all-linear",)
+    return ("all-linear",) if names == ("ALL",) else names
+
+
+def _attention(settings: Settings) -> str:
+    word = {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"}
+    value = settings.optional_text("attn_impl")
+    if value is None and settings.has("use_flash_attn") and settings.raw("use_flash_attn") != "auto":
+        value = "flash_attn" if settings.flag("use_flash_attn", False) else None
+    named = {"attn": word.get(value, value)} if value else {}
+    return common.attention(Settings(named, settings.name, settings.outside), "attn")

@@ -1,0 +1,259 @@
+"""torchtitan's configs as setups: TOML (`torchtitan.train --job.config_file FILE`; defaults of torchtitan 0.2.2), and
+Python functions (`--module llama3 --config llama3_8b`), never executed.
+
+Source: pytorch/torchtitan `torchtitan/models/*/config_registry.py`, `torchtitan/config/configs.py`, November 2026.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.core.errors import ConfigError, NotATraining, Undetermined
+from planner.frameworks.readers import schema, training
+from planner.frameworks.readers.fields import config
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.program import Function, Made, Reader
+from planner.frameworks.readers.program.values import Value
+from planner.frameworks.readers.shell import flags
+from planner.frameworks.readers.types import Missing, ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
+
+FORMAT = "torchtitan"
+PRECISIONS = {
+    ("float32", "float32"): "fp32",
+    ("float32", "bfloat16"): "bf16-mixed",
+    ("bfloat16", "bfloat16"): "bf16-pure",
+    ("bfloat16", "float32"): "bf16-pure",
+}
+"""(training.dtype, training.mixed_precision_param) -> precision."""
+ASKED_BLOCKS = ("training", "optimizer", "activation_checkpoint", "compile", "parallelism", "model")
+SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
+TOKENS, CONTEXT, STEP = "num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step"
+DEFAULTS = {TOKENS: 16384, CONTEXT: 2048}
+REGISTRY_BLOCKS = ("training", "parallelism", "compile")
+
+
+def is_config(values: dict[str, Any]) -> bool:
+    """Whether a TOML file's blocks are torchtitan's, most of them."""
+    titles = {key.partition(".")[0] for key in schema.known(FORMAT)}
+    strangers = set(values) - titles
+    return bool(titles & set(values)) and 2 * len(strangers) <= len(values)
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of a torchtitan config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, degrees that do not fit the GPUs.
+    """
+    top, parts = settings, _blocks(settings)
+    training = parts["training"]
+    pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
+    if pair not in PRECISIONS:
+        raise training.error("dtype", "float32 or bfloat16", pair[0])
+    fields: dict[str, Any] = {
+        "method": "full",
+        "lora_rank": 0,
+        "loss": "full",
+        "attention": "sdpa",
+        "packing": True,
+        "precision": PRECISIONS[pair],
+        "optimizer": _optimizer(parts["optimizer"]),
+        "checkpointing": _checkpointing(parts["activation_checkpoint"]),
+        "compile": parts["compile"].flag("enable", False),
+        "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
+        **_layout(parts["parallelism"], training),
+    }
+    data = training.optional_text("dataset_path") or training.optional_text("dataset")
+    return config(TORCHTITAN, top, fields, model_id=parts["model"].optional_text("hf_assets_path"), dataset=data)
+
+
+def _blocks(top: Settings) -> dict[str, Settings]:
+    """The file's blocks, and those that are asked for.
+
+    Raises:
+        ConfigError: one, or a setting in one, that torchtitan does not have.
+    """
+    known = schema.known(FORMAT)
+    top.refuse_unknown((key.split(".")[0] for key in known), FORMAT)
+    parts = {title: top.block(title) for title in (*top.values, *ASKED_BLOCKS)}
+    for title, block in parts.items():
+        keys = (key.split(".")[1] for key in known if key.startswith(f"{title}."))
+        block.refuse_unknown(keys, f"torchtitan's {title}")
+    return parts
+
+
+def _layout(settings: Settings, training: Settings) -> dict[str, Any]:
+    """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
+    tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
+    stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
+    copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
+    context = settings.integer("context_parallel_degree", 1, at_least=1)
+    gpus, shard = _gpus(settings, tensor * stages * copies * context)
+    fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
+    fields |= _batch(settings, training, stages, shard * copies)
+    if context > 1:
+        fields["context_degree"] = context
+    if shard * copies * context == 1:
+        return fields | {"parallel": "none"}
+    if shard * context == 1:
+        return fields | {"parallel": "ddp"}
+    policy = settings.text("fsdp_reshard_after_forward", "default")
+    fields |= {
+        "parallel": "fsdp2",
+        "shard_degree": shard * context if copies > 1 else 0,
+        "reshard_after_forward": policy == "always" or (policy == "default" and stages == 1),
+    }
+    if training.flag("enable_cpu_offload", False):
+        fields["offload"] = "parameters"
+    return fields | _experts(settings, fields)
+
+
+def _experts(settings: Settings, fields: Mapping[str, Any]) -> dict[str, int]:
+    """The degree of expert parallelism, where it can be counted; it takes its GPUs from those that shard."""
+    degree = settings.integer("expert_parallel_degree", 1, at_least=1)
+    if degree == 1:
+        return {}
+    if settings.integer("expert_tensor_parallel_degree", 1, at_least=1) > 1:
+        settings.approximate("expert_tensor_parallel_degree is counted as 1")
+    if settings.text("expert_parallel_comm_backend", "standard") != "standard":
+        settings.approximate("expert_parallel_comm_backend is counted as PyTorch's own all-to-all")
+    return {"expert_degree": degree}
+
+
+def _gpus(settings: Settings, others: int) -> tuple[int, int]:
+    """(GPUs of the run, of them those that share one copy's weights); `others`: those of all other degrees.
+
+    Raises:
+        ConfigError: degrees that do not divide them.
+    """
+    shard = int(settings.real("data_parallel_shard_degree", -1))
+    gpus = others * shard if shard > 0 else max(settings.outside.num_gpus, others)
+    if shard < 0:
+        shard = gpus // others
+        if settings.outside.num_gpus == 1:
+            settings.assume(f"the number of GPUs is not in the file: {gpus} taken (say how many with --gpus)")
+    if gpus != others * shard:
+        raise ConfigError(f"{settings.name}: degrees of {others} do not divide {gpus} GPUs", hint="give --gpus")
+    return gpus, shard
+
+
+def _batch(settings: Settings, training: Settings, stages: int, replicas: int) -> dict[str, Any]:
+    """Micro-batch and accumulation; a pipeline cuts the local batch into its micro-batches."""
+    local = training.integer("local_batch_size", 8, at_least=1)
+    if stages == 1:
+        total = int(training.real("global_batch_size", -1))
+        steps = total // (local * replicas) if total > 0 else 1
+        return {"micro_batch_seqs": local, "accumulation_steps": max(1, steps)}
+    micro = settings.integer("pipeline_parallel_microbatch_size", 1, at_least=1)
+    word = settings.text("pipeline_parallel_schedule", "1F1B").lower()
+    if word not in SCHEDULES:
+        settings.approximate(f"the pipeline schedule {word} is counted as 1F1B")
+    schedule = SCHEDULES.get(word, "1f1b")
+    return {"micro_batch_seqs": micro, "accumulation_steps": max(1, local // micro), "pipeline_schedule": schedule}
+
+
+def _optimizer(settings: Settings) -> str:
+    if settings.text("name", "AdamW") not in ("Adam", "AdamW"):
+        raise settings.error("name", "Adam or AdamW", settings.raw("name"))
+    word = settings.text("implementation", "fused")
+    if word not in TORCHTITAN_ADAMW:
+        raise settings.error("implementation", f"one of {', '.join(TORCHTITAN_ADAMW)}", word)
+    return TORCHTITAN_ADAMW[word]
+
+
+def _checkpointing(settings: Settings) -> int:
+    mode = settings.text("mode", "selective")
+    if mode in ("full", "none"):
+        return int(mode == "full")
+    option = str(settings.raw("selective_ac_option", "2"))
+    if mode == "selective" and option.isdigit():
+        return int(option)
+    settings.approximate(f"activation checkpointing by {mode} {option} is counted as checkpointing every layer")
+    return 1
+
+
+def is_registry(text: str) -> bool:
+    """Whether a program is a file of torchtitan configs."""
+    return "torchtitan" in text and "-> Trainer.Config:" in text
+
+
+def read_registry(text: str, name: str, outside: FileContext) -> ReadConfig:
+    """The setup of one config of a registry: the one that `--config` names, else the only one.
+
+    Raises:
+        ConfigError: none in it, or several and none is named.
+    """
+    tree = ast.parse(text)
+    reader = Reader(name, replace(outside.of_program(), read=lambda _: None))  # torchtitan's own classes stay calls
+    reader.whole(tree)
+    found = {
+        node.name: reader.program.module.names.get(node.name)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "Trainer.Config"
+    }
+    words = flags(outside.arguments or ())
+    wanted = words.get("config") or (next(iter(found)) if len(found) == 1 else "")
+    function = found.get(str(wanted))
+    if not isinstance(function, Function):
+        if wanted or not found:
+            raise NotATraining(
+                f"{name} has no config {wanted or 'at all'}", hint=f"it has {', '.join(found) or 'none'}"
+            )
+        raise Undetermined(
+            f"{name} holds {len(found)} configs: {', '.join(found)}", hint=f'add --args "--config {next(iter(found))}"'
+        )
+    made = reader.called(function, Made("", where=name))
+    if not isinstance(made, Made):
+        raise Undetermined(f"{name}: what {wanted} returns is not known without running it", hint="name another config")
+    return _of_config(made, words, name, outside)
+
+
+def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings:
+    """A block's settings, the command line's on top."""
+    found = training.settings(made.argument(title), f"{name}: {title}")
+    said = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
+    found.values = {**found.values, **said}
+    return found
+
+
+def _of_config(made: Made, words: dict[str, Any], name: str, outside: FileContext) -> ReadConfig:
+    """One config as torchtitan's TOML is read."""
+    blocks, known = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
+    context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
+    tokens = blocks["training"].integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
+    total = int(blocks["training"].real(STEP, -1))
+    document: dict[str, dict[str, Any]] = {
+        title: {key: value for key, value in settings.values.items() if f"{title}.{key}" in known}
+        for title, settings in blocks.items()
+    }
+    document["training"] |= {"seq_len": context, "local_batch_size": max(1, tokens // context)}
+    document["training"] |= {"global_batch_size": total // context} if total > 0 else {}
+    document["activation_checkpoint"] = _mode(made.argument("activation_checkpoint"))
+    assets = training.settings(made, name).raw("hf_assets_path")
+    document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
+    found = read(Settings(document, name, outside))
+    loss = made.argument("loss")
+    if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
+        found = replace(found, setup=found.setup.replace(loss="chunked"))
+    missing = {
+        field: settings.undetermined[key]
+        for settings in blocks.values()
+        for key, field in ((CONTEXT, "seq_len_tokens"), (TOKENS, "micro_batch_seqs"), (STEP, "accumulation_steps"))
+        if key in settings.undetermined
+    }
+    if not isinstance(assets, str) or "tokenizer" in assets:
+        missing["model"] = f"{made.where}: hf_assets_path names no model"
+    named = None if "model" in missing else found.model_id
+    return replace(found, model_id=named, missing=tuple(Missing(field=of, reason=why) for of, why in missing.items()))
+
+
+def _mode(given: Value | None) -> dict[str, Any]:
+    """The mode of activation checkpointing: an object of a class, None, or absent (selective by operation)."""
+    if isinstance(given, Made) and given.owner == "FullAC":
+        return {"mode": "full"}
+    if given is not None and not isinstance(given, Made):
+        return {"mode": "none"}
+    return {"mode": "selective", "selective_ac_option": "op"}

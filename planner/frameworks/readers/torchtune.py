@@ -1,0 +1,110 @@
+"""torchtune recipes' configs (`tune run RECIPE --config FILE`) as setups. torchtune 0.6.1, its last release."""
+
+import re
+from typing import Any
+
+from planner.core.errors import NotPlanned
+from planner.frameworks.readers import common
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.objectives import TEACHER, of_recipe
+from planner.frameworks.readers.sharding import parallel_of
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.others import TORCHTUNE
+
+FORMAT = "torchtune"
+TARGETS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+OPTIMIZERS = {
+    "torch.optim.AdamW": "adamw_torch",
+    "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit",
+    "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
+    "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit",
+    "torch.optim.SGD": "sgd",
+}
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of a torchtune recipe's config.
+
+    Source: pytorch/torchtune `recipes/configs`, `recipes/*.py`.
+
+    Raises:
+        ConfigError: another kind of recipe than supervised fine-tuning.
+    """
+    name, num_gpus = settings.name, settings.outside.num_gpus
+    loss = settings.block("loss").text("_component_", "")
+    if of_recipe(FORMAT, (name.lower(), loss.lower(), *TEACHER & set(settings.values))):
+        raise NotPlanned(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
+    tokenizer, inner = settings.block("tokenizer"), settings.block("model")
+    if not tokenizer.has("max_seq_len"):
+        settings.ask("seq_len_tokens", ": tokenizer.max_seq_len is null: nothing is cut")
+    settings.approximate("torchtune's own model code is counted as transformers'")
+    if settings.flag("enable_activation_offloading", False):
+        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    if settings.flag("optimizer_in_bwd", False):
+        settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
+    fields: dict[str, Any] = {
+        "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
+        **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
+        "seq_len_tokens": tokenizer.integer("max_seq_len", 2048, at_least=1),
+        "packing": Settings(_first_dataset(settings), f"{name}: dataset").flag("packed", False),
+        "optimizer": common.optimizer(settings.block("optimizer"), "optim", "adamw_torch", _optimizer(settings)),
+        "attention": "sdpa",
+        "checkpointing": int(settings.flag("enable_activation_checkpointing", False)),
+        "loss": "chunked" if re.search("Linear|Chunked", loss) else "full",
+        "compile": settings.raw("compile") is True,
+    }
+    fields |= _method(inner, settings, fields["precision"])
+    fields |= parallel_of(settings, {"parallel": "fsdp2"} if num_gpus > 1 else {})
+    fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT))
+    return config(TORCHTUNE, settings, fields, model_id=_model_id(settings, inner))
+
+
+def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, Any]:
+    """Method and adapters, by the builder that the recipe names.
+
+    Raises:
+        NotPlanned: one of a model with pictures.
+    """
+    builder = inner.text("_component_", "").rpartition(".")[2]
+    if "vision" in inner.text("_component_", ""):
+        raise NotPlanned(f"{settings.name}: {builder} reads images: not planned", hint="text models are")
+    if not builder.startswith(("lora_", "qlora_")):
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    targets = [TARGETS.get(one, one) for one in inner.names("lora_attn_modules")]
+    if inner.flag("apply_lora_to_mlp", False):
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    four = builder.startswith("qlora_")
+    return {
+        "method": "qlora" if four else "lora",
+        "quantization": "nf4-double" if four else "none",
+        **said(inner, TORCHTUNE, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings, tuple(targets)),
+        "adapter_dtype": "bf16" if precision == "bf16-pure" else "fp32",
+    }
+
+
+def _optimizer(settings: Settings) -> str:
+    """The optimizer under transformers' name."""
+    block = settings.block("optimizer")
+    named = block.text("_component_", "torch.optim.AdamW")
+    fused = named == "torch.optim.AdamW" and block.flag("fused", False)
+    return "adamw_torch_fused" if fused else OPTIMIZERS.get(named, named)
+
+
+def _model_id(settings: Settings, inner: Settings) -> str | None:
+    """The model by the folder of its checkpoint; open where its builder is no function of torchtune."""
+    component = inner.text("_component_", "")
+    if component and not component.startswith("torchtune."):
+        settings.ask("model", f": {component} builds the model, no function of torchtune")
+        return None
+    folder = settings.block("checkpointer").optional_text("checkpoint_dir")
+    return folder.strip("/").rpartition("/")[2] if folder else None
+
+
+def _first_dataset(settings: Settings) -> dict[str, Any]:
+    """The block of the only data set, or of the first of several, which are packed alike."""
+    given = settings.raw("dataset", {})
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return given[0]
+    return settings.mapping("dataset")

@@ -1,0 +1,426 @@
+"""From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
+
+from collections.abc import Callable
+from dataclasses import field
+
+from planner.core.errors import NotATraining, NotPlanned, Undetermined
+from planner.core.records import dataclass
+from planner.frameworks.readers.objectives import (
+    BEHIND_REFERENCE,
+    CONFIGS,
+    OTHER_TRAINERS,
+    PLANNED,
+    WITH_AUDIO,
+    WITH_VISION,
+    of_model,
+    of_other_trainer,
+    refusal,
+)
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
+from planner.frameworks.readers.program.objects import is_trainer, trainer_of
+from planner.frameworks.readers.program.values import Instance, Table, Value
+from planner.frameworks.readers.values import Settings
+from planner.options.adapters import ADAPTERS
+
+RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
+HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
+LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
+TRAINERS_OF = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "llamafactory", "swift", "pl")
+"""Packages whose trainers are transformers' Trainer, or are known by their own names."""
+BASE_QUANTIZATIONS = ("BitsAndBytesConfig",)
+
+
+@dataclass(slots=True)
+class Training:
+    """The calls that make one training, each None where the program has none.
+
+    Attributes:
+        loader: the call that loads the model; model: the model where it is named without one.
+        unknown_model: why the model is not known, "" where it is; handed_over: it comes to the program's function as an
+            object, and who loaded it knows how.
+        loads: why it is not known in which type the model is loaded, "" where it is.
+        built: why it is not known whether it comes with adapters, "" where it is: what else makes or changes it.
+        adapter: the LoRA settings; continued: adapters loaded to be trained on.
+        handed: what the trainer hands to the model's loading (`model_init_kwargs`).
+        prepared: `prepare_model_for_kbit_training`.
+        touched: every model object on the way, for what was called on it.
+        open_objective: why it is not certain that `objective` is what is trained.
+        pictures: the model's class, where it is one of pictures whose eyes may be modelled; hears: of sound.
+        contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
+    """
+
+    trainer: Made | None = None
+    arguments: Made | None = None
+    loader: Made | None = None
+    model: Value | None = None
+    unknown_model: str = ""
+    handed_over: bool = False
+    loads: str = ""
+    built: str = ""
+    quantization: Value | None = None
+    adapter: Value | None = None
+    continued: Made | None = None
+    handed: Value | None = None
+    prepared: Made | None = None
+    touched: list[Made] = field(default_factory=list)
+    objective: str = "sft"
+    open_objective: str = ""
+    pictures: str = ""
+    has_audio: str = ""
+    contrast: dict[str, int | None] = field(default_factory=dict)
+
+
+def find(program: Program, name: str) -> Training:
+    """The training of a program: the first that certainly runs, else the first.
+
+    Raises:
+        ConfigError: it trains nothing that is planned; the hint says what to do.
+    """
+    found = Training(trainer=_trainer(program))
+    if found.trainer is not None:
+        _recognise(found, found.trainer, name)
+    if found.arguments is None:
+        found.arguments = _last(
+            program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
+        )
+    if found.trainer is not None:
+        _refuse_trainer(found, found.trainer, program, name)
+    elif found.arguments is None:
+        _refuse(program, name)
+    elif not program.module.names.get("OBJECTIVE") and found.arguments.name in CONFIGS.values():
+        aim = next(aim for aim, config in CONFIGS.items() if found.arguments.name == config)
+        raise _other_objective(name, aim, "a trainer of its own")
+    if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
+        raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
+    if on_host := _on_host(found.arguments):
+        raise NotATraining(f"{name} trains on the CPU ({on_host})", hint="give a training on a GPU")
+    _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None, name)
+    if found.loader is None and found.model is None:
+        _only_loader(found, program)
+    _find_loading(found, program, name)
+    _find_adapter(found, program)
+    return found
+
+
+def _recognise(found: Training, trainer: Made, name: str) -> None:
+    """What a trainer trains, and its arguments.
+
+    Raises:
+        NotPlanned: another objective, or steps that only running tells.
+    """
+    found.objective = PLANNED.get(trainer.name, "sft")
+    if trainer.name not in PLANNED:
+        objective, called = of_other_trainer((trainer.name, trainer.owner))
+        if objective:
+            raise _other_objective(name, objective, called)
+        objective, said = own_steps.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
+        if objective:
+            raise _other_objective(name, objective, f"{trainer.owner}, which has {said}")
+        if own_steps.forwards(trainer) > 1:
+            found.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
+    if trainer.owner in LIGHTNING or "max_epochs" in trainer.keywords:
+        raise NotPlanned(
+            f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it", hint=RUN_IT
+        )
+    if foreign := _of_unknown_package(trainer):
+        if trainer.name in PLANNED or trainer.name in OTHER_TRAINERS:
+            raise refusal(f"{name} trains with {foreign}", RUN_IT)
+        found.open_objective = f"{trainer.where}: what a step of {foreign} is"
+    given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
+    if isinstance(given, Made):
+        found.arguments = given
+    elif isinstance(given, Unknown):
+        found.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
+
+
+def _of_unknown_package(trainer: Made) -> str:
+    """A trainer's full name where its class is foreign code that is not known, "" otherwise."""
+    unknown = trainer.package not in (*TRAINERS_OF, "", trainer.name) and trainer.name not in HF_TRAINERS[2:]
+    return f"{trainer.package}'s {trainer.name}" if unknown else ""
+
+
+def _refuse_trainer(found: Training, trainer: Made, program: Program, name: str) -> None:
+    """Refuses a trainer that only measures, or is nobody's that is known.
+
+    Raises:
+        ConfigError: it is such a one.
+    """
+    if not program.trained and measures(program, trainer):
+        raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
+    if found.objective == "embedding":
+        found.open_objective = embedding.open_loss(trainer, name)
+        found.contrast = embedding.contrast(trainer, program.made)
+    if found.arguments is None and not _of_transformers(trainer):
+        own = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
+        raise NotPlanned(
+            f"{name} trains with a trainer of its own ({own}), which cannot be read without running it", hint=RUN_IT
+        )
+
+
+def _find_loading(found: Training, program: Program, name: str) -> None:
+    """How the model is loaded: by the program, or by TRL's trainer, which takes a name.
+
+    Raises:
+        NotPlanned: a model of another objective.
+    """
+    if found.loader is not None:
+        plainly = found.trainer is not None and found.trainer.name == "Trainer"  # transformers' own
+        if found.objective == "sft" and "SequenceClassification" in found.loader.owner and plainly:
+            found.objective = "classification"
+        if found.objective not in ("reward", "classification", "embedding"):
+            _check_model_class(found, found.loader, program, name)
+        given = found.loader.argument("quantization_config")
+        found.quantization = None if isinstance(given, Known) and given.data is None else given
+    elif found.trainer is not None:
+        calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
+        given_to = (one.argument("model_init_kwargs") for one in calls if one is not None)
+        found.handed = next((one for one in given_to if one is not None), None)
+        inner = found.handed.entries.get("quantization_config") if isinstance(found.handed, Table) else None
+        open_ = found.handed if isinstance(found.handed, Unknown) else None
+        found.quantization = found.trainer.argument("quantization_config") or inner or open_
+
+
+def _find_adapter(found: Training, program: Program) -> None:
+    """The adapter's settings, where the way of the model did not show them."""
+    peft = found.trainer.argument("peft_config") if found.trainer is not None else None
+    if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
+        found.adapter = peft
+    if found.adapter is None:
+        added = _last(program, lambda one: one.name == "add_adapter")
+        found.adapter = added.argument("adapter_config", 0) if added is not None else None
+    if found.adapter is None and found.trainer is None:
+        found.adapter = _last(program, lambda one: one.name == "LoraConfig")
+
+
+def measures(program: Program, trainer: Made | None) -> bool:
+    """Whether the program itself calls a trainer's evaluation."""
+    asked = {one.name for one in program.made if isinstance(one.receiver, Made) and trainer_of(one.receiver) is trainer}
+    return bool(asked & {"evaluate", "predict"})
+
+
+def _asked_to_train(arguments: Made | None) -> bool | None:
+    """The arguments' `do_train`, None where they do not say."""
+    if arguments is None or arguments.more:
+        return None
+    value = arguments.argument("do_train")
+    return plain(value) if isinstance(value, Known) else False
+
+
+ON_HOST = ("use_cpu", "no_cuda")
+"""Arguments that keep a training off the GPU."""
+
+
+def _on_host(arguments: Made | None) -> str:
+    """The argument that keeps a training off the GPU, "" where none does."""
+    given = {key: arguments.argument(key) for key in ON_HOST} if arguments is not None else {}
+    return next((key for key, value in given.items() if isinstance(value, Known) and value.data is True), "")
+
+
+def _of_transformers(trainer: Made) -> bool:
+    """Whether a trainer without arguments is known to take transformers' defaults for them."""
+    if trainer.name == "Trainer":
+        return trainer.package in ("", "transformers")
+    return trainer.name in PLANNED or trainer.name.endswith(HF_TRAINERS)
+
+
+def _trainer(program: Program) -> Made | None:
+    certain = [trainer for trainer, maybe in program.trained if not maybe]
+    maybe = [trainer for trainer, _ in program.trained]
+    others = [trainer for trainer in certain if trainer.name in OTHER_TRAINERS or trainer.name in PLANNED]
+    if others:  # a verdict on the supervised warm-up would be none on the program
+        return others[0]
+    if certain or maybe:
+        return (certain or maybe)[0]
+    return _last(program, is_trainer)
+
+
+def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:
+    return next((one for one in reversed(program.made) if wanted(one)), None)
+
+
+def _refuse(program: Program, name: str) -> None:
+    """Says why there is nothing to read."""
+    called = {one.name for one in program.made}
+    loads = "from_pretrained" in called and called & {"backward", "step"}
+    engine = any((one.package, one.name) == ("deepspeed", "initialize") for one in program.made)
+    if loads or engine or {"backward", "zero_grad"} <= called:
+        raise NotPlanned(
+            f"{name} trains in a loop of its own, which cannot be read without running it",
+            hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
+        )
+    trains = (one for one in program.made if "train" in one.called and one.name != "from_pretrained")
+    unknown = next((one.more for one in trains if one.more), "")
+    if unknown:
+        raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=RUN_IT)
+    raise NotATraining(
+        f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
+        hint="give the script that trains; settings of a command line go into --args",
+    )
+
+
+def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
+    return refusal(f"{name} trains with {kind} ({objective})", RUN_IT)
+
+
+def _check_model_class(found: Training, loader: Made, program: Program, name: str) -> None:
+    classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
+    objective, owner = of_model(classes)
+    if objective == "vision" and owner.startswith(WITH_VISION) and found.objective == "sft":
+        found.pictures = owner
+    elif owner in WITH_AUDIO and found.objective == "sft":
+        found.has_audio = owner
+    elif objective:
+        raise _other_objective(name, objective, owner)
+    for made in program.made:
+        if made.name.endswith("VisionDataCollator"):
+            raise _other_objective(name, "vision", made.name)
+        for part in ("vision", "audio"):
+            if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
+                raise _other_objective(name, part, f"finetune_{part}_layers")
+
+
+CHANGES_NOTHING = ("accelerate", "copy", "datasets", "deepspeed", "peft", "torch", "transformers", "trl", "unsloth")
+"""Packages whose functions give a model back as they got it, or say in a configuration what they make of it."""
+
+
+def _built_elsewhere(model: Made) -> str:
+    """Why a call on a model's way to the trainer may put adapters on it, "" where it does not."""
+    foreign = model.receiver is None and model.package not in (*CHANGES_NOTHING, "")
+    return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
+
+
+def _follow_model(found: Training, model: Value | None, name: str) -> None:
+    """From what the trainer got back to what loaded the model.
+
+    Raises:
+        NotPlanned: its class has a forward of the program's own, which may ask a loaded model any number of times.
+    """
+    for step in range(16):
+        if own := _own_class(model):
+            raise refusal(f"{name} trains a model of its own ({own})", RUN_IT)
+        if isinstance(model, Known) and isinstance(model.data, str) and model.data:
+            found.model = model
+            last = found.touched[-1] if step else None
+            found.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
+            return
+        if isinstance(model, Unknown):
+            found.unknown_model = found.built = model.reason
+            found.handed_over = isinstance(model, Argument) and model.name.endswith("model")
+            return
+        if not isinstance(model, Made):
+            last = found.touched[-1] if step else None
+            if model is not None and last is not None:
+                found.unknown_model = found.built = f"{last.where}: what {last.name or 'a call'}() makes"
+            return
+        found.touched.append(model)
+        if model.name == "SentenceTransformer":
+            found.loader = embedding.loader_of(model)
+            return
+        if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
+            found.loader = model
+            return
+        found.built = found.built or _built_elsewhere(model)
+        if model.name == "from_pretrained":
+            found.continued = model
+            if model.owner.startswith("AutoPeft"):
+                found.unknown_model = f"{model.where}: {model.owner} takes the model from the adapter's own config"
+                return
+        elif model.name == "get_peft_model" and found.adapter is None:
+            found.adapter = _handed_to_peft(model)
+        elif found.adapter is None and (given := _adapter_among(model)) is not None:
+            found.adapter = given  # a wrapper's own `get_peft_model`
+        elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
+            found.prepared = found.prepared or model
+        elif model.name == "from_config":
+            found.unknown_model = f"{model.where}: the model is built from a configuration"
+            return
+        model = model.argument("model", 0) or model.receiver
+
+
+def _own_class(model: Value | None) -> str:
+    """The name of the program's own class with a forward that a model, or what a call is made on, is of; "" of none."""
+    one = model.receiver if isinstance(model, Made) else model
+    own = one.made_by if isinstance(one, Instance) else None
+    return own.name if own is not None and "forward" in own.attributes else ""
+
+
+def _handed_to_peft(call: Made) -> Value | None:
+    """The adapter's configuration, which Unsloth's call is itself."""
+    return call if call.owner.startswith("Fast") else call.argument("peft_config", 1)
+
+
+def _adapter_among(call: Made) -> Made | None:
+    """The adapter's configuration among a call's arguments."""
+    configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
+    given = (*call.positional, *call.keywords.values())
+    return next((one for one in given if isinstance(one, Made) and one.name in configs), None)
+
+
+def contrast(found: Training, arguments: Settings) -> dict[str, int]:
+    """What a contrastive program's data and loss say; a cache holds no more than the batch."""
+    known = {name: value for name, value in found.contrast.items() if value is not None}
+    if "cached_seqs" in known:
+        known["cached_seqs"] = min(known["cached_seqs"], arguments.integer("per_device_train_batch_size", 8))
+    elif "cached_seqs" in found.contrast:
+        arguments.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
+    return known
+
+
+def _only_loader(found: Training, program: Program) -> None:
+    """The only model that the program loads before it trains, where the way to the trainer is not known."""
+    trainer = found.trainer
+    before = program.made[: program.made.index(trainer)] if trainer in program.made else program.made
+    loaders = [one for one in before if one.name == "from_pretrained" and loads_model(one.owner)]
+    named = [plain(named_model(one)) for one in loaders]
+    names = {"one that is not known" if isinstance(name, Unknown) else str(name) for name in named}
+    if len(names) == 1:
+        found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
+        wrapped = [one for one in before if one.name == "get_peft_model"]
+        if found.adapter is None and wrapped:
+            found.adapter = _handed_to_peft(wrapped[-1])
+        prepared = [one for one in program.made if one.name == "prepare_model_for_kbit_training"]
+        found.prepared = found.prepared or (prepared[-1] if prepared else None)
+    elif len(names) > 1:
+        found.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
+
+
+def loads_model(owner: str) -> bool:
+    """Whether a class's `from_pretrained` loads a model."""
+    return ("Model" in owner or owner.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))) and (
+        not owner.startswith(("Peft", "AutoPeft"))
+    )
+
+
+def named_model(loader: Made) -> Value | None:
+    """The model's name in the call that loads it."""
+    for key in ("model_name", "pretrained_model_name_or_path"):
+        if key in loader.keywords:
+            return loader.keywords[key]
+    return loader.positional[0] if loader.positional else None
+
+
+def settings(made: Value | None, name: str, outside: FileContext | None = None) -> Settings:
+    """The keyword arguments of a call as settings, with what is not known and why."""
+    values: dict[str, object] = {}
+    unknown: dict[str, str] = {}
+    where: dict[str, str] = {}
+    more = ""
+    entries: dict[str, Value] = {}
+    if isinstance(made, Made):
+        entries, more = {**made.keywords, **made.attributes}, made.more
+    elif isinstance(made, Table):
+        entries, more = made.entries, made.more
+    for key, value in entries.items():
+        data = plain(value)
+        if isinstance(data, Unknown):
+            unknown[key] = data.reason
+        else:
+            values[key] = data
+            where[key] = getattr(value, "where", "")
+    return Settings(values, name, outside, unknown=unknown, more=more, where=where)
+
+
+def trained_times(program: Program) -> int:
+    """How many trainings the program runs."""
+    return len({id(trainer_of(trainer)) for trainer, _ in program.trained})

@@ -1,0 +1,199 @@
+"""TRL configs (`trl sft --config FILE`) as setups. Defaults of the TRL version that is named, else of 1.16."""
+
+from typing import Any
+
+from planner.core.errors import NotATraining, NotPlanned
+from planner.frameworks.readers import common, schema, versions
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.objectives import of_settings, refusal, rollout_fields
+from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
+from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.trl import TRL
+from planner.models.encoders import SEEING
+from planner.options.objectives import OBJECTIVES, Objective
+
+FORMAT = "trl"
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of a TRL config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, an impossible combination.
+    """
+    settings.note_unknown(schema.accepted(FORMAT), TRL)
+    values, aim = settings.values, _objective(settings)
+    defaults, of_transformers = _versions(settings, aim)
+    kwargs = settings.block("model_init_kwargs")
+    inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
+    fields: dict[str, Any] = {
+        "objective": aim.name,
+        **_kernels_and_loss(settings, aim, defaults),
+        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
+        **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
+        **_method(settings, kwargs, defaults),
+        "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
+        "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
+        "checkpointing": common.checkpointing(settings, defaults.checkpointing),
+    }
+    if not aim.supervised and fields["method"] != "full" and settings.flag("disable_dropout", not aim.rolls_out):
+        fields["lora_dropout"] = 0.0
+    fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = common.selects(settings, fields)
+    if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
+        settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
+    if aim.rolls_out:
+        fields |= rollout_fields(settings, fields)
+    fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    if settings.model is not None and settings.model.model_type in SEEING:
+        settings.assume(TEXT_ALONE)
+    return config(
+        TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
+        only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
+    )  # fmt: skip
+
+
+def _versions(settings: Settings, aim: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
+    """Whose defaults hold: of the versions that are named, else of the newest that can run the file."""
+    values, named = settings.values, settings.outside.versions
+    bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
+    defaults = versions.trl(named.get("trl"), bound)
+    if defaults.assumed:
+        settings.assume(defaults.taken)
+    return defaults, versions.transformers(named.get("transformers"), values, defaults)
+
+
+def _objective(settings: Settings) -> Objective:
+    """What it trains; asked for where only the command says which kind of preferences.
+
+    Raises:
+        ConfigError: nothing, or what is not planned.
+    """
+    name, words = settings.name, settings.outside.arguments or ()
+    objective, certain = of_settings(settings.values, name, next(iter(words), ""))
+    if objective not in OBJECTIVES:
+        raise refusal(f"{name}: objective {objective}")
+    if settings.raw("do_train") is False and settings.raw("do_eval") is True:
+        raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
+    if not certain:
+        kinds = "of which kind (dpo, kto, orpo) the command that it is for says"
+        settings.ask("objective", f" has beta: preferences, {kinds}")
+    return OBJECTIVES[objective]
+
+
+def _kernels_and_loss(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
+    liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
+    whole = settings.real("label_smoothing_factor", 0.0) > 0
+    loss = defaults.loss(settings.optional_text("loss_type"), liger=False, whole=whole)
+    if liger and defaults.loss(None, liger=True) == "liger":
+        loss = "full"  # before 1.16 the switch takes the loss, whatever its type
+    found: dict[str, Any] = common.liger(settings, liger, loss)
+    if aim.supervised:
+        return found
+    if aim.reference and settings.flag("precompute_ref_log_probs", False):
+        found["precomputed_reference"] = True
+    return found | {"loss": loss_of(aim, defaults, settings.name)}
+
+
+def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults) -> dict[str, Any]:
+    """Method, quantization, precision and adapters."""
+    quantization, compute = _quantization(settings, kwargs)
+    peft = settings.flag("use_peft", False)
+    unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
+    if unused and not settings.has("use_peft"):
+        settings.ask(
+            "method", f" sets {unused[0]} but not use_peft: trl trains every weight then, another program may not"
+        )
+    method = "full" if not peft else "lora" if quantization == "none" else "qlora"
+    fields = {"method": method, "quantization": quantization if peft else "none"}
+    fields["precision"] = _precision(settings, method, quantization, compute, defaults)
+    if not peft:
+        return fields | {"lora_rank": 0}
+    if settings.has("lora_target_parameters"):
+        settings.approximate("adapters on stacked expert parameters are not counted")
+    return {
+        **fields,
+        **said(settings, TRL, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings, settings.names("lora_target_modules")),
+        "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
+    }
+
+
+def _precision(
+    settings: Settings, method: str, quantization: str, compute: str | None, defaults: versions.TrlDefaults
+) -> str:
+    """`compute`: the type in which 4-bit weights compute, where it is given apart from `dtype`."""
+    key = settings.first("dtype", "torch_dtype")
+    if not settings.has(key):
+        settings.assume("dtype absent: float32 weights, TRL's default")
+    weights = common.weight_dtype(settings, key, "float32")
+    autocast = common.autocast(settings, bf16_default=defaults.bf16)
+    if method == "qlora" and autocast == "fp16":
+        settings.approximate(
+            "TRL casts a quantized base's adapters to bf16, which the fp16 loss scaler cannot unscale: the run stops "
+            "at its first optimizer step"
+        )
+    if compute is None and weights == "fp32" and autocast and quantization in common.FOUR_BIT:
+        settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
+    return common.precision(settings, weights, autocast, method)
+
+
+def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
+    """The loss that TRL's trainer of an objective has.
+
+    Raises:
+        NotPlanned: of a version whose trainer makes another step, or other log-probabilities of whole logits.
+    """
+    if not aim.supervised and defaults.version < versions.TRL_PREFERENCES_SINCE:
+        raise NotPlanned(
+            f"{name} trains {aim.name} with {defaults.said}, whose step is another: not modelled",
+            hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
+        )
+    if aim.losses[0] == "chunked" and defaults.version < versions.TRL_FUSED_PREFERENCES_SINCE:
+        if "full" in aim.losses and defaults.version >= versions.TRL_WHOLE_PREFERENCES_SINCE:
+            return "full"
+        raise NotPlanned(
+            f"{name}: {defaults.said} computes {aim.name} on whole logits, which is not modelled",
+            hint="TRL 1.15 and newer are; plan trace runs other programs on a phantom GPU",
+        )
+    return aim.losses[0]
+
+
+def sharded(settings: Settings) -> Layout:
+    """How a config with TrainingArguments' names spreads over GPUs."""
+    named = settings.raw("deepspeed")
+    if named not in (None, ""):
+        return zero_stage(settings, named)
+    if settings.raw("fsdp") or settings.has("fsdp_config"):
+        inner = settings.raw("fsdp_config", {})
+        block = inner if isinstance(inner, dict) else {}
+        words = settings.raw("fsdp", True)
+        if isinstance(words, list):
+            words = " ".join(map(str, words))
+        return fsdp_words(settings, words, block) if isinstance(words, str) else fsdp(settings, block)
+    word = settings.raw("accelerate_config", "none")
+    if isinstance(word, str) and word in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
+        version = {"fsdp_version": 1} if word == "fsdp1" else {}
+        return {"parallel": "fsdp2" if word.startswith("fsdp") else word, **version}
+    return {"parallel": "none"}
+
+
+def _quantization(settings: Settings, kwargs: Settings) -> tuple[str, str | None]:
+    """(quantization, compute dtype where it is given apart from `dtype`)."""
+    inner = kwargs.mapping("quantization_config")
+    if inner:
+        block = Settings(inner, f"{settings.name}: quantization_config")
+        if block.flag("load_in_8bit", False):
+            return "int8", None
+        if block.flag("load_in_4bit", False):
+            double = block.flag("bnb_4bit_use_double_quant", False)
+            return ("nf4-double" if double else "nf4"), block.text("bnb_4bit_compute_dtype", "float32")
+    if settings.flag("load_in_8bit", False):
+        return "int8", None
+    if settings.flag("load_in_4bit", False):
+        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+            settings.assume("fp4 is counted like nf4 (the same bytes)")
+        return ("nf4-double" if settings.flag("use_bnb_nested_quant", False) else "nf4"), None
+    return common.stored(settings), None

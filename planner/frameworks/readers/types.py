@@ -1,0 +1,159 @@
+"""`ReadConfig`: what a config file says, as a setup, with everything that had to be assumed."""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from planner.core.records import dataclass
+from planner.frameworks.tools import tool_of
+from planner.options.objectives import OBJECTIVES
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A setting that decides the answer and that the file does not determine.
+
+    Attributes:
+        field: of `TrainSetup`, or "model".
+        reason: why, with the place in the file.
+    """
+
+    field: str
+    reason: str
+
+    @property
+    def option(self) -> str:
+        """What a person adds to the command to supply it."""
+        return OPTIONS.get(self.field, f"--set {self.field}=VALUE")
+
+
+OPTIONS = {
+    "objective": f"--set objective={'|'.join(OBJECTIVES)}",
+    "model": "--model MODEL",
+    "method": "--set method=full|lora|qlora",
+    "quantization": "--set quantization=none|int8|nf4|nf4-double",
+    "micro_batch_seqs": "--set micro_batch=N",
+    "accumulation_steps": "--set accumulation=N",
+    "seq_len_tokens": "--set seq_len=N",
+    "lora_rank": "--set rank=N",
+    "lora_targets": "--set targets=all-linear",
+    "checkpointing": "--set checkpointing=true|false",
+    "precision": "--set precision=bf16-autocast",
+    "packing": "--set packing=true|false",
+    "images": "--set images=NUMxWIDTHxHEIGHT of a sample (1x1024x1024; none: text alone)",
+    "loss": "--set loss=full|chunked",
+    "num_gpus": "--gpus N",
+    "parallel": "--set parallel=none|ddp|fsdp2|zero2|zero3 (or --accelerate FILE)",
+    "offload": "--set offload=none|optimizer|parameters",
+    "eval_seqs": "--set eval_batch=N (sequences that are evaluated at once; 0: none)",
+    "beside": "--set beside=GIB (what the other model holds on this GPU; 0: nothing)",
+}
+SHORT_NAMES = {
+    "micro_batch": "micro_batch_seqs",
+    "batch_size": "micro_batch_seqs",
+    "accumulation": "accumulation_steps",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "per_device_train_batch_size": "micro_batch_seqs",
+    "seq_len": "seq_len_tokens",
+    "max_length": "seq_len_tokens",
+    "rank": "lora_rank",
+    "lora_r": "lora_rank",
+    "r": "lora_rank",
+    "targets": "lora_targets",
+    "optim": "optimizer",
+    "eval_batch": "eval_seqs",
+    "per_device_eval_batch_size": "eval_seqs",
+}
+"""Words of `--set` for fields of a setup, beside their own names."""
+TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
+"""The assumption about a model with eyes whose file says nothing of its data."""
+
+
+DEFAULTS = {"liger_kernel_config": ({"fused_linear_cross_entropy": True},)}
+"""Setting -> values that say what runs without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadConfig:
+    """One existing config, understood.
+
+    Attributes:
+        format: "trl", "axolotl", "llamafactory", "unsloth", "hf-script", "accelerate", "deepspeed",
+            "mlx" or "torchtitan".
+        path: the file.
+        model_id: None where the format does not say (Accelerate, DeepSpeed).
+        setup: with the tool's own defaults for what is absent; what `missing` names stands there for nothing.
+        missing: settings that the file does not determine: no verdict without them.
+        origins: TrainSetup field -> where its value was read, "file:line" or the words for a default.
+        assumptions: defaults and readings a person should know, one sentence each.
+        approximations: features the memory model does not follow exactly; they widen the error band.
+        dataset: hub id or path, None where none is named.
+        keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
+        only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
+        adapted_tables: names of token tables that get adapters.
+        unknown_keys: settings of the file that its tool does not have.
+        reentrant: whether the versions of this file checkpoint in the older form unless they are told.
+        older: how it is known that transformers 4 runs it; "" where today's does.
+        lacks: settings that the version of this file does not have, of those that `--fix` writes.
+        call_line: of a program, the line of the call that holds the training arguments.
+        eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
+        eval_logits: whether metrics are computed from their logits.
+        beside_bytes: what else lies on the GPU while it trains, as a person said.
+        loaded_again: where, and in which type, the program loads the model onto the GPU once more after its training,
+            what was trained being there still; "" twice: it does not.
+    """
+
+    format: str
+    path: str
+    setup: TrainSetup
+    model_id: str | None = None
+    missing: tuple[Missing, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+    approximations: tuple[str, ...] = ()
+    dataset: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    adapted_tables: tuple[str, ...] = ()
+    unknown_keys: tuple[str, ...] = ()
+    reentrant: bool = False
+    older: str = ""
+    lacks: tuple[str, ...] = ()
+    call_line: int = 0
+    eval_seqs: int = 0
+    eval_logits: bool = False
+    beside_bytes: int = 0
+    loaded_again: tuple[str, str] = ("", "")
+
+    def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
+        """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""
+        tool = tool_of(self.format)
+        fits = all(getattr(after, name) in values for name, values in self.only.items())
+        if not fits or not in_place:
+            return fits and tool.runs(self.setup, after)
+        return tool.fixes(self.setup, after) and not (self.lacks and self._beyond(after))
+
+    def _beyond(self, after: TrainSetup) -> bool:
+        """Whether a changed setup needs a setting that the version does not have, beside what it does anyhow."""
+        edits = tool_of(self.format).edits(self.keys, self.setup, after, self.path)
+        return any(edits.get(name, {}) not in ({}, *DEFAULTS.get(name, ())) for name in self.lacks)
+
+
+def canonical(setup: TrainSetup) -> TrainSetup:
+    """The setup with everything that two equal runs may write differently put into one form.
+
+    Adapter data type resolved, target lists sorted, fields that the method does not use at their defaults, as well as
+    what is decided by what is installed.
+    """
+    plain = TrainSetup()
+    setup = setup.replace(linear_attention=plain.linear_attention)
+    if setup.method == "full":
+        return setup.replace(
+            lora_targets=plain.lora_targets, lora_dropout=plain.lora_dropout, adapter_dtype=plain.adapter_dtype
+        )
+    targets = setup.lora_targets
+    if isinstance(targets, tuple):
+        targets = tuple(sorted(set(targets)))
+    return setup.replace(adapter_dtype=setup.resolved_adapter_dtype, lora_targets=targets)

@@ -1,0 +1,81 @@
+"""Unsloth's own YAML (`unsloth train -c FILE`) as setups. Defaults of Unsloth 2026.10."""
+
+from typing import Any
+
+from planner.frameworks.readers import common, schema
+from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.sharding import parallel_of
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools.unsloth import UNSLOTH, own_kernels
+
+FORMAT = "unsloth"
+DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_on_completions", "format_type"}
+"""Settings that only Unsloth's files have."""
+
+
+def is_config(values: dict[str, Any]) -> bool:
+    """Whether a mapping has Unsloth's blocks and no others, or settings that only Unsloth has in one of them."""
+    blocks = [values[title] for title in schema.blocks(FORMAT) if isinstance(values.get(title), dict)]
+    own = any(MARKS & set(block) for block in blocks)
+    only = (
+        {"training", "lora"} & set(values)
+        and set(values) <= {"model", *schema.blocks(FORMAT)}
+        and len(blocks) == len(values) - 1
+    )
+    return bool(blocks) and (own or (bool(only) and isinstance(values.get("model"), str)))
+
+
+def read(settings: Settings) -> ReadConfig:
+    """The setup of an Unsloth config.
+
+    Raises:
+        ConfigError: an unknown key or section, a wrong value.
+    """
+    top = settings
+    top.note_unknown(("model", *schema.blocks(FORMAT)), UNSLOTH)
+    parts = {section: top.block(section) for section in schema.blocks(FORMAT)}
+    for section, known in schema.blocks(FORMAT).items():
+        parts[section].note_unknown(known, UNSLOTH)
+    training, lora = parts["training"], parts["lora"]
+    fields = _method(training, lora)
+    fields |= {
+        "optimizer": "adamw-8bit",
+        "attention": "sdpa",
+        "loss": "chunked",
+        **_checkpointing(training),
+        **said(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
+    }
+    fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT))
+    fields["kernels"] = own_kernels(fields)
+    training.assume("Unsloth's config names no optimizer: its adamw_8bit")
+    if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
+        top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")
+    fields |= parallel_of(top, {})
+    data = parts["data"].raw("dataset")
+    return config(UNSLOTH, top, fields, dataset=data if isinstance(data, str) else None)
+
+
+def _method(training: Settings, lora: Settings) -> dict[str, Any]:
+    if training.text("training_type", "lora").strip().lower() == "full":
+        return {"method": "full", "quantization": "none", "precision": "bf16-pure", "lora_rank": 0}
+    four = training.flag("load_in_4bit", True)
+    names = lora.names("target_modules") or tuple(DEFAULT_TARGETS.split(","))
+    return {
+        "method": "qlora" if four else "lora",
+        "quantization": "nf4-double" if four else "none",
+        "precision": f"{training.outside.half}-autocast",
+        **said(lora, UNSLOTH, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(lora, names),
+        "adapter_dtype": "fp32",
+    }
+
+
+def _checkpointing(training: Settings) -> dict[str, Any]:
+    """Whether layers are recomputed, and their inputs lie in host memory (Unsloth's own form)."""
+    word = training.raw("gradient_checkpointing", "unsloth")
+    if isinstance(word, str) and word.strip().lower() == "unsloth":
+        return {"checkpointing": 1, "activation_offload": True}
+    on = training.flag("gradient_checkpointing", True) if word != "none" else False
+    return {"checkpointing": int(on), "activation_offload": False}

@@ -1,0 +1,249 @@
+"""What a tool's defaults were in its other versions: published files run with the version that they were written for.
+
+Where no version is named, what a program hands over says which it cannot be: it would stop with a `TypeError`.
+
+Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_config.py`, `sft_trainer.py`), the packages
+0.4.7 to 1.0 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from planner.core.records import dataclass
+
+NEWEST_TRL = (1, 16)
+NEWEST_TRANSFORMERS = (5, 23)
+TRL_CHECKPOINTING_SINCE = (0, 22)
+TRL_BF16_SINCE = (0, 19)
+TRL_CHUNKED_BY_DEFAULT_SINCE = (1, 7)
+TRL_ONLY_CHUNKED_SINCE = (1, 10)
+"""From here on "nll" never makes the full logits. 1.9 is the newest tag read in which it does, 1.15 the oldest read in
+which it does not: the versions between are taken with 1.15."""
+
+
+TRL_FUSED_PREFERENCES_SINCE = (1, 15)
+"""From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
+TRL_WHOLE_PREFERENCES_SINCE = (1, 14)
+"""From here on DPOTrainer's log-probabilities of whole logits are one kernel's, which is modelled; up to 1.9 they are
+taken row by row, and up to 1.3 of a copy of the logits."""
+TRL_PREFERENCES_SINCE = (0, 29)
+"""Before this TRL's trainers of preferences and rewards make another step than the one that is modelled."""
+TRL_NOT_REENTRANT_SINCE = (0, 27)
+"""From here on TRL tells transformers 4 to checkpoint in the newer form (0.26 does not)."""
+TRL_PREPARES_KBIT_UNTIL = (0, 27)
+"""Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
+TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
+"""Before this it does so with checkpointing switched on whatever the arguments say (0.7.1 does, 0.7.4 not)."""
+TRL_FLOAT32_SINCE = (0, 27)
+"""From here on a trainer that is handed a model's name loads it in float32 (`create_model_from_path`; 0.26: "auto")."""
+TRL_AUTO_SINCE = (0, 26)
+"""From here on it says a type by itself; 0.25 leaves that to `from_pretrained`."""
+TRL_TRAINER_KEYS = {
+    **dict.fromkeys(
+        ("dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_batch_size", "eval_packing",
+         "neftune_noise_alpha", "model_init_kwargs", "dataset_kwargs", "num_of_sequences", "chars_per_token"),
+        "0.12",
+    ),
+    "tokenizer": "0.15",
+}  # fmt: skip
+"""Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
+TRL_CONFIG_KEYS = {"max_seq_length": "0.19", "use_liger": "0.17", "evaluation_strategy": "0.11"}
+"""Fields of `SFTConfig` -> the newest TRL that has them."""
+TRL_PREFERENCE_TRAINER_KEYS = {
+    **dict.fromkeys(("beta", "loss_type", "max_length", "max_prompt_length", "label_pad_token_id"), "0.12"),
+    "tokenizer": "0.15",
+}
+"""Keywords of the trainers of preferences -> the newest TRL that takes them there."""
+TRL_PREFERENCE_CONFIG_KEYS = {
+    **dict.fromkeys(("max_prompt_length", "max_target_length", "label_pad_token_id"), "0.28"),
+    "evaluation_strategy": "0.11",
+}
+"""Fields of their configurations -> the newest TRL that has them (DPOConfig; KTO's and GRPO's lost them before)."""
+TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
+"""What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""
+NOT_IN_TRANSFORMERS_5 = frozenset({
+    "evaluation_strategy", "tokenizer", "overwrite_output_dir", "group_by_length", "save_safetensors", "logging_dir",
+    "no_cuda", "per_gpu_train_batch_size", "warmup_ratio", "push_to_hub_model_id", "fp16_backend",
+    "half_precision_backend", "tpu_num_cores", "use_mps_device", "dispatch_batches", "split_batches", "torchdynamo",
+    "ray_scope", "jit_mode_eval", "fp16_opt_level", "past_index", "include_inputs_for_metrics", "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second",
+})  # fmt: skip
+"""Arguments of `TrainingArguments`, and the Trainer's `tokenizer`, that version 5 does not take any more."""
+NEWEST_WITH = {"evaluation_strategy": (4, 45)}
+"""Of them those that went earlier -> the newest version that takes them; the others: LAST_OF_4."""
+LAST_OF_4 = (4, 57)
+SINCE = {"liger_kernel_config": (4, 53), "use_liger_kernel": (4, 45), "gradient_checkpointing_kwargs": (4, 35)}
+"""Arguments that `--fix` writes -> the first version that takes them."""
+TRL_WITH_TRANSFORMERS_5 = (0, 26)
+"""Older TRL is taken to run on transformers 4: 5.0 is younger than it."""
+ACTIVATION_CHECKPOINTING_SINCE = (5, 23)
+"""From here on `gradient_checkpointing` is called `activation_checkpointing` (5.22 does not know the new name)."""
+EVERY_N_LAYERS_SINCE = (5, 17)
+"""From here on some layers alone can be checkpointed."""
+TRANSFORMERS_FUSED_SINCE = (4, 54)
+"""From here on the default optimizer is the fused one (with torch 2.8 and newer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersDefaults:
+    """Defaults of one transformers version; `why` says how it is known that it is not the newest, "" where it is."""
+
+    version: tuple[int, ...]
+    why: str = ""
+
+    @property
+    def older(self) -> str:
+        """How it is known that a version before 5 runs; "" where it does not."""
+        return self.why if self.version < (5,) else ""
+
+    @property
+    def dtype(self) -> str:
+        """The data type of `from_pretrained` without one."""
+        return "float32" if self.older else "auto"
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Arguments that this version does not take, of those that `--fix` writes."""
+        return tuple(name for name, since in SINCE.items() if self.version < since)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Field of a setup -> what the arguments call it, where that is not today's name."""
+        old = self.version < ACTIVATION_CHECKPOINTING_SINCE
+        return {"checkpointing": "gradient_checkpointing"} if old else {}
+
+    @property
+    def only(self) -> dict[str, tuple[int, ...]]:
+        """Field of a setup -> the values that this version can run."""
+        return {"checkpointing": (0, 1)} if self.version < EVERY_N_LAYERS_SINCE else {}
+
+    @property
+    def optimizer(self) -> str:
+        """The default of `optim`."""
+        return "adamw_torch_fused" if self.version >= TRANSFORMERS_FUSED_SINCE else "adamw_torch"
+
+
+def reentrant(of_transformers: TransformersDefaults, trl: "TrlDefaults | None") -> bool:
+    """Whether checkpointing is of the older form unless told.
+
+    Source: transformers 4.57 `gradient_checkpointing_enable` (`use_reentrant` True; 5.23: False); TRL 0.27's
+    configurations say False themselves.
+    """
+    return bool(of_transformers.older) and (trl is None or trl.version < TRL_NOT_REENTRANT_SINCE)
+
+
+def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefaults | None") -> TransformersDefaults:
+    """The defaults of the named version, else of the newest that takes these arguments and goes with this TRL."""
+    if version is not None:
+        return TransformersDefaults(version=parsed(version), why=f"transformers {version}")
+    bounds = [(NEWEST_TRANSFORMERS, "")]
+    if trl is not None and trl.version < (0, 13):
+        bounds.append(((4, 46), f"{trl.said} needs transformers 4.46 or older"))
+    elif trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
+        bounds.append((LAST_OF_4, f"{trl.said} goes with transformers 4"))
+    for name in sorted(NOT_IN_TRANSFORMERS_5 & set(arguments)):
+        newest = NEWEST_WITH.get(name, LAST_OF_4)
+        said = "5" if newest == LAST_OF_4 else f"{newest[0]}.{newest[1] + 1}"
+        bounds.append((newest, f"{name} is not in transformers {said}"))
+    found, why = min(bounds, key=lambda bound: bound[0])
+    return TransformersDefaults(version=found, why=why)
+
+
+def taking(
+    trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = (), *, preferences: bool = False
+) -> tuple[str, str] | None:
+    """(version, why): the newest TRL that takes these keywords of its trainer and that one's configuration, and has
+    these names; None: any.
+
+    Args:
+        preferences: whether they are those of preferences and rewards, not `SFTTrainer`'s.
+    """
+    of_trainer = TRL_PREFERENCE_TRAINER_KEYS if preferences else TRL_TRAINER_KEYS
+    of_config = TRL_PREFERENCE_CONFIG_KEYS if preferences else TRL_CONFIG_KEYS
+    bounds = [(of_trainer[key], f"takes {key} there") for key in trainer if key in of_trainer]
+    bounds += [(of_config[key], f"takes {key} there") for key in config if key in of_config]
+    bounds += [(TRL_NAMES[name], f"has {name}") for name in imports if name in TRL_NAMES]
+    return min(bounds, key=lambda bound: parsed(bound[0]), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlDefaults:
+    """Defaults of one TRL version's SFT.
+
+    Attributes:
+        said: the version in words; assumed: whether nobody named one, so that the newest is taken.
+    """
+
+    version: tuple[int, ...]
+    said: str
+    assumed: bool
+
+    @property
+    def taken(self) -> str:
+        """What is said where nobody named a version."""
+        return f"no TRL version named: the defaults of {self.said} (--assume trl==VERSION for another)"
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether SFTConfig switches gradient checkpointing on."""
+        return self.version >= TRL_CHECKPOINTING_SINCE
+
+    @property
+    def bf16(self) -> bool:
+        """Whether SFTConfig trains under bf16 autocast unless told otherwise."""
+        return self.version >= TRL_BF16_SINCE
+
+    @property
+    def dtype(self) -> str:
+        """The data type in which a trainer loads a model that it is handed by name; "": `from_pretrained`'s own."""
+        if self.version >= TRL_FLOAT32_SINCE:
+            return "float32"
+        return "auto" if self.version >= TRL_AUTO_SINCE else ""
+
+    def prepares_kbit(self, *, four_bit: bool, bf16: bool) -> bool:
+        """Whether the trainer leaves what is not quantized in float32: under bf16 it casts a 4-bit base's back."""
+        return self.version < TRL_PREPARES_KBIT_UNTIL and not (four_bit and bf16)
+
+    def loss(self, loss_type: str | None, *, liger: bool, whole: bool = False) -> str:
+        """The setup's loss for SFTConfig's `loss_type` (None: not given); `whole`: with a loss of the program's own, or
+        smoothed labels, which TRL computes on all logits."""
+        if whole:
+            return "full"
+        if self.version >= TRL_ONLY_CHUNKED_SINCE:
+            return "chunked"
+        if liger:
+            return "liger"
+        chunked = loss_type is None and self.version >= TRL_CHUNKED_BY_DEFAULT_SINCE
+        return "chunked" if chunked or loss_type == "chunked_nll" else "full"
+
+
+COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
+"""Packages -> the first version that computes a step as today's does (`planner.setup.values`)."""
+
+
+def computing(named: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a setup for the versions of these packages that compute its step otherwise than today's."""
+    found = {name: parsed(named[name]) for name in COMPUTES_OTHERWISE if name in named}
+    older = {name: version for name, version in found.items() if version < COMPUTES_OTHERWISE[name]}
+    return {f"{name}_version": ".".join(map(str, version)) for name, version in older.items() if len(version) > 1}
+
+
+def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefaults:
+    """The defaults of a TRL version ("0.22.2"); where it is None of the newest, or of the one that `taking` allows."""
+    if version is None and bound is not None:
+        said = f"TRL {bound[0]} (the newest that {bound[1]})"
+        return TrlDefaults(version=parsed(bound[0]), said=said, assumed=True)
+    if version is None:
+        newest = ".".join(map(str, NEWEST_TRL))
+        return TrlDefaults(version=NEWEST_TRL, said=f"TRL {newest}", assumed=True)
+    return TrlDefaults(version=parsed(version), said=f"TRL {version}", assumed=False)
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """ "0.22.2" as (0, 22, 2); what follows the numbers is left out."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers) or NEWEST_TRL

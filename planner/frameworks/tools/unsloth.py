@@ -1,0 +1,60 @@
+"""Unsloth's YAML (`unsloth train -c FILE`, 2026.10), and programs with its FastLanguageModel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.frameworks.tools.field import Field, Tool
+from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
+from planner.options.stacks import TARGET_ROWS
+from planner.setup import TrainSetup
+
+
+def _four_bits(_: str, __: TrainSetup, after: TrainSetup) -> dict[str, bool]:
+    return {"training.load_in_4bit": after.four_bit}
+
+
+UNSLOTH = Tool(
+    name="unsloth",
+    title="Unsloth",
+    fields=(
+        Field(of="model", key="model", fix=False),
+        Field(of="micro_batch_seqs", key="training.batch_size", default=2),
+        Field(of="accumulation_steps", key="training.gradient_accumulation_steps", default=4),
+        Field(of="seq_len_tokens", key="training.max_seq_length", default=2048),
+        Field(of="packing", key="training.packing", default=False),
+        Field(
+            of="checkpointing",
+            key="training.gradient_checkpointing",
+            edit=lambda key, _, after: {key: "true" if after.checkpointing else "none"},
+            runs=(0, 1),
+        ),
+        Field(of="method", key="training.training_type", edit=_four_bits),
+        Field(of="quantization", key="training.load_in_4bit", edit=_four_bits),
+        Field(of="lora_rank", key="lora.lora_r", default=64),
+        Field(of="lora_dropout", key="lora.lora_dropout", default=0.0, fix=False),
+        Field(of="lora_targets", key="lora.target_modules", fix=False),
+    ),
+    fixed=("kernels", "attention", "optimizer"),
+)
+SCRIPT = Tool(
+    name="unsloth-script",
+    title="Unsloth",
+    fields=(
+        *BATCH,
+        OPTIMIZER,
+        Field(of="checkpointing", key=CHECKPOINTING.key, more=("use_gradient_checkpointing",), fix=False, runs=(0, 1)),
+        Field(of="method", key="full_finetuning", fix=False),
+    ),
+    fixed=("kernels", "attention"),
+)
+
+
+def own_kernels(fields: Mapping[str, Any]) -> str:
+    """The kernel family of a run by Unsloth: its own, which take adapters of whole attention without dropout, and 16 or
+    4 bits.
+
+    Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
+    """
+    own, others = TARGET_ROWS["unsloth"].kernels
+    plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
+    return own if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others

@@ -1,0 +1,113 @@
+"""Experts dealt out over GPUs under FSDP2: what a rank stores of them, and what two groups to a layer gather.
+
+transformers wraps a layer's experts as a group of their own, over the ranks that hold the same experts, inside the
+layer's, which is over all ranks (`planner.memory.layer_terms` for what a layer's backward holds of it).
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.core.records import dataclass
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.engines.gather import Groups, padded
+from planner.memory.layer_terms import replicas
+from planner.memory.states import COMPUTE, Held, Trained, weights_held
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's experts, in elements.
+
+    Attributes:
+        stored: of all layers, sharded and padded; `layer`: of the largest layer, `largest`: of its largest stack.
+        gathered: of the largest layer with some, as it is gathered, padded.
+        replicas: ranks over which they are sharded.
+    """
+
+    stored: int
+    layer: int
+    largest: int
+    gathered: int
+    replicas: int
+
+    def beside(self, local: Trained) -> Trained:
+        """What the rank's optimizer updates, its share of all the rest being `local`."""
+        return replace(local, num=local.num + self.stored, largest=max(local.largest, self.largest))
+
+
+@lru_cache(maxsize=256)
+def around_experts(model: ModelSpec) -> ModelSpec:
+    """As `without_experts`, of the layers alone that have some: a mixture may begin with dense ones."""
+    kept = [kind for kind, layer in enumerate(model.layer_kinds) if any(one.dealt for one in layer.linears)]
+    order = tuple(kept.index(kind) for kind in model.layer_order if kind in kept)
+    kinds = tuple(model.layer_kinds[kind] for kind in kept)
+    return without_experts(replace(model, layer_kinds=kinds, layer_order=order))
+
+
+@lru_cache(maxsize=256)
+def without_experts(model: ModelSpec) -> ModelSpec:
+    """The model but for its stacks of experts: what is sharded over all ranks."""
+    kinds = tuple(
+        replace(layer, linears=tuple(one for one in layer.linears if not one.dealt)) for layer in model.layer_kinds
+    )
+    return replace(model, layer_kinds=kinds)
+
+
+def share_of(model: ModelSpec, setup: TrainSetup) -> Share:
+    """A rank's share of the experts; `model` is its part (`planner.memory.rank_part.expert_shard`)."""
+    return _share_of(model, replicas(setup))
+
+
+@lru_cache(maxsize=256)
+def _share_of(model: ModelSpec, ranks: int) -> Share:
+    """FSDP2 cuts a stack along its experts, padded to a multiple of the ranks."""
+    layers: list[tuple[int, int, int]] = []
+    stored = 0
+    for layer, num in model.layer_counts:
+        stacks: list[tuple[int, int]] = []
+        for one in layer.linears:
+            if one.dealt:
+                each = one.in_features * one.out_features + one.out_features * one.bias
+                elements = padded(one.num, ranks) * each
+                stacks.append((elements // ranks, elements))
+        stored += num * sum(own for own, _ in stacks)
+        if stacks:
+            own = [one for one, _ in stacks]
+            layers.append((sum(one for _, one in stacks), sum(own), max(own)))
+    whole, layer_own, largest = max(layers)
+    return Share(stored, layer_own, largest, whole, ranks)
+
+
+def gathered_beside(model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup) -> list[Held]:
+    """Gathered weights and all-gather buffers where a layer's experts are a group of their own; `groups` are of all the
+    rest, `around` bytes of a layer that has experts without them.
+
+    As without (`planner.memory.engines.fsdp2`), but for the order: a layer's other weights arrive, then its experts,
+    which stay until their forward or backward is over. One rank's experts come without a buffer. The first layer may be
+    a dense one.
+
+    Source: PyTorch 2.13 `_fsdp_param_group.py` (wait_for_unshard, unshard for a group of one, _backward_prefetch).
+    """
+    experts = SIZE_BYTES[inner.weight_dtype] * share.gathered
+    tied = groups.tail if model.tied else 0
+    name, held = "gathered weights", "all-gather buffer"
+    dense_first = groups.layer + groups.embedding - around - experts if groups.layer > around else groups.embedding
+    return [
+        weights_held(name, tied + 2 * around + experts * (1 + (share.replicas > 1)), "gather"),
+        weights_held(name, tied + around + experts, "forward", "first", "turn", "last"),
+        weights_held(name, groups.tail, "loss"),
+        weights_held(name, tied, "head"),
+        weights_held(held, around, "head", "first", "turn"),
+        weights_held(held, max(groups.layer, dense_first), "last"),
+        weights_held("gathered root group", groups.root, *COMPUTE, "end"),
+    ]
+
+
+def at_the_loss(
+    model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup, *, whole: bool
+) -> tuple[int, int]:
+    """(bytes of buffers beside the loss's forward, beside its backward); `whole`: the loss makes whole logits."""
+    left = SIZE_BYTES[inner.weight_dtype] * share.gathered if share.replicas > 1 else 0
+    return left if model.tied else groups.tail, 0 if whole else around

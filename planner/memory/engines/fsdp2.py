@@ -1,0 +1,422 @@
+"""FSDP2 as Accelerate sets it up: what a rank holds."""
+
+from typing import final
+
+from planner.core.records import dataclass
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.engines.base import Engine
+from planner.memory.engines.dealt import around_experts, at_the_loss, gathered_beside, share_of, without_experts
+from planner.memory.engines.gather import Groups, gathered_groups, scales_bytes
+from planner.memory.engines.reference import beside_reference
+from planner.memory.engines.splits import gathered_head
+from planner.memory.rank_part import RankPart
+from planner.memory.states import (
+    COMPUTE,
+    REFERENCE,
+    Held,
+    RankState,
+    Trained,
+    gradients_held,
+    halves_stay_apart,
+    part_trained,
+    rank_state,
+    weight_bytes,
+    weights_held,
+)
+from planner.models.spec import ModelSpec
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS
+from planner.setup import TrainSetup
+
+
+@final
+class Fsdp2(Engine):
+    """FSDP2 as Accelerate sets it up: everything cut along the first dimension, gathered block by block.
+
+    With mixed precision the trained parameters are cut in fp32 (not where 4-bit parameters are present) and gathered in
+    16 bit; sharded gradients and states follow the sharded type, unsharded gradients and the reduce-scatter are 16 bit.
+    Hybrid shard cuts over `shard_degree` GPUs instead of all.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
+    Not counted: the separate pools of the communication streams (in the allocator's gap). Accumulation is taken with
+    `sync_each_batch`: without it the gradients of the whole model stay unsharded between micro-batches.
+    Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/layout_formula_vs_dryrun.py, seed 7,
+    21 November 2026): median error 0.1 %, worst 2.4 %.
+    """
+
+    name = "FSDP2"
+    tie_break = 2
+    shares = "weights, gradients and optimizer states"
+    sends = "weights are gathered before every forward and every backward"
+    reference = "cut over the GPUs, and all of it gathered at once for its forward: TRL makes one FSDP group of it"
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        if setup.expert_degree > 1:
+            return self._dealt(part, setup, accumulated=accumulated)
+        inner = self.computes(setup)
+        trained = part_trained(part.model, inner)
+        shards, model = setup.shards, part.model
+        groups = gathered_groups(model, inner, shards)
+        local = _shard(trained, groups, shards, sharded_dtype(setup))
+        weights = _weights(model, setup, groups, local)
+        on_host = setup.offload == "parameters"
+        held = [] if on_host else list(weights)
+        held.append(weights_held("quantization states", scales_bytes(model, setup)))
+        loss_forward = loss_backward = asked = arriving = 0
+        if setup.pipeline_degree > 1:
+            held += _in_schedule(groups, setup, trained, local)
+        else:
+            held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
+            loss_forward, loss_backward = _at_the_loss(model, setup, groups)
+            if setup.asks_reference:
+                asked, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
+        return rank_state(
+            part,
+            inner,
+            held,
+            trained=trained,
+            local=local,
+            optimizer_on_device=not on_host,
+            loss_forward_bytes=loss_forward,
+            loss_backward_bytes=loss_backward,
+            reference_forward_bytes=asked,
+            arriving_bytes=arriving,
+            host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+        )
+
+    def _dealt(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        """The state where experts are dealt out: the rest of the model sharded over all ranks, they in their own
+        groups."""
+        inner, rest = self.computes(setup), without_experts(part.model)
+        share, groups = share_of(part.model, setup), gathered_groups(rest, inner, setup.shards)
+        around = gathered_groups(around_experts(part.model), inner, setup.shards).layer
+        trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
+        outer = _shard(trained, groups, setup.shards, dtype)
+        local, own = share.beside(outer), SIZE_BYTES[dtype]
+        held = [weights_held(f"weights / {setup.shards}", own * local.num)]
+        held += gathered_beside(rest, groups, around, share, inner)
+        if rest.tied:  # transformers wraps both ends of the tie
+            held.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
+        held += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
+        held += _sharded_gradients(groups, local, setup.shards, accumulated, beside=share.layer)
+        forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
+        return rank_state(
+            part,
+            inner,
+            held,
+            trained=trained,
+            local=local,
+            stepped=max(outer.num, share.stored),  # the Trainer makes a group of parameters for every mesh
+            loss_forward_bytes=forward,
+            loss_backward_bytes=backward,
+        )
+
+    def casts_to_half(self, setup: TrainSetup) -> bool:
+        return setup.autocast_dtype is not None  # without mixed precision there is no policy
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.quantization == "int8":
+            return (
+                "FSDP cannot shard bitsandbytes' int8 weights, whose matrices and scales live outside the parameter "
+                "(bitsandbytes 0.50 Int8Params; huggingface/peft issue 2833)"
+            )
+        if setup.kbit_fp32_cast and self.casts_to_half(setup):
+            return (
+                "peft's k-bit cast to fp32 has no effect under FSDP2, whose mixed-precision policy computes in 16 bit "
+                "(accelerate 1.15 FullyShardedDataParallelPlugin.set_mixed_precision)"
+            )
+        if setup.optimizer == "adafactor":
+            return (
+                "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
+                "optimization.py: zeros of the gradient's shape)"
+            )
+        if not OPTIMIZERS[setup.optimizer].steps_dtensors and setup.fsdp_version == 2:
+            return (
+                f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
+                "bitsandbytes issue 1633)"
+            )
+        return ""
+
+
+def _block_by_block(
+    model: ModelSpec,
+    setup: TrainSetup,
+    inner: TrainSetup,
+    groups: Groups,
+    trained: Trained,
+    local: Trained,
+    accumulated: bool,
+) -> list[Held]:
+    """What a step without pipeline stages gathers and reduces."""
+    # of a tied table's gradient, before they are one
+    halves = 2 + int(halves_stay_apart(model, inner))
+    keep = not setup.reshard_after_forward
+    held = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
+    if setup.copies_reference and keep:
+        held.append(weights_held("reference model, gathered", groups.whole))
+    held += gathered_head(model, setup, inner.weight_dtype)
+    if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
+        again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
+        held.append(again)
+    held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
+    if accumulated and setup.tensor_degree > 1:
+        held.append(_waiting_gradients(model, setup, trained))
+    elif setup.offload != "parameters":
+        held += _sharded_gradients(groups, local, setup.shards, accumulated)
+    return held
+
+
+def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[int, int]:
+    """(bytes of gathered weights and buffers beside the loss's forward, beside its backward)."""
+    # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
+    # the last layer's buffer stays
+    own_gather = setup.loss == "chunked" and setup.method != "full"
+    forward = groups.layer if model.tied or own_gather else groups.tail
+    if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
+        forward = 2 * groups.whole
+    elif (
+        setup.asks_reference and setup.method != "full"
+    ):  # the tail is there already; TRL's own gather makes a second one
+        forward = groups.layer if setup.reshard_after_forward else 0
+        forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
+    backward = groups.layer if not LOSSES[setup.loss].whole_logits and setup.reshard_after_forward else 0
+    return forward, backward
+
+
+def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+    """A pipeline stage's gathered weights and whole gradients: from its first backward to the step's end PyTorch's
+    schedules keep every group gathered and reduce no gradient, which add up in fp32, the type of their reduction.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_maybe_with_nosync, perform_reduce_grad), FSDPParam.
+    to_accumulated_grad_if_needed; torchtitan 0.2.2 `apply_fsdp` (reduce_dtype fp32).
+    """
+    whole = groups.whole
+    reduced = SIZE_BYTES["fp32"] * trained.num
+    alive = (*COMPUTE, "end")
+    name = f"gradients / {setup.shards}"
+    return [
+        weights_held("gathered weights", whole, *alive),
+        gradients_held("unsharded gradients", reduced, *alive),
+        gradients_held(name, local.size_bytes, "step"),
+    ]
+
+
+def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Held]:
+    """Gathered weights and all-gather buffers; `keep`: groups stay gathered from their forward to their backward.
+
+    Forward: a block's weights and the buffer they came in, freed when the next block's weights have been copied out of
+    theirs: at that moment two buffers and the new weights. Backward: a block's weights and the buffer of the one
+    prefetched, which is the embedding for the first block. Final norm and head stay gathered from the forward to their
+    backward, a tied table from the start to the end.
+
+    Source: PyTorch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py` (wait_for_unshard, whose local name keeps
+    the buffer before, post_backward, _backward_prefetch), `_fsdp_collectives.py` (foreach_all_gather).
+    """
+    tied = groups.tail if model.tied else 0
+    # under peft the final norm is not found: the head's group arrives with the head, whose forward TRL does not call
+    arriving_tail = 0 if head_apart else groups.tail - tied
+    ahead = 0 if keep else groups.layer
+    kept = groups.layers + groups.embedding if keep else 0
+    name, buffer = "gathered weights", "all-gather buffer"
+    arriving = max(2 * groups.layer + max(kept, groups.layer), kept + groups.layer + 2 * arriving_tail)
+    return [
+        weights_held(name, _at_the_start(model, groups, keep=keep), "start"),
+        weights_held(name, tied + arriving, "gather"),
+        weights_held(name, tied + max(kept, groups.layer), "forward"),
+        weights_held(buffer, groups.layer, "forward"),
+        weights_held(name, groups.tail + kept, "loss"),
+        weights_held(name, tied + kept, "head"),
+        weights_held(name, tied + max(kept, groups.layer), "first", "turn"),
+        weights_held(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
+        weights_held(buffer, ahead, "head", "first", "turn"),
+        weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
+        weights_held("gathered root group", groups.root, *COMPUTE, "end"),
+    ]
+
+
+def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
+    """Gathered weights and their buffers when the embedding or the first block arrives: a table that stays gathered is
+    there beside the block, with the buffers of both."""
+    if model.tied or keep:
+        return 2 * (max(groups.embedding, groups.tail * model.tied) + groups.layer)
+    return groups.embedding + max(groups.embedding, 2 * groups.layer)
+
+
+def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Held:
+    """Whole gradients that wait for the last micro-batch, in the type of their reduction: beside tensor parallelism the
+    Trainer defers FSDP2's reduction and the launch files ask for nothing else. A vocabulary-split table's gradient is
+    whole; a tied head's is another, as each has a group of its own.
+
+    Source: transformers 5.23 `Trainer._defer_fsdp_gradient_reduction`, `_get_fsdp_policy_kwargs` (reduced in fp32);
+    PyTorch 2.13 `FSDPParam.to_accumulated_grad_if_needed`.
+    """
+    size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
+    alive = (*COMPUTE, "end", "step")
+    whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
+    return gradients_held("unsharded gradients", size * (trained.num + whole), *alive)
+
+
+def _sharded_gradients(
+    groups: Groups, local: Trained, shards: int, accumulated: bool, *, beside: int = 0
+) -> list[Held]:
+    """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
+    layer's all but its own and the table's); `beside`: elements of a layer's experts, sharded apart."""
+    size = SIZE_BYTES[local.dtype]
+    if accumulated:
+        name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
+        return [gradients_held(name, local.size_bytes, *alive)]
+    name = f"gradients / {shards}"
+    missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
+    missing += size * beside
+    return [
+        gradients_held(name, max(0, local.size_bytes - missing), "last"),
+        gradients_held(name, local.size_bytes, "end", "step"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reduction:
+    """Gradients on their way through the reduce-scatter.
+
+    Attributes:
+        size: bytes of one unsharded gradient, `wide` of one on the way, `cast` of one where the shard is cast again,
+            `own` of one of this rank's.
+        keep: whether blocks stay gathered; accumulated: whether earlier micro-batches left gradients.
+    """
+
+    groups: Groups
+    shards: int
+    size: int
+    wide: int
+    cast: int
+    own: int
+    tied: bool
+    keep: bool
+    accumulated: bool
+
+    def bytes_of(self, elements: int, *, new: bool) -> int:
+        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
+        out = self.wide + (self.cast if new else 0)
+        return (self.size + self.wide) * elements + out * elements // self.shards
+
+    def to_come(self, elements: int) -> int:
+        """Of this rank's gradients, those that are not there yet."""
+        return 0 if self.accumulated else self.own * elements // self.shards
+
+    @property
+    def table(self) -> int:
+        """Trained elements of the input embedding, or of the tail that it is tied to."""
+        return self.groups.tail_trained if self.tied else self.groups.embedding_trained
+
+    @property
+    def waiting(self) -> int:
+        """A tied head's half, which waits for the table's own."""
+        return self.groups.tail_trained * self.size if self.tied else 0
+
+    def head(self) -> int:
+        """While the head's are reduced."""
+        found = self.bytes_of(self.groups.layer_trained, new=True) - (self.groups.layer if self.keep else 0)
+        return found + self.waiting if self.tied else max(found, self.bytes_of(self.groups.tail_trained, new=True))
+
+    def end(self, halves: int) -> int:
+        """While the last are reduced."""
+        groups, tail = self.groups, self.groups.tail_trained * self.size
+        before, coming = groups.layer_trained * self.size, self.to_come(self.table)
+        last = self.bytes_of(groups.layer_trained, new=self.accumulated)
+        found = last + max(groups.embedding, self.waiting) - coming
+        if self.tied:
+            found = max(found, groups.tail + halves * tail + before - coming)
+        else:
+            found = max(found, groups.embedding + self.size * self.table + before - coming)
+        counted = 0 if self.cast else coming  # what is reduced is this rank's gradient
+        found = max(found, self.bytes_of(self.table, new=self.accumulated) - counted)
+        # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
+        return found if self.table else max(found, 2 * groups.embedding + before)
+
+
+def _reducing(
+    model: ModelSpec,
+    groups: Groups,
+    trained: Trained,
+    local: Trained,
+    setup: TrainSetup,
+    *,
+    halves: int,
+    keep: bool,
+    accumulated: bool,
+) -> list[Held]:
+    """Unsharded gradients on their way, and the reduce-scatter's buffers.
+
+    A group's gradients are copied into the reduce-scatter's input, reduced into a shard of the same type and cast to
+    the sharded type; the input lives until the next group's is made. At the peak of a block's backward only its last
+    matrix has a gradient. A tied head's half waits for the table's own. A hybrid shard's groups keep what they
+    all-reduced until the backward ends, where it was cast.
+
+    Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
+    _all_reduce_state).
+    """
+    shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
+    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' own policy
+    wide = SIZE_BYTES["fp32"] if in_fp32 else size
+    cast = own if own != wide else 0
+    way = _Reduction(
+        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
+        accumulated=accumulated,
+    )  # fmt: skip
+    # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
+    apart = cast or setup.offload == "parameters" or (accumulated and setup.expert_degree > 1)
+    own_share = local.num if setup.expert_degree > 1 else trained.num // shards
+    reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
+    buffer, one = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
+    return [
+        gradients_held("gradients being reduced", max(0, way.head()), "head"),
+        gradients_held("one matrix's unsharded gradient", one, "first", "turn", "last"),
+        gradients_held(buffer, groups.tail_trained * size, "first", "turn"),
+        gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
+        gradients_held("last gradients being reduced", way.end(halves), "end"),
+        gradients_held("all-reduced gradients before the cast", reduced, "last", "end"),
+    ]
+
+
+def _shard(trained: Trained, groups: Groups, shards: int, dtype: str) -> Trained:
+    """One rank's trained parameters, padding included: rank 0's shard is a full one."""
+    return Trained(
+        num=-(-(trained.num + groups.padding[1]) // shards),
+        dtype=dtype,
+        edge_sum=-(-trained.edge_sum // shards),
+        largest=-(-trained.largest // shards),
+        head=-(-trained.head // shards),
+        embeddings=-(-trained.embeddings // shards),
+    )
+
+
+def sharded_dtype(setup: TrainSetup) -> str:
+    """Type in which FSDP2 keeps trained parameters, their sharded gradients and states.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model`: upcast to fp32 under mixed precision, but not where 4-bit parameters
+    are present.
+    """
+    own = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
+    if setup.sharded_at_loading:  # transformers' own FSDP2: as loaded
+        return own
+    if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
+        return own
+    return "fp32"
+
+
+def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained) -> list[Held]:
+    """The sharded weights: trained ones in the sharded type, frozen ones as loaded."""
+    shards = setup.shards
+    name = f"weights / {shards}"
+    if setup.method == "full":
+        num = model.num_params + groups.padding[1]
+        found = [weights_held(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
+        if setup.copies_reference:
+            found.append(weights_held(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards)))
+        return found
+    loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
+    loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
+    return [
+        weights_held(name, -(-loaded // shards)),
+        Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
+    ]

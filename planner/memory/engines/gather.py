@@ -1,0 +1,161 @@
+"""What FSDP2 (and ZeRO-3) gathers at once: the communication groups of a model, in bytes and trained elements."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.states import nf4_bytes
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.models.targets import lora_linears, lora_params, lora_rank
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Bytes of gathered weights by communication group, and the trained elements among them.
+
+    Attributes:
+        layer: the largest block; `layers`: all of them.
+        embedding: the table with a group of its own.
+        tail: final norm and head (and the table where the head is tied).
+        root: the rest.
+        matrix: elements of the largest matrix of a block that is trained whole, stacks of experts left out.
+        padding: elements that cutting along the first dimension adds to all blocks: of frozen and of trained weights.
+    """
+
+    layer: int
+    layers: int
+    embedding: int
+    tail: int
+    root: int
+    layer_trained: int
+    embedding_trained: int
+    tail_trained: int
+    matrix: int
+    padding: tuple[int, int]
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights as gathered."""
+        return self.layers + self.embedding + self.tail + self.root
+
+
+def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
+    """The groups in which Accelerate's FSDP2 gathers weights, in bytes as gathered (ZeRO-3 gathers the same tensors; it
+    cuts flat ones: `shards` 1 for no padding).
+
+    FSDP2 cuts along the first dimension and pads it: a stack of 8 experts over 16 ranks, or a LoRA matrix of 16 rows
+    over 64, is stored and gathered at twice and four times its size.
+
+    Args:
+        inner: the setup whose types are gathered.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model`: one group per block, the input embedding alone (with the tail where
+    tied), [final norm, head] never resharded after the forward, the root for what is left; PyTorch 2.13
+    `_fsdp_param.py` padded_sharded_param_size.
+    """
+    return _groups(model, inner.replace_trusted(attention="", loss="", checkpointing=0, micro_batch_seqs=1), shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block: bytes as gathered, elements that train, its largest matrix that is trained whole, and what padding
+    adds to frozen and to trained weights."""
+
+    size: int
+    trained: int
+    matrix: int
+    padding: tuple[int, int]
+
+
+def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSetup, shards: int) -> _Block:
+    full = inner.method == "full"
+    plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
+    own, rows, matrix = 0, 0, 0
+    for one in adapted_ones:
+        own += lora_params(one, inner.lora_rank)
+        ranks = lora_rank(one, inner.lora_rank) * one.num
+        rows += (padded(ranks, shards) - ranks) * one.in_features
+    if full:
+        whole = (one.in_features * one.out_features for one in layer.linears if one.module != "parameter")
+        matrix = max(matrix, *whole, 0)
+    stacks = sum(
+        (padded(one.num, shards) - one.num) * one.in_features * one.out_features
+        for one in layer.linears
+        if one.module == "parameter" and one.num > 1
+    )
+    adapters = (own + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
+    return _Block(
+        _layer_bytes(layer, inner, plain) + stacks * plain + adapters,
+        layer.num_params + stacks if full else own + rows,
+        matrix,
+        (0, stacks) if full else (stacks, rows),
+    )
+
+
+@lru_cache(maxsize=512)
+def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
+    full = inner.method == "full"
+    plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
+    adapters = {} if full else {id(layer): linears for layer, _, linears in adapted(model, inner)}
+    blocks = [(_block(layer, adapters.get(id(layer), ()), inner, shards), num) for layer, num in model.layer_counts]
+    norm = sum(one.num_params for one in model.outer_norms[-1:])
+    tables = max((table.num_params for table in model.embeddings), default=0)
+    others = model.num_embedding_params - tables
+    outer = others + model.num_outer_other_params + sum(one.num_params for one in model.outer_norms[:-1])
+    outer += sum(one.num_weights + one.num_bias for one in model.outer_linears)
+    outer += sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
+    tail = norm + model.num_head_params + (tables if model.tied else 0)
+    return Groups(
+        layer=max((one.size for one, _ in blocks), default=0),
+        layers=sum(num * one.size for one, num in blocks),
+        embedding=0 if model.tied else tables * plain,
+        tail=tail * plain,
+        root=outer * plain,
+        layer_trained=max((one.trained for one, _ in blocks), default=0),
+        embedding_trained=tables if full and not model.tied else 0,
+        tail_trained=tail if full else 0,
+        matrix=max((one.matrix for one, _ in blocks), default=0),
+        padding=(sum(num * one.padding[0] for one, num in blocks), sum(num * one.padding[1] for one, num in blocks)),
+    )
+
+
+def padded(rows: int, shards: int) -> int:
+    """Rows of a tensor that FSDP2 cuts into `shards` equal parts."""
+    return -(-rows // shards) * shards
+
+
+def _layer_bytes(layer: LayerSpec, inner: TrainSetup, plain: int) -> int:
+    """Bytes of one block's gathered weights: 4-bit weights travel packed, their scales are never cut."""
+    total = (sum(norm.num_params for norm in layer.norms) + layer.num_other_params) * plain
+    for one in layer.linears:
+        if not inner.quantized or not one.quantizes:
+            total += (one.num_weights + one.num_bias) * plain
+        else:
+            packed = one.num_weights if inner.quantization == "int8" else -(-one.num_weights // 2)
+            total += packed + one.num_bias * plain
+    return total
+
+
+def adapted(model: ModelSpec, setup: TrainSetup) -> tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]:
+    """The adapted matrices of a part's layers; none where explicit targets match no module of it."""
+    try:
+        return lora_linears(model, setup.lora_targets)
+    except SetupError:
+        return ()
+
+
+def scales_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of NF4's quantization states, which no engine cuts: everything but the packed codes."""
+    if setup.quantization not in ("nf4", "nf4-double"):
+        return 0
+    double = setup.quantization == "nf4-double"
+    total = 0
+    for layer, num in (*model.layer_counts, *model.idle_layers):
+        for one in layer.linears:
+            if one.module != "parameter":
+                elements = one.in_features * one.out_features
+                total += num * one.num * (nf4_bytes(elements, double=double) - -(-elements // 2))
+    return total

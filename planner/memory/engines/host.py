@@ -1,0 +1,40 @@
+"""What offloading puts into the hosts' memory."""
+
+from functools import lru_cache
+
+from planner.memory.engines import engine_of
+from planner.memory.rank_part import rank_parts
+from planner.memory.workload import Workload
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+HOST_MEMORY_RATIO = 4
+"""A node's memory over its GPUs', where nobody says: a DGX A100 has 2 TB for 640 GB, a DGX H100 2 TB for 640 GB; a
+workstation with two 24 GB cards and 192 GB. An assumption, stated in the walk."""
+
+
+@lru_cache(maxsize=256)
+def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> int:
+    """Bytes of states that lie in the memory of every node's host; pinned buffers and the loader are not counted."""
+    if setup.offload == "none":
+        return 0
+    total = 0
+    for part in rank_parts(model, setup):
+        state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
+        total += part.num_ranks * (state.host_bytes + state.host_state_bytes(setup.optimizer))
+    return -(-total // num_nodes)
+
+
+def assumed_host_bytes(workload: Workload) -> int:
+    """Host memory that a node of this workload is taken to have."""
+    per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1
+    return HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes
+
+
+def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Host memory of one rank's offloaded weights, masters, gradients and states, the largest rank's; 0 without."""
+    if setup.offload == "none":
+        return 0
+    engine = engine_of(setup)
+    states = [engine.state(part, setup, accumulated=False) for part in rank_parts(model, setup)]
+    return max(one.host_bytes + one.host_state_bytes(setup.optimizer) for one in states)

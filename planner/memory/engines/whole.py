@@ -1,0 +1,120 @@
+"""Engines that keep everything whole on every rank: one GPU, DDP, DP in one process, a device map."""
+
+from dataclasses import replace
+from typing import final
+
+from planner.memory.engines.base import Engine
+from planner.memory.rank_part import RankPart
+from planner.memory.states import (
+    Held,
+    RankState,
+    Trained,
+    gradients_held,
+    heeds_loss,
+    part_trained,
+    whole_gradients,
+    whole_weights,
+)
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+
+def _whole(part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+    """Weights, adapters and gradients as one GPU holds them; of a tensor split this rank's part."""
+    held = [*whole_weights(part.model, inner, trained), *whole_gradients(part.model, inner, trained, accumulated)]
+    if setup.tensor_degree > 1:
+        from planner.memory.engines.splits import gathered_head, split_tables  # one GPU never needs it
+
+        held += split_tables(part, setup, trained, accumulated)
+        held += gathered_head(part.model, setup, inner.weight_dtype)
+    return held
+
+
+class _Whole(Engine):
+    """Everything whole, and nothing beside it."""
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        trained = part_trained(part.model, inner)
+        held = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
+        return RankState(part=part, setup=inner, trained=trained, local=trained, held=held)
+
+    def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
+        return loss if heeds_loss(model, setup) else "full"
+
+    def _beside(self, trained: Trained) -> tuple[Held, ...]:
+        return ()
+
+
+@final
+class SingleGpu(_Whole):
+    """One copy of the model: on one GPU, or cut by tensor and pipeline parallelism alone."""
+
+    name = ""
+    tie_break = 0
+
+    def computes(self, setup: TrainSetup) -> TrainSetup:
+        return setup if setup.num_gpus == 1 else super().computes(setup)
+
+
+@final
+class Ddp(_Whole):
+    """DistributedDataParallel: one process per GPU, gradients averaged.
+
+    Its Reducer allocates one flat buffer per bucket at construction and keeps it: as many bytes as the trained
+    parameters, beside the gradients themselves (gradient_as_bucket_view is off by default).
+
+    Source: PyTorch 2.13 `csrc/distributed/c10d/reducer.cpp` initialize_buckets; accelerate 1.15
+    `DistributedDataParallelKwargs`.
+    """
+
+    name = "DDP"
+    tie_break = 1
+    sends = "only gradients are sent, once per step"
+
+    def _beside(self, trained: Trained) -> tuple[Held, ...]:
+        return (gradients_held("DDP's buckets", trained.size_bytes),)
+
+
+@final
+class DeviceMap(_Whole):
+    """One copy spread over the GPUs by layers, one GPU at work at a time."""
+
+    name = "device map"
+    tie_break = 6
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.num_gpus > model.num_layers:
+            return f"{model.num_layers} layers cannot be spread over {setup.num_gpus} GPUs (accelerate device_map)"
+        return ""
+
+
+@final
+class OneProcess(Engine):
+    """nn.DataParallel: one process copies the weights to every GPU for one step and adds all gradients up on GPU 0,
+    which also runs the optimizer.
+
+    Source: PyTorch 2.13 `nn/parallel/replicate.py`, `_functions.py` ReduceAddCoalesced, `scatter_gather.py` gather.
+    """
+
+    name = "DP"
+    tie_break = 7
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        trained = part_trained(part.model, inner)
+        held = _whole(part, inner, setup, trained, accumulated and not part.follower)
+        if not part.follower:
+            name = "sum of all GPUs' gradients"
+            held.append(gradients_held(name, trained.size_bytes, "last", "end"))
+            return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(held))
+        local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
+        return RankState(part=part, setup=inner, trained=trained, local=local, held=tuple(held))
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.quantized:
+            return (
+                "nn.DataParallel cannot replicate bitsandbytes' quantized weights: the Trainer leaves such models on "
+                "one GPU (transformers 5.23 Trainer._wrap_model)"
+            )
+        return ""

@@ -1,0 +1,449 @@
+"""DeepSpeed's ZeRO: what a rank holds under stages 1 to 3, with and without offloading."""
+
+from typing import final
+
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.engines.base import Engine
+from planner.memory.engines.gather import Groups, adapted, gathered_groups, scales_bytes
+from planner.memory.rank_part import RankPart
+from planner.memory.states import (
+    BACKWARD,
+    COMPUTE,
+    REFERENCE,
+    Held,
+    RankState,
+    Trained,
+    gradients_held,
+    halves_stay_apart,
+    part_trained,
+    rank_state,
+    weight_bytes,
+    weights_held,
+    whole_gradients,
+    whole_weights,
+)
+from planner.models.spec import ModelSpec
+from planner.options.optimizers import OPTIMIZERS
+from planner.setup import TrainSetup
+
+ZERO_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size`. Source: DeepSpeed 0.19 `runtime/zero/config.py`."""
+ZERO3_PREFETCH_ELEMENTS = 50_000_000
+"""`stage3_prefetch_bucket_size`. Source: as above."""
+ZERO3_PERSISTENT_ELEMENTS = 100_000
+"""`stage3_param_persistence_threshold`: smaller parameters stay gathered. Source: as above."""
+ZERO3_LIVE_ELEMENTS = 1_000_000_000
+"""`stage3_max_live_parameters`: nothing is gathered ahead beyond so many whole elements. Source: as above."""
+ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
+"""`sub_group_size`: elements whose optimizer step runs at once. Source: as above."""
+
+ZERO3_LEAVES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+"""Model types whose expert blocks are gathered, and whose gradients wait, as one. Source: DeepSpeed 0.19
+`runtime/zero/leaf_module_config.py`."""
+NORM_CHUNK_ELEMENTS = 250_000_000
+"""Elements of which ZeRO-3 takes a norm at once. Source: DeepSpeed 0.19 `stage3.py` `_constant_buffered_norm2`."""
+
+
+def zero_bucket_elements(num_trained: int) -> int:
+    """Elements of DeepSpeed's reduce bucket that the plan assumes and launch files write.
+
+    The buffer is allocated whole whatever is trained, so a small adapter gets a bucket of its own size.
+
+    Source: DeepSpeed 0.19 `stage_1_and_2.py` setup_buckets, `stage3.py` __init__.
+    """
+    return max(1, min(ZERO_BUCKET_ELEMENTS, num_trained))
+
+
+class _Zero(Engine):
+    """What DeepSpeed's stages share."""
+
+    shares = "optimizer states"
+    sends = "gradients are sent, and the updated weights come back"
+    keeps_fp32_masters = True
+
+    def casts_to_half(self, setup: TrainSetup) -> bool:
+        return setup.compute_dtype != "fp32"
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.kbit_fp32_cast and self.casts_to_half(setup):
+            return (
+                "peft's k-bit cast to fp32 has no effect under DeepSpeed, which casts every floating parameter to 16 "
+                "bit (DeepSpeed 0.19 engine.py, _cast_module_mixed_precision)"
+            )
+        if setup.offload != "none" and not OPTIMIZERS[setup.optimizer].steps_on_cpu:
+            return (
+                f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer} (DeepSpeed 0.19 "
+                "engine.py, zero_force_ds_cpu_optimizer)"
+            )
+        return ""
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        return _stages_1_and_2(part, setup, inner, part_trained(part.model, inner), accumulated)
+
+
+@final
+class Zero1(_Zero):
+    """Optimizer states cut."""
+
+    name = "ZeRO-1"
+    tie_break = 3
+
+
+@final
+class Zero2(_Zero):
+    """Gradients cut too."""
+
+    name = "ZeRO-2"
+    tie_break = 4
+    shares = "optimizer states and gradients"
+    sends = "gradients are sent to the GPU that keeps them, and the updated weights come back"
+
+
+@final
+class Zero3(_Zero):
+    """Weights cut too."""
+
+    name = "ZeRO-3"
+    tie_break = 5
+    shares = "weights, gradients and optimizer states"
+    sends = "weights are gathered before every forward and every backward"
+    reference = "cut over the GPUs and gathered module by module, by a DeepSpeed engine of its own"
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        return _stage_3(part, setup, inner, part_trained(part.model, inner), accumulated)
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.quantization == "int8":
+            return (
+                "ZeRO-3 cannot partition bitsandbytes' int8 weights: Int8Params keeps the whole matrix beside the "
+                "parameter (bitsandbytes 0.50 Int8Params.CB)"
+            )
+        return super().refuses(model, setup)
+
+
+def _stages_1_and_2(
+    part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool
+) -> RankState:
+    """ZeRO-1 and ZeRO-2: weights whole, fp32 masters and optimizer states cut; ZeRO-2 also cuts gradients.
+
+    ZeRO-1 keeps whole 16-bit gradients until the last micro-batch and then reduces them through one bucket. ZeRO-2
+    moves each gradient into the bucket as it appears, reduces full buckets (a flattened copy of the bucket's slices
+    is what crosses the link) and keeps this rank's part; with accumulation the parts of earlier micro-batches are
+    alive beside the new ones. The step makes a flat and an fp32 copy of this rank's gradients.
+
+    Source: Rajbhandari et al. 2020, ZeRO, section 5, https://arxiv.org/abs/1910.02054; DeepSpeed 0.19
+    `stage_1_and_2.py`: __init__, setup_buckets, reduce_ipg_grads, copy_grads_in_partition, allreduce_bucket, step
+    (overlap_comm off, contiguous_gradients on: its defaults for these stages).
+    Not counted: the load's second copy while parameters are flattened; padding of partitions.
+    Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
+    """
+    size, offloaded = SIZE_BYTES[trained.dtype], setup.offload != "none"
+    local = _flat(trained, setup.shards)
+    held = [*whole_weights(part.model, inner, trained)]
+    if not offloaded:
+        held.append(_masters(setup.shards, 4 * local.num))
+    held += _bucketed(part.model, setup, inner, trained, local, accumulated)
+    held += _stepped(setup, trained, local)
+    gone = 0 if offloaded else 2 * size * local.num
+    # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned
+    host = (8 + size) * local.num if offloaded else 0
+    return rank_state(
+        part,
+        inner,
+        held,
+        trained=trained,
+        local=local,
+        optimizer_on_device=not offloaded,
+        gone_in_step_bytes=gone,
+        host_bytes=host,
+    )
+
+
+def _stepped(setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+    """What the step of this rank's partition takes: copies of its gradients, or with offloading one parameter's."""
+    shards, size = setup.shards, SIZE_BYTES[trained.dtype]
+    if setup.offload != "none":
+        buffer = gradients_held("offload's gradient buffer", size * trained.largest)
+        return [buffer, _norm(min(local.num, trained.embeddings))]
+    return [gradients_held(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step")]
+
+
+def _masters(shards: int, size_bytes: int) -> Held:
+    return Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=size_bytes)
+
+
+def _bucketed(
+    model: ModelSpec, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, accumulated: bool
+) -> list[Held]:
+    """Gradients on their way through the bucket, and this rank's part of them."""
+    shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
+    bucket = size * zero_bucket_elements(trained.num)
+    # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
+    own = size * max(local.num, trained.embeddings)
+    # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
+    single = bucket == size * trained.num
+    late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
+    if setup.parallel == "zero1":
+        whole = whole_gradients(model, inner, trained, accumulated)
+        held = [one for one in whole if one.moments != ("step",)]
+        buffer = (*COMPUTE, "end") if accumulated else BACKWARD
+        held.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
+        # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
+        late = 0 if offloaded else late
+        return [*held, gradients_held(f"gradients / {shards}", late, "end")]
+    matrix = _stacks(model)[2]
+    held = [
+        gradients_held("ZeRO's reduce bucket", bucket, *BACKWARD),
+        *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
+        gradients_held(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
+    ]
+    if accumulated and not offloaded:
+        held.append(gradients_held(f"accumulated gradients / {shards}", own, *COMPUTE, "end"))
+    return held
+
+
+def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> RankState:
+    """ZeRO-3: 16-bit weights, fp32 masters, states and gradients cut; weights gathered module by module.
+
+    Gathered at once: every call of a module asks for `stage3_prefetch_bucket_size` more elements, so that what is
+    live fills up to `stage3_max_live_parameters` (1e9) all along, with the tensor that crosses the limit beyond it;
+    less only where less is left to be used in the step. Parameters below the persistence threshold stay gathered
+    (norms, most LoRA matrices). What keeps a view of a gathered weight keeps all of it until its backward:
+    bitsandbytes' 4-bit layers (without checkpointing, and with that which is not reentrant: its forward builds a graph)
+    and experts in stacks (without). The bucket and this
+    rank's gradients are allocated once and kept.
+
+    Source: DeepSpeed 0.19 `stage3.py` (ipg bucket, grad_partitions_flat_buffer, sub groups),
+    `partitioned_param_coordinator.py` __params_to_release, `parameter_offload.py` mark_persistent_parameters.
+    Not counted: hpZ and MiCS groups, NVMe.
+    Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
+    """
+    size, model = SIZE_BYTES[trained.dtype], part.model
+    local = _flat(trained, setup.shards)
+    stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
+    held, host = _cut(part, setup, inner, trained, local, stepped)
+    held += _reduced(model, inner, trained)
+    layer = gathered_groups(model, inner, 1).layer
+    loss_forward, asked = _beside_reference(model, inner) if setup.asks_reference else (0, 0)
+    held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
+    held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
+    return rank_state(
+        part,
+        inner,
+        held,
+        trained=trained,
+        local=local,
+        optimizer_on_device=setup.offload == "none",
+        stepped=stepped,
+        gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
+        loss_forward_bytes=loss_forward,
+        reference_forward_bytes=asked,
+        host_bytes=host,
+    )
+
+
+def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
+    """The bucket, and gradients on their way through it."""
+    bucket = SIZE_BYTES[trained.dtype] * zero_bucket_elements(trained.num)
+    _, block_stacks, largest = _stacks(model)
+    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
+    copy = "reduce-scatter's copy of the bucket"
+    whole = gradients_held("ZeRO's reduce bucket", bucket)
+    return [whole, *_gradients_and_copy(model, inner, trained, bucket, waiting, copy)]
+
+
+def _cut(
+    part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, stepped: int
+) -> tuple[list[Held], int]:
+    """(weights, masters and gradients of which this rank keeps its part, bytes of those in the host's memory)."""
+    shards, size, model = setup.shards, SIZE_BYTES[trained.dtype], part.model
+    on_host = setup.offload == "parameters"
+    scales = scales_bytes(model, inner)
+    loaded = sum(weight_bytes(model, inner).values()) - scales
+    weights = [weights_held(f"weights / {shards}", -(-loaded // shards))]
+    if setup.copies_reference:
+        weights.append(weights_held(f"{REFERENCE} / {shards}", -(-loaded // shards)))
+    if setup.method != "full":
+        weights.append(
+            Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
+        )
+    held = [] if on_host else list(weights)
+    host = sum(one.size_bytes for one in weights) if on_host else 0
+    held.append(weights_held("quantization states", scales))
+    masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
+    own = size * local.num
+    if setup.offload != "none":
+        host += masters + 4 * local.num + own
+        held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
+        return held, host
+    held.append(_masters(shards, masters))
+    held.append(gradients_held(f"gradients / {shards}", own))
+    copies = size + 4 if trained.dtype != "fp32" else 4
+    held.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
+    return held, host
+
+
+def _norm(elements: int) -> Held:
+    """The norm of one parameter's gradient is taken in fp64 before it goes to the host: of the embedding's, the last.
+
+    Source: DeepSpeed 0.19.8 `set_norm_for_param_grad_in_gpu`, `_offload_grad_partition_at_boundary`.
+    """
+    return gradients_held("gradient in fp64 for its norm", 8 * elements, "end")
+
+
+def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the parameters that ZeRO-3 keeps gathered: those below its persistence threshold."""
+    size = SIZE_BYTES[setup.weight_dtype]
+    elements = 0
+    for layer, num in model.layer_counts:
+        elements += num * sum(norm.num_params for norm in layer.norms if norm.size < ZERO3_PERSISTENT_ELEMENTS)
+        elements += num * sum(one.num_bias for one in layer.linears if one.out_features < ZERO3_PERSISTENT_ELEMENTS)
+    elements += sum(norm.num_params for norm in model.outer_norms)
+    if setup.method != "full":
+        for _, num, linears in adapted(model, setup):
+            for one in linears:
+                rank = setup.lora_rank
+                for side in (one.in_features, one.out_features):
+                    if rank * side < ZERO3_PERSISTENT_ELEMENTS:
+                        elements += num * one.num * rank * side
+    return size * elements
+
+
+def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
+    """What is gathered at every moment: see `zero3`.
+
+    Args:
+        late: bytes of the blocks that are still to come back when the backward's last moment is taken.
+
+    Source: DeepSpeed 0.19.8 `partitioned_param_coordinator.py`, in a model of which (removed in
+    November 2026) 253 setups ran, to which these closed forms are fitted (docs/accuracy/spread-formula-vs-dry-run.md).
+    """
+    groups, half = gathered_groups(model, inner, 1), SIZE_BYTES[inner.weight_dtype]
+    everything = groups.layers + groups.embedding + groups.tail
+    stacks, block_stacks, largest = _stacks(model)
+    size = 1 if inner.quantized and not stacks else half  # of most elements: packed ones are bytes, stacks stay 16-bit
+    over = size * largest // 2  # the tensor that crosses the limit, on average
+    live = size * ZERO3_LIVE_ELEMENTS
+    ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
+    kept = _viewed(model, inner, groups, half * stacks)
+    # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
+    head = groups.tail if inner.checkpointing and inner.loss == "full" else over
+    forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
+    loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
+    # the backward gathers ahead again, in quantized layers beside the views
+    again = 0
+    if inner.quantized and inner.checkpointing and groups.layers > live:
+        again = max(kept, groups.layer) + groups.tail + live
+    # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
+    first = max(min(everything, loss + ahead), again, 0 if inner.checkpointing else 2 * half * block_stacks)
+    last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
+    # a head that a fused loss reads is there for the whole forward and backward
+    read = groups.tail if inner.loss != "full" and not model.tied else 0
+    name = "gathered weights"
+    return [
+        weights_held(name, forward, "gather", "forward"),
+        weights_held(name, loss, "loss", "head"),
+        weights_held(name, first, "first", "turn"),
+        weights_held(name, last + read, "last"),
+        weights_held(name, (groups.embedding or groups.tail) + read, "end"),
+    ]
+
+
+def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: int) -> int:
+    """Bytes of gathered weights that views keep until their backward."""
+    kept = groups.layers - stacks_bytes if inner.quantized else 0
+    if inner.reentrant_checkpointing and inner.checkpointing == 1:
+        kept = 0  # the forward runs without a graph: nothing views what it gathered
+    if stacks_bytes and not inner.checkpointing and not _adapts_stacks(model, inner):
+        kept += stacks_bytes
+    return kept
+
+
+def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
+    """(bytes gathered beside a reference's loss, beside its layers), beyond what the policy has gathered at its loss. A
+    copy has an engine and a limit of its own, and nothing of it is used again: what it gathered is freed as it goes.
+
+    Source: trl 1.16 `models/utils.py` prepare_deepspeed (stage 3 stays); DeepSpeed 0.19 `engine.py`
+    _configure_zero_optimizer (without an optimizer `DeepSpeedZeRoOffload`), `partitioned_param_coordinator.py`.
+    Not measured: no run of it was followed.
+    """
+    groups = gathered_groups(model, inner, 1)
+    half = SIZE_BYTES[inner.weight_dtype]
+    everything = groups.layers + groups.embedding + groups.tail
+    live = min(everything, half * (ZERO3_LIVE_ELEMENTS + _stacks(model)[2] // 2))
+    ahead = min(half * ZERO3_PREFETCH_ELEMENTS, everything)
+    if inner.copies_reference:
+        return max(live, groups.tail), live + ahead
+    return 0, ahead
+
+
+def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:
+    """Whether adapters make new tensors of the experts' stacks, so that no view of the gathered ones is kept."""
+    if inner.method == "full":
+        return False
+    return any(one.module == "parameter" for _, _, linears in adapted(model, inner) for one in linears)
+
+
+def _stacks(model: ModelSpec) -> tuple[int, int, int]:
+    """Elements of (all stacks of experts, those of one block, a block's largest tensor)."""
+    total = block = largest = 0
+    for layer, num in model.layer_counts:
+        stacks = [one.num * one.in_features * one.out_features for one in layer.linears if one.module == "parameter"]
+        plain = [one.in_features * one.out_features for one in layer.linears if one.module != "parameter"]
+        total, block = total + num * sum(stacks), max(block, sum(stacks))
+        largest = max(largest, *stacks, *plain)
+    return total, block, largest
+
+
+EARLY_BUCKET = 4
+"""A bucket that is full within a quarter of the blocks counts as full at the backward's first block."""
+
+
+def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
+    """After how many blocks of the backward a bucket is full and copied; all of them where everything fits."""
+    bucket = zero_bucket_elements(trained.num)
+    if bucket >= trained.num:
+        return model.num_layers
+    blocks = trained.num - trained.head - trained.embeddings
+    return min(model.num_layers, -(-bucket * model.num_layers // max(1, blocks)))
+
+
+def _gradients_and_copy(
+    model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, matrix: int, name: str
+) -> list[Held]:
+    """Gradients before the engine moves them into its bucket, and the copy in which a bucket crosses the link.
+
+    The head's gradient comes first, then the matrices of the last layer, the embedding's last. A tied head's half waits
+    for the embedding's, and the two may make a third (`halves_stay_apart`). The copy is made when the next gradient
+    finds the bucket full: not before the head's has come, and only at the end where everything fits into one. It never
+    meets the halves, as the sum of them is what finds the bucket full.
+    """
+    size = SIZE_BYTES[trained.dtype]
+    gradient = "one parameter's gradient"
+    single = bucket >= size * trained.num
+    waiting = trained.embeddings if model.tied else 0
+    halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
+    matrix = min(matrix, trained.num)
+    blocks = _blocks_per_bucket(model, trained)
+    # a gradient larger than the bucket is reduced where it lies, and what stood in the bucket before it is little
+    copy = 0 if single or size * matrix > bucket else bucket
+    end = size * halves * trained.embeddings
+    if not single:
+        end = max(end, size * trained.embeddings + bucket)
+    found = [
+        gradients_held(gradient, size * trained.head, "head"),
+        gradients_held(gradient, size * (waiting + matrix), "first", "turn"),
+        gradients_held(gradient, size * (waiting + matrix), "last"),
+        gradients_held(name, copy, "last"),
+    ]
+    if EARLY_BUCKET * blocks <= model.num_layers:
+        found.append(gradients_held(name, copy, "first", "turn"))
+    return [*found, gradients_held(gradient, end, "end") if end > bucket else gradients_held(name, bucket, "end")]
+
+
+def _flat(trained: Trained, shards: int) -> Trained:
+    """ZeRO's optimizer sees one flat fp32 partition: Adafactor cannot factor it and keeps a full second moment."""
+    num = -(-trained.num // shards)
+    return Trained(num=num, dtype="fp32", edge_sum=num, largest=num, head=0, embeddings=0)

@@ -1,0 +1,634 @@
+"""What one layer keeps and makes, by its parts: types, scores, inputs of matrices, the MLP, experts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from planner.core.records import dataclass
+from planner.memory.attention_kernels import Kernel
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
+from planner.memory.traits import Traits
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
+from planner.options.adapters import block_size
+from planner.setup import TrainSetup
+
+# What the terms of one layer's activations need to know of a setup, and what they add up to.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerContext:
+    """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel.
+
+    `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
+    `fused`: what is computed by kernels of its own (`planner.options.kernels.parts_of`).
+    `looked_at`: rows of pictures that this layer attends to instead of its own tokens, of the micro-batch.
+    """
+
+    setup: TrainSetup
+    dtypes: DtypePolicy
+    adapted: frozenset[str]
+    kernel: Kernel
+    tokens: int
+    hidden: int
+    traits: Traits
+    stacks: bool = False
+    fused: frozenset[str] = frozenset()
+    looked_at: int = 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row, or the
+        pictures of its sample."""
+        setup = self.setup
+        if self.looked_at:
+            return self.looked_at // setup.micro_batch_seqs
+        return (
+            self.tokens
+            if setup.packing and not setup.trainer.packs_rows
+            else setup.seq_len_tokens + setup.virtual_tokens
+        )
+
+    def of_length(self, tokens: int) -> "LayerContext":
+        """The same for sequences of so many tokens; 0: of their own length."""
+        if not tokens:
+            return self
+        setup = self.setup.replace_trusted(seq_len_tokens=tokens)
+        return replace(self, setup=setup, tokens=setup.forward_tokens)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Of one weight of a stack of experts as it is unpacked: NF4 into the weights' type, 8 bits into fp32.
+
+        Source: bitsandbytes 0.50 `int8_vectorwise_dequant`; Axolotl 0.21 `monkeypatch/moe_quant.py`.
+        """
+        return 4 if self.setup.quantization == "int8" else SIZE_BYTES[self.dtypes.table]
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens that have keys and values: those that pass through the layer, and a prefix's."""
+        prefixed = self.setup.kind.form == "prefix"
+        return self.tokens + prefixed * self.setup.micro_batch_seqs * self.setup.virtual_tokens
+
+    @property
+    def of_keys(self) -> "LayerContext":
+        """The same of the rows that keys and values are made of."""
+        return replace(self, tokens=self.looked_at) if self.looked_at else self
+
+    @property
+    def trained(self) -> bool:
+        """Whether the base weights themselves are trained."""
+        return self.setup.method == "full"
+
+    @property
+    def tunes_norms(self) -> bool:
+        """Whether the adapter is copies of the norms."""
+        return self.setup.adapter == "ln-tuning"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What matrices that share one input keep of it, in bytes.
+
+    `pinned` is kept even under checkpointing; `pinned_again` is the part of it that something else keeps as well.
+    """
+
+    base: int = 0
+    adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
+
+
+@dataclass(slots=True)
+class Saved:
+    """Bytes kept for the backward by part.
+
+    `pinned` is kept even where the layer is checkpointed: bitsandbytes' int8 multiplication, and its old one of 4 bits,
+    stores its input on the autograd context itself, past the hooks of non-reentrant checkpointing.
+    """
+
+    norm: int = 0
+    attention: int = 0
+    scores: int = 0
+    mlp: int = 0
+    adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
+    late: int = 0
+    """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
+    fed: int = 0
+    """Of all these, what the MLP keeps, its norm apart."""
+    behind: int = 0
+    """Of all these, what a norm behind the MLP keeps: gone when the MLP's own backward begins, not there yet when its
+    forward ends."""
+    down: int = 0
+    """Of all these, what the MLP's last matrix and its adapter keep of their input: gone when the activation's own
+    backward begins."""
+
+    @property
+    def total(self) -> int:
+        """All parts, what two operators keep counted once."""
+        return self.norm + self.attention + self.scores + self.mlp + self.adapters + self.pinned - self.pinned_again
+
+    def add(self, part: str, inputs: Inputs) -> None:
+        """Adds what matrices keep of their inputs, what their own weights keep to one part."""
+        setattr(self, part, getattr(self, part) + inputs.base)
+        self.adapters += inputs.adapters
+        self.pinned += inputs.pinned
+        self.pinned_again += inputs.pinned_again
+
+
+# Tokens x tokens matrices: what eager attention and SDPA's math kernel keep and hold per score.
+
+
+class ScoreBytes(NamedTuple):
+    """Bytes per score (query, key and head): kept for the backward, held beyond that at the largest moment of the
+    forward and of the backward."""
+
+    kept: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+def eager_scores(
+    dtypes: DtypePolicy, traits: Traits, qkv_dtype: str, *, softcap: bool = False, sinks: bool = False
+) -> ScoreBytes:
+    """Attention in single operations: product, mask, softmax in fp32, cast, dropout, product; some classes leave the
+    softmax in its input's type, as do attention sinks, which add a column (gpt-oss).
+
+    The softmax is kept, and so is what meets the values: a cast copy of it, or with dropout the dropped copy beside a
+    mask of one byte. A soft cap keeps its tanh. The backward's largest moment is the gradient of the values' product
+    beside all that, or the softmax's with its output, gradient, the product of both, and result.
+
+    Source: transformers 5.23 `eager_attention_forward`; PyTorch autocast's fp32 list; SoftMax.cu
+    `softmax_backward_cuda_out`.
+    """
+    value, dropout = SIZE_BYTES[dtypes.autocast or qkv_dtype], traits.attention_dropout
+    plain = max(value, SIZE_BYTES[dtypes.table]) if sinks else value
+    softmax = plain if sinks or (traits.plain_softmax and not dtypes.autocast) else 4
+    copy = value if softmax != value or dropout else 0
+    kept = softmax + copy + int(dropout)
+    forward = 3 * softmax if sinks else 2 * softmax + (value if dtypes.table != "fp32" and softmax != value else 0)
+    backward = max(kept + value, 4 * softmax) - kept
+    return ScoreBytes(kept + (value if softcap else 0), forward, backward)
+
+
+def mask_bytes(kernel: str, dtypes: DtypePolicy, *, masked: bool, adds: bool = False) -> int:
+    """Bytes per pair of positions of the mask that all layers of one kind share: eager attention adds one in the
+    model's type, SDPA gets a boolean one where it gets one at all, but of a class that `adds` its own.
+
+    Source: transformers 5.23 `masking_utils.py` `eager_mask`, `sdpa_mask`.
+    Shapes: [seqs, 1, tokens, keys].
+    """
+    if kernel == "eager" or (adds and masked):
+        return SIZE_BYTES[dtypes.table]
+    return int(masked and kernel in ("efficient", "math"))
+
+
+def math_scores(traits: Traits) -> ScoreBytes:
+    """SDPA's math kernel: everything in fp32, the softmax kept, with dropout also the dropped copy and a mask.
+
+    Source: PyTorch 2.13 `_scaled_dot_product_attention_math` (`attention.cpp`).
+    """
+    kept = 9 if traits.attention_dropout else 4
+    return ScoreBytes(kept, 8, max(kept + 4, 16 + int(traits.attention_dropout)) - kept)
+
+
+# What attention over a sequence that is cut over several GPUs holds beside what it holds on one.
+
+
+def dealt_heads(attention: AttentionSpec, setup: TrainSetup) -> AttentionSpec:
+    """The attention as a rank of the cut sequence sees it: Ulysses repeats a key-value head for the GPUs that share
+    it."""
+    if setup.context_degree == 1 or setup.rings or attention.num_kv_heads >= setup.context_degree:
+        return attention
+    return replace(attention, num_kv_heads=setup.context_degree)
+
+
+def exchanged_bytes(attention: AttentionSpec, context: LayerContext) -> tuple[int, int]:
+    """(forward, backward) bytes of one layer's exchange at its largest, queries, keys and values included; zeros where
+    no sequence is cut.
+
+    A ring's forward merges a piece's result into the one so far: four fp32 tensors of the output and the piece's own,
+    beside all ranks' keys and values. Its backward adds up fp32 gradients, those of keys and values on their way round
+    twice more, beside a piece's own and the copy that half an update makes. Ulysses holds a tensor three times while it
+    changes hands.
+
+    Shapes: queries and output [tokens of a rank, heads x head_dim], gathered keys and values [all tokens, ...].
+    """
+    setup, tokens = context.setup, context.tokens
+    if setup.context_degree == 1:
+        return 0, 0
+    size = SIZE_BYTES[context.dtypes.attention_input]
+    queries = attention.num_heads * attention.head_dim
+    given = attention.num_heads * attention.value_head_dim
+    dealt = dealt_heads(attention, setup)
+    pairs = dealt.num_kv_heads * (attention.head_dim + attention.value_head_dim)
+    if not setup.rings:
+        moved = size * (3 * max(queries, given) + pairs)
+        return tokens * moved, tokens * moved
+    gathered = size * setup.context_degree * pairs
+    forward = gathered + size * (queries + pairs + given) + 4 * 4 * given
+    backward = gathered + size * (queries + pairs) + 4 * (2 * queries + 3 * pairs)
+    return tokens * forward, tokens * backward
+
+
+# Linear attention (gated delta rule): what transformers' own torch code and flash-linear-attention keep.
+
+
+CHUNK = 64
+"""Tokens of one chunk. Source: transformers 5.23 `torch_chunk_gated_delta_rule`."""
+
+
+_DECAY = 22
+"""Bytes per token and value head that the operations of the decay and beta keep, in fp32 and 16 bit."""
+
+
+def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens: int, *, package: bool = False) -> int:
+    """Bytes kept by one gated-delta-rule layer between its projections.
+
+    Per token and value head of key size k and value size v, with keys repeated to the value heads: the convolution's
+    input and output; fp32 copies of q, k (normalised), padded q, k, v, the weighted k; the chunk's 64-wide decay and
+    attention rows; two triangular solutions; per chunk the fp32 state k x v and what its three products keep; the gated
+    norm's product and gate. Under autocast every operand of a product is kept once more in 16 bit.
+
+    With the `package`: the convolution's as before; queries and keys normalized, values as they are, all in 16 bit, and
+    each chunk's 64-wide inverse; the gated norm is transformers'. The states are made again in the backward.
+
+    Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, `torch_chunk_gated_delta_rule`; fla-core 0.6.0
+    `ops/gated_delta_rule/chunk.py` ChunkGatedDeltaRuleFunction.
+    Shapes: [tokens, heads, head_dim]; states [chunks, heads, head_dim, value_head_dim].
+    Not counted: padding of short sequences to whole chunks; the gated norm's rows (it is one of the layer's norms).
+    """
+    heads = attention.num_heads
+    keys, values = heads * attention.head_dim, heads * attention.value_head_dim
+    size = SIZE_BYTES[dtypes.compute]
+    conv = 2 * size * (2 * attention.num_kv_heads * attention.head_dim + values)
+    states = heads * attention.head_dim * attention.value_head_dim // CHUNK
+    casts = 8 if size < 4 else 0  # q and k copied up to fp32
+    if package:
+        normalized = 2 * attention.num_kv_heads * (size * attention.head_dim + 4)
+        chunks = heads * (size * CHUNK + _DECAY)
+        return tokens * (conv + normalized + size * values + chunks + (8 + size) * values)
+    if dtypes.autocast:
+        return tokens * (conv + (34 + casts) * keys + 8 * values + 14 * heads * CHUNK + 8 * states + 10 * values)
+    return tokens * (conv + (24 + casts) * keys + 12 * values + 20 * heads * CHUNK + 4 * states + (8 + size) * values)
+
+
+# What several residual streams side by side keep: AltUp, in Gemma 3n.
+
+
+def kept_by_streams(context: LayerContext) -> int:
+    """Bytes that one layer's AltUp keeps: all streams as the prediction's factor, the innovation repeated to each, and
+    fp32 streams (under autocast) as they came and as they were predicted.
+
+    Shapes: [streams, tokens, hidden].
+    """
+    streams, dtypes = context.traits.streams, context.dtypes
+    wide = SIZE_BYTES[dtypes.residual]
+    per_row = streams * (SIZE_BYTES[dtypes.autocast or dtypes.residual] + wide) + (
+        2 * wide * streams if wide == 4 else 0
+    )
+    return context.tokens * context.hidden * per_row * (streams > 1)
+
+
+# What a layer's matrices and their adapters keep of their inputs for the backward.
+
+
+def inputs_saved(
+    linears: Sequence[LinearSpec],
+    context: LayerContext,
+    input_dtype: str,
+    *,
+    kept_elsewhere: bool = False,
+    pinned_elsewhere: bool = False,
+) -> Inputs:
+    """What matrices that share one input keep of it; `kept_elsewhere`: another operator keeps that input already,
+    `pinned_elsewhere`: other int8 matrices do (a parallel block's attention and MLP share theirs).
+
+    A trained weight keeps its input; several share it when no cast is needed, but autocast casts once per matrix. A
+    frozen matrix keeps nothing, but for int8, which keeps its input. peft casts the input to the adapter's type for
+    each adapted matrix, autocast casts it back, and every such copy is kept; with dropout a mask and a dropped copy
+    too. Each adapter also keeps its rank-sized inner output. A fused LoRA function keeps its input as it comes.
+
+    Source: peft 0.21 `tuners/lora/layer.py` and `lora/bnb.py`; bitsandbytes 0.50 `MatMul8bitLt`; PyTorch autocast;
+    Axolotl `kernels/lora.py` and Unsloth `kernels/fast_lora.py` (LoRA_QKV, LoRA_W, LoRA_MLP).
+    Measured: docs/accuracy/formula-vs-dry-run.md.
+    """
+    if not linears:
+        return Inputs()
+    setup = context.setup
+    elements = linears[0].in_features * context.tokens
+    if "inputs" in context.fused and setup.quantization != "int8":
+        return _compiled(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
+    if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
+        return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
+    base = _base_keeps(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
+    pinned = 0
+    if setup.pins_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
+        pinned = SIZE_BYTES[input_dtype] * elements
+    adapted = [linear for linear in linears if linear.name in context.adapted]
+    own = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)
+    return Inputs(base=base, adapters=own or 0, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+
+
+def _compiled(
+    linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool
+) -> Inputs:
+    """What matrices that share one input keep of it under torch.compile: one copy in the type that is multiplied, where
+    a weight or an adapter has a gradient, and each adapter's rank-sized inner output.
+
+    Source: PyTorch 2.13 `torch/_functorch/partitioners.py`: what a product of the backward reads is not recomputed.
+    Measured: its partitioner on a Llama layer, full and LoRA: equal (benchmarks/compiled_layers.py).
+    """
+    dtypes, tokens = context.dtypes, context.tokens
+    adapted = sum(linear.name in context.adapted for linear in linears)
+    copy = 0
+    if (context.trained or adapted) and not kept_elsewhere:
+        active = max(linear.num_active for linear in linears)
+        copy = SIZE_BYTES[dtypes.autocast or input_dtype] * linears[0].in_features * tokens * active
+    inner = adapted * context.setup.lora_rank * tokens * SIZE_BYTES[dtypes.autocast or dtypes.adapter]
+    return Inputs(base=copy, adapters=inner) if context.trained else Inputs(adapters=copy + inner)
+
+
+def _base_keeps(linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool) -> int:
+    """Bytes of their input that trained matrices keep; autocast copies it once for each."""
+    if not context.trained:
+        return 0
+    elements, cast = linears[0].in_features * context.tokens, context.dtypes.autocast
+    if cast and input_dtype != cast:
+        return SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
+    return 0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
+
+
+def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, shared: bool) -> int:
+    """Bytes that the adapters of matrices with one input keep; `shared`: something else keeps that input."""
+    dtypes, setup = context.dtypes, context.setup
+    elements = adapted[0].in_features * context.tokens
+    constant = 0
+    if setup.adapter != "lora" and not setup.kind.like_lora:
+        constant = sum(_kept_by_kind(one, context, input_dtype) for one in adapted)
+        if setup.adapter not in KEEP_INPUTS:
+            return constant
+    direct, copy_dtype = adapter_input(dtypes, input_dtype)
+    if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
+        direct = dtypes.adapter == input_dtype and dtypes.autocast in (None, input_dtype)
+    size = SIZE_BYTES[copy_dtype]
+    if setup.lora_dropout > 0:
+        # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
+        extra = len(adapted) * (1 + size) * elements
+    elif direct:
+        extra = 0 if shared else size * elements
+    else:
+        extra = len(adapted) * size * elements
+    inner = SIZE_BYTES[dtypes.autocast or dtypes.adapter] * setup.lora_rank * context.tokens * len(adapted)
+    return extra + (constant or inner)
+
+
+def adapter_input(dtypes: DtypePolicy, input_dtype: str) -> tuple[bool, str]:
+    """Whether adapted matrices share the kept input, and the type it is kept in."""
+    if dtypes.autocast:
+        direct = input_dtype == dtypes.autocast and (dtypes.quantized or dtypes.adapter == input_dtype)
+        return direct, dtypes.autocast
+    return dtypes.adapter == input_dtype, dtypes.adapter
+
+
+def handed_on(dtypes: DtypePolicy, input_dtype: str) -> str:
+    """Type in which an adapter is handed its matrix's input: cast to its own, but by bitsandbytes' layers under
+    autocast."""
+    return input_dtype if dtypes.quantized and dtypes.autocast else dtypes.adapter
+
+
+def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list[LinearSpec]]:
+    """Matrices grouped by the width of their input: those of one width share it; `apart`: those of one module that do
+    not take the encoder's output, and those that do."""
+    groups: dict[tuple[int, str, bool], list[LinearSpec]] = {}
+    for linear in linears:
+        module = linear.name.rpartition(".")[0] if apart else ""
+        groups.setdefault((linear.in_features, module, linear.of_encoder), []).append(linear)
+    return list(groups.values())
+
+
+KEEP_INPUTS = ("dora", "adalora", "oft")
+"""Of the kinds whose step is not LoRA's, those that keep a copy of their input as it does."""
+
+
+def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -> int:
+    """Bytes that an adapter of another kind than LoRA keeps of one matrix, a copy of its input apart.
+
+    DoRA keeps the matrix's own result and LoRA's for the gradient of the magnitude; VeRA its inner product and the
+    result that its vector scales; IA3 what it scales; OFT the skew matrix of its rotation, its powers and their sum.
+
+    Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
+    `tuners/oft/layer.py` _cayley_batch.
+    """
+    setup, dtypes = context.setup, context.dtypes
+    out, inside, rank = linear.out_features, linear.in_features, setup.lora_rank
+    multiplied, returned = SIZE_BYTES[dtypes.autocast or dtypes.adapter], SIZE_BYTES[dtypes.linear_out(input_dtype)]
+    if setup.adapter == "oft":
+        return 6 * multiplied * inside * block_size(inside, rank)
+    per_token = {
+        "dora": multiplied * rank + (returned + multiplied) * out,
+        "adalora": multiplied * rank,
+        "vera": multiplied * (rank + out),
+        "ia3": SIZE_BYTES[dtypes.adapter] * inside if linear.role == "down" else returned * out,
+    }
+    return context.tokens * per_token.get(setup.adapter, 0)
+
+
+def shared_bytes(setup: TrainSetup, linears: Sequence[LinearSpec]) -> int:
+    """VeRA's two frozen matrices, wide enough for every adapted one, in fp32 (peft casts buffers as well)."""
+    widest = max(one.in_features for one in linears) + max(one.out_features for one in linears)
+    return 4 * setup.lora_rank * widest
+
+
+# What a layer's MLP keeps between its projections: dense, gated or routed to experts.
+
+
+ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 7, "relu2": 2, "quick_gelu": 2, "sparse-gelu_pytorch_tanh": 2}
+"""How many tensors of the intermediate size an activation function keeps for its backward: those composed of single
+operations ("gelu_fast" cubes by products, each of which keeps its factors; Gemma 3n's sparse one cuts at a deviation
+first, which keeps its input; a quick GELU keeps its input and the sigmoid); every other is one kernel that keeps its
+input (relu: its output).
+Source: transformers 5.23 `activations.py`."""
+
+
+def activation_bytes(activation: str, dtypes: DtypePolicy, dtype: str) -> int:
+    """Bytes per element that an activation function keeps, given its input's type.
+
+    A power is on autocast's fp32 list: the composed GELU then keeps a 16-bit product, an fp32 copy of its input, the
+    fp32 tanh and the fp32 sum.
+    """
+    copies = ACTIVATION_COPIES.get(activation, 1)
+    if copies == 4 and dtypes.autocast:
+        return SIZE_BYTES[dtype] + 12
+    return copies * SIZE_BYTES[dtype]
+
+
+def activation_dtype(activation: str, dtypes: DtypePolicy, dtype: str) -> str:
+    """Type of the activated tensor: the composed GELU comes out of autocast in fp32."""
+    return "fp32" if dtypes.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
+
+
+def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
+    """Whether one kernel computes the activation of a dense gated MLP and its product."""
+    return mlp is not None and mlp.kind == "gated" and "gated" in context.fused
+
+
+def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
+    """Whether a dense gated MLP runs as one fused LoRA function: all three of its matrices carry adapters."""
+    roles = {one.role for one in layer.linears if one.name in context.adapted}
+    own = "lora" in context.fused and "inputs" not in context.fused
+    return own and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
+
+
+def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
+    """What a dense MLP keeps between its projections.
+
+    Gated: the gate (for the activation's backward), the activated gate and the up projection (for their product).
+    Plain: the first projection. A kernel for both keeps gate and up, and recomputes the rest.
+
+    Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202; liger-kernel 0.8.5
+    `ops/swiglu.py`, `ops/geglu.py`.
+    """
+    dtypes = context.dtypes
+    dtype = dtypes.linear_out(input_dtype)
+    elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
+    if gated_fused(mlp, context):
+        return 2 * SIZE_BYTES[dtype] * elements
+    kept = activation_bytes(mlp.activation, dtypes, dtype)
+    if mlp.kind != "plain":
+        kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, dtypes, dtype)]
+    return kept * elements
+
+
+def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype: str) -> int:
+    """What routed experts keep: for each of the top-k experts of a token both projections, the activated gate and the
+    down projection's output (for its weighting); where experts are trained also the gathered input and the product.
+
+    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer, and the graph an unpacked 4-bit one.
+    Grouped multiplication follows the
+    weights' type; Llama 4's batched one is on autocast's list, so its results are 16-bit, and the graph keeps 16-bit
+    copies of a frozen fp32 stack (the k-bit cast makes bare parameters fp32) or of a merged one.
+
+    Source: transformers 5.23 `integrations/moe.py` (grouped matrices), `MixtralSparseMoeBlock` and `Llama4TextExperts`;
+    peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `autocast_mode.cpp` (`bmm`).
+    """
+    dtypes, traits = context.dtypes, context.traits
+    hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
+    size = SIZE_BYTES[dtypes.table]
+    routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
+    copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
+    multiplied = SIZE_BYTES[dtypes.autocast] if traits.dense_experts and dtypes.autocast else size
+    kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
+    if context.trained or context.stacks:
+        kept += routed * (mlp.intermediate_size + hidden) * multiplied
+    if context.setup.quantize_experts:
+        kept += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
+    elif context.stacks or (multiplied != size and not context.trained):
+        kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
+    tokens = context.tokens
+    return kept + 40 * routed + 4 * tokens * mlp.num_experts
+
+
+def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -> None:
+    """What experts that are modules of their own keep beside `_routed_saved`: the rows that each adds to the
+    result, and with adapters the rows gathered for each expert."""
+    experts = [one for one in layer.linears if one.is_expert and not one.is_stack]
+    if not experts:
+        return
+    saved.mlp += SIZE_BYTES[context.dtypes.table] * context.tokens * experts[0].num_active * context.hidden
+    if context.trained:
+        return
+    routed = replace(context, tokens=context.tokens * experts[0].num_active)
+    dtype = (
+        context.dtypes.residual
+        if context.dtypes.autocast is None
+        else context.dtypes.linear_out(context.dtypes.residual)
+    )
+    for group in by_input(experts):
+        one_of_each = [replace(one, num=1, num_active=1) for one in group]
+        saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
+
+
+def add_mlp(
+    saved: Saved, layer: LayerSpec, by_role: Mapping[str, Sequence[LinearSpec]], context: LayerContext, normed: str
+) -> None:
+    """Adds what the MLP keeps, whose input has the type `normed`; nothing where the layer has none."""
+    if layer.mlp is None:
+        return
+    dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if not one.is_expert]
+    if dense:
+        shares = layer.parallel_residual  # its input with the attention
+        one_norm = sum(norm.rows_per_token == 1 for norm in layer.norms) == 1
+        shared = inputs_saved(dense, context, normed, kept_elsewhere=shares, pinned_elsewhere=shares and one_norm)
+        saved.add("mlp", shared)
+        down = [one for one in by_role.get("down", ()) if not one.is_expert]
+        saved.mlp += _between_dense(layer.mlp, down, context, normed)
+        _add_last(saved, layer, layer.mlp, down, context, normed)
+    if layer.mlp.kind == "moe":
+        if context.trained and not dense:
+            saved.add("mlp", inputs_saved(by_role.get("router", ()), context, normed))
+        saved.mlp += _routed_saved(layer.mlp, layer, context, normed) + dispatch_saved(layer, context)
+        _experts_as_modules(saved, layer, context)
+
+
+def _add_last(
+    saved: Saved, layer: LayerSpec, mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, normed: str
+) -> None:
+    """Adds what a dense MLP's last matrix keeps of its input."""
+    dtypes = context.dtypes
+    again = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
+    activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(normed))
+    of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
+    saved.add("mlp", of_down)
+    saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again
+
+
+# What a layer of routed experts holds where they are dealt out over GPUs: token dispatch, and the experts' own group.
+
+
+PAIR_BYTES = 11
+"""Beside what experts that are not dealt out keep of a (token, expert) pair: its place in the sent order, and marks."""
+
+
+def replicas(setup: TrainSetup) -> int:
+    """Ranks that hold the same experts, over which these are sharded again."""
+    return setup.shards // setup.expert_degree
+
+
+def dealt(layer: LayerSpec, context: LayerContext) -> bool:
+    """Whether the layer's experts are dealt out."""
+    return context.setup.expert_degree > 1 and layer.mlp is not None and layer.mlp.kind == "moe"
+
+
+def dispatch_saved(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes that the dispatch keeps for the backward beyond what routed experts keep anyway: the outputs of a token's
+    experts are weighed where the token is instead of where the expert is, which keeps as much."""
+    assert layer.mlp is not None
+    return PAIR_BYTES * context.tokens * layer.mlp.num_active_experts if dealt(layer, context) else 0
+
+
+def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
+    """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.layers.constant_transients`:
+    (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
+
+    In order: a recomputed forward's end, with received rows, results and their way back; the experts' gradients beside
+    those of the rows, or the largest of them once more (the product of a transposed stack is copied); their reduction.
+    """
+    setup, dtypes = context.setup, context.dtypes
+    if not dealt(layer, context):
+        return ((0, 0),) * 3
+    assert layer.mlp is not None
+    size = SIZE_BYTES[dtypes.table]
+    rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
+    residual = 2 * context.tokens * SIZE_BYTES[dtypes.residual] * context.hidden
+    stacks = [one.num_weights + one.num_bias for one in layer.linears if one.is_stack]
+    elements, experts, ranks = sum(stacks), max(one.num for one in layer.linears if one.is_stack), replicas(setup)
+    wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if dtypes.autocast else size)
+    gradients = size * elements
+    recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
+    return (
+        (recomputed, 0),
+        (residual - saved.fed + gradients + max(3 * rows, size * max(stacks)), 0),
+        (residual - saved.fed + max(gradients + wide, 3 * wide * (ranks == 1)) - size * elements, 0),
+    )

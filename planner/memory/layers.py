@@ -1,0 +1,661 @@
+"""One layer of each kind: what it keeps for its backward, what comes and goes, and what that makes of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import Kernel, attention_kernel, masked
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote
+from planner.memory.layer_terms import (
+    ACTIVATION_COPIES,
+    LayerContext,
+    Saved,
+    ScoreBytes,
+    activation_dtype,
+    add_mlp,
+    by_input,
+    dealt_heads,
+    dispatched_moments,
+    eager_scores,
+    exchanged_bytes,
+    gated_fused,
+    handed_on,
+    inputs_saved,
+    kept_by_streams,
+    linear_attention_saved,
+    lora_mlp,
+    mask_bytes,
+    math_scores,
+)
+from planner.memory.states import of_tokens
+from planner.memory.traits import traits_of
+from planner.memory.workspace import dequantized_bytes
+from planner.models.earlier import has_expert_modules
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from planner.models.targets import adapts_expert_stacks
+from planner.setup import TrainSetup
+
+# Activations: what autograd keeps of one layer for its backward, term by term, as the real modules do it.
+
+
+MASK_ALIGNMENT = 16
+"""Columns of a mask are padded to a multiple of this for the memory-efficient kernel."""
+
+
+def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
+    """What one norm keeps: the fp32 input and the inverse deviation per row; RMSNorm with a trained weight also the
+    normalised rows.
+
+    RMSNorm computes in fp32: a 16-bit input is copied up, an fp32 input is the residual itself (kept all the same,
+    because each residual sum is a new tensor). LayerNorm keeps its input in the input's type (fp32 under autocast).
+    Cohere's, composed of single operations, keeps two centred fp32 tensors. Liger's and Unsloth's RMSNorm keep their
+    input as it comes and the inverse deviation.
+
+    Source: transformers 5.23 `LlamaRMSNorm`, `Gemma2RMSNorm`, `OlmoLayerNorm`, `CohereLayerNorm`; PyTorch
+    `native_layer_norm`; autocast's fp32 list; liger-kernel 0.8.5 `ops/rms_norm.py` LigerRMSNormFunction.
+    Shapes: [tokens * rows_per_token, size].
+    """
+    rows = context.tokens * norm.rows_per_token
+    elements = rows * norm.size
+    style = context.traits.norm
+    tuned = context.tunes_norms and of_tokens(norm)
+    trained = norm.weight and (context.trained or tuned)
+    if norm_fused(norm, context):
+        return SIZE_BYTES[input_dtype] * elements + 4 * rows
+    if norm.kind == "rms":
+        kept = 4 * elements + 4 * rows
+        if trained:
+            kept += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
+        return kept
+    if style == "layer-composed":
+        return 8 * elements + 4 * rows + (4 * elements if trained else 0)
+    dtype = "fp32" if context.dtypes.autocast or style == "layer-cast-back" else input_dtype
+    return SIZE_BYTES[dtype] * elements + 8 * rows
+
+
+GATED_NORM = "linear_attn.norm"
+
+
+def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
+    """Whether a kernel of its own computes the norm. Liger leaves the gated one of linear attention as it is."""
+    if norm.name == GATED_NORM and "inputs" not in context.fused:
+        return False
+    of_heads = norm.rows_per_token > 1 or norm.name.rpartition(".")[2] in ("q_norm", "k_norm")  # OLMo's span all heads
+    return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
+
+
+def norm_behind(layer: LayerSpec) -> NormSpec | None:
+    """The norm that takes what the MLP gives, where there is one."""
+    return next(
+        (norm for norm in layer.norms if norm.name in ("post_feedforward_layernorm", "post_mlp_layernorm")), None
+    )
+
+
+def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
+    """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
+    where the class casts back itself."""
+    style = context.traits.norm
+    if norm_fused(norm, context):
+        return input_dtype
+    if norm.kind == "rms":
+        table = context.dtypes.adapter if context.tunes_norms and of_tokens(norm) else context.dtypes.table
+        return input_dtype if style == "rms-fp32" else promote(table, input_dtype)
+    return "fp32" if context.dtypes.autocast and style == "layer" else input_dtype
+
+
+def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> tuple[int, int]:
+    """What the attention itself keeps: (queries, keys, values, output, log-sum-exp), (tokens x tokens matrices).
+
+    Fused kernels keep q, k, v, the output and one fp32 number per head and token. "eager" keeps the fp32 softmax and
+    its 16-bit copy, and keys and values repeated to all heads; "math" computes in fp32 and keeps the softmax in fp32
+    beside fp32 copies of q, k, v.
+
+    Source: Dao 2023, FlashAttention-2, section 3.1, https://arxiv.org/abs/2307.08691; transformers 5.23
+    `eager_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
+    Shapes: scores [seqs, heads, tokens, keys].
+    """
+    tokens = context.tokens
+    keys = context.of_keys if context.looked_at else context.of_length(attention.key_tokens)
+    attention = dealt_heads(attention, context.setup)
+    query_width = attention.num_heads * attention.head_dim
+    value_width = attention.num_heads * attention.value_head_dim
+    kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
+    size = SIZE_BYTES[context.dtypes.autocast or qkv_dtype]
+    if context.kernel == "linear":
+        package = context.setup.linear_attention == "fla"
+        return linear_attention_saved(attention, context.dtypes, tokens, package=package), 0
+    scores = tokens * keys.row_tokens
+    if context.kernel in ("flash", "efficient"):
+        width = query_width + value_width
+        kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
+        own = context.kernel == "efficient" and not context.traits.position_bias
+        handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
+        if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
+            handed = keys.row_tokens % MASK_ALIGNMENT > 0
+        mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
+        return size * kept + 4 * tokens * attention.num_heads, mask
+    scores *= attention.num_heads
+    held = score_bytes(attention, context, qkv_dtype)
+    if context.kernel == "eager":
+        return size * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
+    return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
+
+
+def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
+    """Whether a fused kernel is handed keys and values repeated to all heads; a single head is repeated by a view."""
+    repeated = context.kernel != "flash" or context.setup.repeats_keys
+    return repeated and attention.num_kv_heads not in (1, attention.num_heads)
+
+
+def _aligned(keys: int) -> int:
+    """Columns of a mask as that kernel takes it.
+
+    Source: PyTorch `aten/src/ATen/native/transformers/attention.cpp` pad_bias.
+    """
+    return -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+
+
+def attention_held(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes that a fused attention gives: its output, and one fp32 number per head and token; 0 for other kernels,
+    which selective checkpointing does not know.
+
+    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`.
+    """
+    found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
+    if context.kernel not in ("flash", "efficient"):
+        return 0
+    size = SIZE_BYTES[context.dtypes.attention_input]
+    return sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
+
+
+def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
+    """Bytes per score of the layer's kernel; none for a kernel that keeps no tokens x tokens matrix."""
+    if context.kernel == "eager":
+        return eager_scores(context.dtypes, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
+    if context.kernel == "math":
+        return math_scores(context.traits)
+    return ScoreBytes()
+
+
+def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
+    """Everything one layer keeps for its backward, by part."""
+    dtypes, saved = context.dtypes, Saved()
+    by_role: dict[str, list[LinearSpec]] = {}
+    for linear in layer.linears:
+        by_role.setdefault(linear.role, []).append(linear)
+    block_norms = [norm for norm in layer.norms if norm.rows_per_token == 1]
+    normed = _normed_dtype(layer, context)
+    _add_stream(saved, layer, block_norms, context)
+    _add_attention(saved, layer, by_role, context, normed)
+    before = saved.total
+    late_norms = block_norms[1:] if not layer.parallel_residual else []
+    saved.late = sum(norm_saved(norm, context, dtypes.residual) for norm in late_norms)
+    add_mlp(saved, layer, by_role, context, normed)
+    saved.fed = saved.total - before
+    saved.late += saved.fed
+    if last := norm_behind(layer):
+        saved.behind = norm_saved(last, context, context.dtypes.residual)
+    return saved
+
+
+def _normed_dtype(layer: LayerSpec, context: LayerContext) -> str:
+    """Type of what the layer's first matrices take."""
+    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
+    residual = context.dtypes.residual
+    return residual if first is None else norm_output_dtype(first, context, residual)
+
+
+def qkv_dtype(layer: LayerSpec, context: LayerContext) -> str:
+    """Type of queries, keys and values as their matrices give them."""
+    return context.dtypes.linear_out(_normed_dtype(layer, context))
+
+
+def input_dtype(linear: LinearSpec, layer: LayerSpec, context: LayerContext) -> str:
+    """Type of what one of the layer's matrices takes."""
+    dtypes, made = context.dtypes, qkv_dtype(layer, context)
+    if linear.role == "down" and layer.mlp is not None:
+        return activation_dtype(layer.mlp.activation, dtypes, made)
+    return dtypes.autocast or made if linear.role == "o" else _normed_dtype(layer, context)
+
+
+def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec], context: LayerContext) -> None:
+    """Adds what stands on the residual stream itself: norms of whole tokens, clamps, dropouts."""
+    dtypes, traits = context.dtypes, context.traits
+    width = context.tokens * context.hidden
+    sums = 2 + int(layer.cross_attention is not None)
+    saved.norm += sum(norm_saved(norm, context, dtypes.residual) for norm in block_norms)
+    if layer.parallel_residual and len(block_norms) > 1 and not (dtypes.autocast and dtypes.residual != "fp32"):
+        # both norms of a parallel block keep the same residual
+        saved.norm -= SIZE_BYTES[dtypes.residual] * width
+    if traits.residual_dropout:
+        # masks of one byte after attention(s) and after the MLP
+        saved.norm += sums * width
+
+
+def _add_attention(
+    saved: Saved,
+    layer: LayerSpec,
+    by_role: Mapping[str, Sequence[LinearSpec]],
+    context: LayerContext,
+    normed: str,
+) -> None:
+    """Adds what the attention keeps, its matrices and the norms of its heads, given the type of its input. Features of
+    pictures, which a layer that looks at them is handed, are the encoder's."""
+    dtypes = context.dtypes
+    qkv = dtypes.linear_out(normed)
+    of_keys = context.of_keys
+    for norm in layer.norms:
+        if norm.rows_per_token > 1:
+            saved.norm += norm_saved(norm, of_keys if norm.name.endswith("k_norm") else context, qkv)
+    looks = ("k", "v") if layer.looks else ()
+    projections = [one for role in ("q", "k", "v", "qkv", "mixer", "other") for one in by_role.get(role, ())]
+    cross = layer.cross_attention
+    for group in by_input([one for one in projections if one.role not in looks], apart=cross is not None):
+        there = group[0].of_encoder  # which all layers share
+        rows = context.of_length(cross.key_tokens) if cross is not None and there else context
+        saved.add("attention", inputs_saved(group, rows, normed, kept_elsewhere=there, pinned_elsewhere=there))
+    seen = [one for one in projections if one.role in looks]
+    saved.add("attention", inputs_saved(seen, of_keys, looked_at_dtype(dtypes), kept_elsewhere=True))
+    for attention in (layer.attention, layer.cross_attention):
+        if attention is not None:
+            kept, scores = attention_saved(attention, context, qkv)
+            saved.attention += kept
+            saved.scores += scores
+    saved.attention += _pinned_by_views(layer, context, qkv)
+    # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
+    in_part = layer.attention is not None and layer.attention.rotary_fraction < 1.0
+    copied = (in_part or context.traits.joins_rotated) and context.kernel == "flash" and "rotary" not in context.fused
+    exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
+    fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
+    for output in by_role.get("o", ()):
+        saved.add("attention", inputs_saved([output], context, context.dtypes.autocast or qkv, kept_elsewhere=fused))
+
+
+def looked_at_dtype(dtypes: DtypePolicy) -> str:
+    """Data type of the pictures' features that layers of the text look at: of the encoder's LayerNorms under autocast,
+    which a quantized projector returns as it comes."""
+    return "fp32" if dtypes.quantized and dtypes.autocast else dtypes.linear_out(dtypes.residual)
+
+
+def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
+    """What else a fused projection of type `made` holds where its values are a view into it, which keeps it whole:
+    queries and keys before their rotation. Behind a prefix, with which keys and values are joined anew, the queries are
+    that view where nothing rotates them, and the rest is keys and values.
+
+    Not where what is viewed is copied on the way to the kernel: cast by autocast, repeated to all heads, or made one
+    batch of heads for eager attention's product (but in a micro-batch of one).
+    """
+    spec = layer.attention
+    fused = [one for one in layer.linears if one.role == "qkv"]
+    if spec is None or not fused or context.kernel not in ("flash", "efficient"):
+        return 0
+    prefixed = context.setup.kind.form == "prefix"
+    cast = context.dtypes.autocast is not None and SIZE_BYTES[made] == 4
+    if cast or spec.rotary == prefixed or (repeats_keys(spec, context) and not prefixed):
+        return 0
+    viewed = spec.num_heads * spec.head_dim if prefixed else spec.num_kv_heads * spec.value_head_dim
+    return SIZE_BYTES[made] * context.tokens * (fused[0].out_features - viewed)
+
+
+# Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps, in closed form.
+
+
+def mlp_width(layer: LayerSpec) -> int:
+    """Intermediate elements per token of the layer's MLP that are worked on at once."""
+    mlp = layer.mlp
+    if mlp is None:
+        return 0
+    if mlp.kind != "moe":
+        return mlp.intermediate_size
+    return _rows_at_once(layer, mlp.intermediate_size) + mlp.shared_intermediate_size
+
+
+def _rows_at_once(layer: LayerSpec, width: int) -> int:
+    """Elements per token of a tensor so wide that holds routed rows: of all active experts where they are stacked,
+    of one expert after another where they are modules. Tokens are taken to spread evenly over the experts."""
+    assert layer.mlp is not None
+    rows = layer.mlp.num_active_experts * width
+    return -(-rows // layer.mlp.num_experts) if has_expert_modules(layer) else rows
+
+
+def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[int, int]:
+    """(forward, backward) bytes per token of one adapted matrix beyond what it keeps, given its input's width and type.
+
+    peft casts the input to the adapter's type (not for 4-bit layers under autocast), drops out in it, and autocast
+    casts the result, which is what is kept. The backward goes the same way back, one copy in and one out at a time.
+
+    Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `lora/bnb.py`.
+    """
+    adapter = handed_on(context.dtypes, dtype)
+    cast, again = adapter != dtype, (context.dtypes.autocast or adapter) != adapter
+    dropout, size = context.setup.lora_dropout > 0, SIZE_BYTES[adapter]
+    copies = size * (cast and (dropout or again)) + size * (dropout and again)
+    backward = 2 * size if dropout else size + SIZE_BYTES[dtype] * cast
+    return width * copies, width * backward
+
+
+def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """Bytes per token of the MLP's backward, net of what is gone by then: (without, at) the last matrix's own
+    multiplication.
+
+    In order: the recomputed forward's end at the last matrix's adapter, that adapter's backward, the base's beside it,
+    and the activation's gradients, when that matrix's input is gone.
+    """
+    dtypes, mlp = context.dtypes, layer.mlp
+    if mlp is None:
+        return 0, 0
+    width, hidden_dtype = mlp_width(layer), dtypes.linear_out(dtypes.residual)
+    gradients = width * _activation_gradients(mlp, context)
+    if gated_fused(mlp, context) and lora_mlp(layer, context) and not _composed(mlp):
+        # at the recomputed end: the product, its copy and the last matrix's result
+        return 2 * gradients + SIZE_BYTES[hidden_dtype] * context.hidden, gradients
+    down = next((one for one in layer.linears if one.role == "down" and not one.is_expert), None)
+    if mlp.kind == "moe" or down is None:
+        if mlp.kind == "moe" and not context.traits.dense_experts:  # the experts' weighted outputs sorted back
+            rows = 3 * SIZE_BYTES[dtypes.table] * _rows_at_once(layer, context.hidden)
+            rows = 12 * context.hidden if has_expert_modules(layer) else rows  # each adds its rows to those of all
+            return max(gradients, rows), gradients
+        return gradients, gradients
+    # a multiplication that keeps its input on the node itself, which lives as long as the layer's graph
+    kept_on = context.setup.pins_inputs and down.quantizes and not context.trained
+    pinned = SIZE_BYTES[input_dtype(down, layer, context)] * down.in_features if kept_on else 0
+    gone = max(0, saved.down // context.tokens - pinned)
+    activated = activation_dtype(mlp.activation, dtypes, hidden_dtype)
+    wide = SIZE_BYTES[activated]
+    if down.name not in context.adapted:
+        return max(wide * width, gradients - gone), wide * width
+    _, backward = adapter_temporaries(width, activated, context)
+    end = at_last_matrix(layer, context, saved) if context.setup.checkpointing else 0
+    together = (wide + SIZE_BYTES[dtypes.autocast or activated]) * width - gone  # the base multiplies in 16 bits
+    return max(end, backward - gone, together + wide * width, gradients - gone), together
+
+
+def _composed(mlp: MlpSpec) -> bool:
+    """Whether the activation is made of single operations (a composed GELU)."""
+    return ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
+
+
+def _activation_gradients(mlp: MlpSpec, context: LayerContext) -> int:
+    """Bytes of the gradients of one element of the activation."""
+    dtype = context.dtypes.linear_out(context.dtypes.residual)
+    if _composed(mlp):  # the product of its two halves, in its output's type, and what comes in
+        return 3 * SIZE_BYTES[activation_dtype(mlp.activation, context.dtypes, dtype)]
+    if gated_fused(mlp, context):  # written over gate and up, but for the product's own
+        return SIZE_BYTES[dtype]
+    return (3 if mlp.kind != "plain" else 2) * SIZE_BYTES[dtype]
+
+
+def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """Bytes per token beside what the layer keeps when a recomputed forward comes to its last matrix's adapter: the
+    copies of that matrix's input, its result, the gradient of its adapter's product, and the stream before the MLP with
+    its norm's result; 0 where that matrix has no adapter."""
+    mlp, dtypes = layer.mlp, context.dtypes
+    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
+    if mlp is None or down is None:
+        return 0
+    activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(dtypes.residual))
+    copies, _ = adapter_temporaries(down.in_features, activated, context)
+    kept = context.trained or saved.pinned or mlp.activation == "relu"  # the input itself
+    shared = kept or (not copies and context.setup.lora_dropout == 0)
+    product = 0 if shared else SIZE_BYTES[activated] * down.in_features
+    results = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] + SIZE_BYTES[dtypes.autocast or dtypes.adapter]
+    return copies + product + (results + HELD * SIZE_BYTES[dtypes.residual]) * context.hidden
+
+
+HELD = 1
+"""Tensors of the stream that a layer's frame holds while its MLP runs: one or two, by the norm."""
+
+
+def backward_temporary(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps, where no
+    matrix is being dequantized.
+
+    RMSNorm's backward holds five fp32 tensors of the hidden size (a fused one two of the type that comes), when the MLP
+    is gone, or behind the MLP when all is there; attention's the gradients of q, k, v or, with a
+    kernel that keeps tokens x tokens matrices, their gradient before and after the softmax, when what stands behind the
+    attention is gone (`saved.late`). The gradient of the residual is alive all along.
+
+    Shapes: [tokens, hidden] and [tokens, intermediate].
+    """
+    dtypes = context.dtypes
+    residual = SIZE_BYTES[dtypes.residual] * context.hidden
+    seen = SIZE_BYTES[looked_at_dtype(dtypes)] * context.looked_at  # features of pictures, in their type
+    fed = context.tokens * (residual + _mlp_moments(layer, context, saved)[0]) - saved.behind
+    return seen * context.hidden + max(fed, *_outside_the_mlp(layer, context, saved))
+
+
+def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """As `backward_transient`, of the norm's backward and of the attention's alone."""
+    dtypes = context.dtypes
+    residual = SIZE_BYTES[dtypes.residual] * context.hidden
+    size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
+    plain = context.traits.norm == "layer" and not dtypes.autocast  # one kernel in the stream's own type
+    norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[dtypes.residual] if plain else 4)
+    norm = (2 * size if "norm" in context.fused else norms) * context.hidden
+    gone = 0 if norm_behind(layer) else saved.fed
+    attention = exchange = 0
+    if layer.attention is not None:
+        spec = layer.attention
+        exchange = exchanged_bytes(spec, context)[1]
+        # where there are scores their gradient is the most, when of the others the values' stands in the values' place
+        scores = score_bytes(spec, context, dtypes.linear_out(dtypes.residual)).backward
+        of_keys = context.of_keys.tokens * spec.num_heads * (spec.head_dim + spec.value_head_dim) // context.tokens
+        attention = scores * spec.num_heads * context.row_tokens
+        attention = attention or size * (spec.num_heads * (spec.head_dim + spec.value_head_dim) + of_keys)
+        if (
+            context.looked_at and looked_at_dtype(dtypes) != dtypes.attention_input
+        ):  # before the kernel's copies of them
+            attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
+    return (
+        context.tokens * (residual + norm) - gone,
+        context.tokens * (residual + attention) + exchange - saved.late,
+    )
+
+
+def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
+    """Moments of one layer's backward beside something that does not grow with the tokens, as (gradients of activations
+    and of merged stacks, a matrix): a stack of experts' gradient, DoRA's largest matrix, the MLP's last matrix
+    dequantized.
+
+    Apart from `backward_transient`, so that each moment is a straight line in the micro-batch.
+    """
+    residual = SIZE_BYTES[context.dtypes.residual] * context.hidden
+    mlp, at_matrix = _mlp_moments(layer, context, saved)
+    stack, found = stack_temporary(layer, context), []
+    if context.stacks:
+        found.append((context.tokens * (residual + mlp) - saved.behind + stack, 0))
+    if context.setup.adapter == "dora":
+        found.append((context.tokens * residual, magnitude_bytes(layer, context)))
+    if context.setup.expert_degree > 1:
+        found += dispatched_moments(layer, context, saved)
+    if context.setup.quantized:
+        lasts = [one for one in layer.linears if one.role == "down" and not one.is_expert]
+        copy = max([dequantized_bytes(one, context.setup, context.dtypes.residual) for one in lasts or layer.linears])
+        found.append((context.tokens * (residual + at_matrix) - saved.behind + stack, copy))
+    return tuple(found)
+
+
+def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
+    """Temporaries of one layer's forward at their largest: the MLP's tensors before autograd keeps or drops them.
+
+    With checkpointing nothing of the layer is kept, so these are all that the forward adds.
+    """
+    dtypes = context.dtypes
+    size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
+    mlp = 3 * size * mlp_width(layer)
+    scores = exchange = 0
+    if layer.attention is not None:
+        exchange = exchanged_bytes(layer.attention, context)[0]
+        held = score_bytes(layer.attention, context, dtypes.linear_out(dtypes.residual))
+        scores = held.forward * layer.attention.num_heads * context.row_tokens
+        if scores:  # beside queries, keys and values and what they are made of
+            width = layer.attention.num_heads * (2 * layer.attention.head_dim + layer.attention.value_head_dim)
+            scores += size * (width + context.hidden)
+    return max(exchange, context.tokens * max(mlp, scores))
+
+
+def magnitude_bytes(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes of DoRA's largest norm of a matrix: the product of its two thin matrices by way of an identity, that scaled
+    and added to the matrix, in the type that the adapter is handed.
+
+    Source: peft 0.21 `tuners/lora/dora.py` get_lora_weight, get_weight_norm.
+    """
+    found = []
+    for one in layer.linears:
+        if one.name in context.adapted:
+            handed = SIZE_BYTES[handed_on(context.dtypes, input_dtype(one, layer, context))]
+            multiplied = SIZE_BYTES[context.dtypes.autocast or context.dtypes.adapter]
+            identity = multiplied * one.in_features**2
+            found.append(identity + 4 * handed * one.in_features * one.out_features)
+    return max(found, default=0)
+
+
+def stack_temporary(layer: LayerSpec, context: LayerContext) -> int:
+    """The gradient of a stack of experts that peft has merged with its adapter, alive until the adapter's own gradients
+    are computed: of the down stack, or of the gate_up stack once the down stack is gone.
+
+    Source: peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `_grouped_mm`'s backward.
+    Shapes: [experts, out_features, in_features].
+    """
+    stacks = {one.role: one.num_weights for one in layer.linears if one.is_stack} if context.stacks else {}
+    down = stacks.pop("down", 0)
+    return SIZE_BYTES[context.dtypes.table] * max(down, max(stacks.values(), default=0) - down)
+
+
+def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
+    """Stacks of experts, merged or unpacked, that live through a checkpointed layer's forward, where nothing is kept.
+
+    Source: peft 0.21 ParamWrapper: `parametrize.cached` holds the merged parameter while the module runs; bitsandbytes
+    0.50 `nn/parametrize.py` does the same to unpacked ones.
+    """
+    if not (context.stacks or context.setup.quantize_experts):
+        return 0
+    size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.dtypes.table]
+    return size * sum(one.num_weights for one in layer.linears if one.is_stack)
+
+
+# What one layer of each kind costs at one micro-batch, before it is said which of them are checkpointed.
+
+
+class LayerMoment(NamedTuple):
+    """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
+
+    recomputed: int
+    temporary: int
+    dequantized: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.recomputed + self.temporary + self.dequantized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts:
+    """One kind of layer, in bytes.
+
+    Attributes:
+        saved: kept for the backward, by part.
+        entry: a checkpointed layer's input.
+        held: what selective checkpointing keeps of it.
+        forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
+        beside: in a forward that keeps everything: DoRA's largest norm, or what stands at the last matrix's adapter.
+        moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
+        dequantized: its largest matrix in 16 bits, where it is quantized.
+        mask: the attention's mask, which layers of one window share.
+    """
+
+    saved: Saved
+    entry: int
+    held: int
+    forward: int
+    merged: int
+    beside: int
+    moments: tuple[tuple[int, int], ...]
+    dequantized: int
+    mask: int
+    row_tokens: int
+    kernel: Kernel
+
+
+def in_common(setup: TrainSetup) -> TrainSetup:
+    """The same for all setups that `layer_costs` finds equal."""
+    some = min(1, setup.checkpointing)
+    return setup.replace_trusted(checkpointing=some, selective_checkpointing=False, activation_offload=False)
+
+
+def layer_costs(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy, adapted: Sequence[frozenset[str]]
+) -> tuple[LayerCosts, ...]:
+    """The costs of every kind of layer.
+
+    Args:
+        adapted: names of the matrices with adapters, by kind of layer.
+    """
+    traits, fused = traits_of(model), setup.fused_parts(model.model_type)
+    stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
+    found = []
+    for layer, names in zip(model.layer_kinds, adapted, strict=True):
+        own = setup.replace_trusted(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
+        if layer.frozen:  # as under adapters, of which it has none
+            own = own.replace_trusted(method="lora")
+        context = LayerContext(
+            setup=own,
+            dtypes=replace(dtypes, table="fp32") if setup.widens_trained and not layer.frozen else dtypes,
+            adapted=names,
+            kernel=_kernel(model, layer, gpu, own, dtypes),
+            tokens=own.forward_tokens,
+            hidden=model.hidden_size,
+            traits=traits,
+            stacks=stacks,
+            fused=fused,
+            looked_at=_looked_at(model, layer, setup),
+        )
+        found.append(_costs(layer, context))
+    return tuple(found)
+
+
+def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
+    """Rows of the micro-batch's pictures that a layer attends to instead of its own tokens."""
+    if not layer.looks or setup.images is None:
+        return 0
+    from planner.models.encoders import encoder_of  # late: text alone needs none of it
+
+    return setup.micro_batch_seqs * setup.images.num * encoder_of(model, setup.images).projectors[0].tokens
+
+
+def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
+    setup, dtypes, tokens, traits = context.setup, context.dtypes, context.tokens, context.traits
+    saved = layer_saved(layer, context)
+    saved.norm += kept_by_streams(context)
+    mask = beside = dequantized = 0
+    if layer.attention is not None:
+        handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)
+        each = mask_bytes(context.kernel, dtypes, masked=handed, adds=layer.attention.adds_mask)
+        mask = each * tokens * context.row_tokens
+    if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
+        beside = magnitude_bytes(layer, context)
+    beside = max(beside, tokens * at_last_matrix(layer, context, saved))
+    if setup.quantized:
+        dequantized = max([dequantized_bytes(one, setup, dtypes.residual) for one in layer.linears], default=0)
+    return LayerCosts(
+        saved=saved,
+        entry=SIZE_BYTES[dtypes.residual] * context.hidden * tokens * traits.streams,
+        held=attention_held(layer, context),
+        forward=forward_temporary(layer, context),
+        merged=merged_stacks(layer, context),
+        beside=beside,
+        moments=((backward_temporary(layer, context, saved), 0), *constant_transients(layer, context, saved)),
+        dequantized=dequantized,
+        mask=mask,
+        row_tokens=context.row_tokens,
+        kernel=context.kernel,
+    )
+
+
+def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy) -> Kernel:
+    if layer.attention is None:
+        return "linear"
+    return attention_kernel(model, setup, gpu, layer.attention, dtypes.attention_input)

@@ -1,0 +1,519 @@
+"""Step profiles: the memory of one structure of step, compiled from runs of the real one; where they are kept, and a
+setup's memory by them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.core.packed import read_packed, write_packed
+from planner.core.records import dataclass
+from planner.core.shipped import DATA
+from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import attention_kernel
+from planner.memory.dtypes import dtype_policy_of
+from planner.memory.states import Held, RankState
+from planner.memory.step import GAP_FLOOR_BYTES, fixed_segments_gap_bytes
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.options.losses import LOSSES
+from planner.setup import OF_OTHERS, TrainSetup
+from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
+
+# `StepProfile`: the memory of one structure of training step, compiled from runs of the real step (`probes.tracing`).
+
+
+MONOMIALS: tuple[tuple[int, int, int, int], ...] = (
+    *((batch, length, rank, 0) for rank in (0, 1) for length in (0, 1, 2) for batch in (0, 1)),
+    (2, 2, 0, 0),
+    (0, 0, 0, 1),
+)
+"""Powers of micro-batch, length, rank and the loss's tile; the first is 1. Packed samples are one row of micro-batch
+times length, whose attention scores grow with the square of that."""
+Form = tuple[tuple[int, float], ...]
+"""Bytes as a sum of (place in MONOMIALS, factor)."""
+Group = tuple[str, str]
+"""(category, name) of a memory term."""
+LOSS_BEGINS = "loss begins"
+"""No phase: what is alive when a micro-batch's loss begins."""
+_PHASES_BEFORE_STEP = ("forward", "loss", "backward")
+_BEFORE_STEP = "before the step"
+"""No phase: the moments of all those."""
+BATCH: Group = ("other", "batch")
+"""The samples of a micro-batch; the runs hold those of two."""
+
+
+class ProfileMoment(NamedTuple):
+    """One moment: its phase (or LOSS_BEGINS; "step": as it begins), whether an earlier micro-batch's gradients are
+    there, and the form of each group that is alive."""
+
+    phase: str
+    later: bool
+    groups: tuple[tuple[Group, Form], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The moments for some micro-batches and lengths.
+
+    Attributes:
+        one_sequence: of micro-batch 1, for which some operators copy less; else of 2 and more.
+        shortest_tokens, longest_tokens: of a sequence, both included (None: no end).
+        gaps: (tokens of a micro-batch, what the allocator holds beyond live tensors at the peak as a share of what
+            changes within a step), by rising tokens, with expandable segments.
+    """
+
+    one_sequence: bool
+    shortest_tokens: int
+    longest_tokens: int | None
+    moments: tuple[ProfileMoment, ...]
+    gaps: tuple[tuple[int, float], ...]
+
+    def gap_fraction(self, tokens: int) -> float:
+        """Between the sizes that were replayed along straight lines in the logarithm; beyond them the nearest."""
+        if tokens <= self.gaps[0][0]:
+            return self.gaps[0][1]
+        for (below, low), (above, high) in pairwise(self.gaps):
+            if tokens <= above:
+                return low + (high - low) * math.log(tokens / below) / math.log(above / below)
+        return self.gaps[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """The profile of one structure."""
+
+    pieces: tuple[Piece, ...]
+
+    def piece(self, *, one_sequence: bool, tokens: int) -> Piece | None:
+        """What was run for such samples, None where nothing was."""
+        for one in self.pieces:
+            inside = one.shortest_tokens <= tokens and (one.longest_tokens is None or tokens <= one.longest_tokens)
+            if one.one_sequence == one_sequence and inside:
+                return one
+        return None
+
+
+class Line(NamedTuple):
+    """Bytes at one length and rank: a constant, per micro-batch, per its square, per token of a tile."""
+
+    constant: float
+    slope: float
+    square: float
+    tile: float
+
+    def at(self, micro_batch_seqs: int, tile_tokens: int) -> float:
+        """Bytes at a micro-batch."""
+        return self[0] + (self[1] + self[2] * micro_batch_seqs) * micro_batch_seqs + self[3] * tile_tokens
+
+
+class Sizes:
+    """Moments at one length and rank, each worked out once: structures share them."""
+
+    def __init__(self, tokens: int, rank: int) -> None:
+        self._tokens, self._rank = tokens, max(1, rank)
+        self._forms: dict[int, tuple[Form, Line]] = {}
+        self._moments: dict[tuple[int, bool], tuple[ProfileMoment, Line]] = {}
+
+    def form(self, form: Form) -> Line:
+        """One group's."""
+        known = self._forms.get(id(form))
+        if known is None:
+            found = [0.0] * 4
+            for index, factor in form:
+                batch, length, ranks, tile = MONOMIALS[index]
+                found[3 if tile else batch] += factor * self._tokens**length * self._rank**ranks
+            known = self._forms[id(form)] = form, Line(*found)
+        return known[1]
+
+    def moment(self, moment: ProfileMoment, *, accumulated: bool) -> Line:
+        """All groups'; without accumulation of one micro-batch's samples."""
+        known = self._moments.get((id(moment), accumulated))
+        if known is None:
+            lines: list[Sequence[float]] = []
+            for group, form in moment.groups:
+                line = self.form(form)
+                lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
+            known = self._moments[id(moment), accumulated] = moment, Line(*map(sum, zip(*lines, strict=True)))
+        return known[1]
+
+
+@lru_cache(maxsize=16)
+def sizes_at(tokens: int, rank: int) -> Sizes:
+    """The moments at a length and rank, of all models."""
+    return Sizes(tokens, rank)
+
+
+class ProfiledStep:
+    """A structure at one length and rank: allocated bytes at any micro-batch, without optimizer and cuBLAS. Its phase
+    "step" is the moment before the optimizer makes anything."""
+
+    def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> None:
+        self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
+        self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
+        self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
+        self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)
+        self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
+        self._tiles: dict[int, int] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether such samples were run."""
+        return None not in self._pieces.values()
+
+    def _piece(self, micro_batch_seqs: int) -> Piece:
+        found = self._pieces[micro_batch_seqs == 1]
+        assert found is not None, "`complete` was not asked"
+        return found
+
+    def _alive(self, micro_batch_seqs: int, *, accumulated: bool) -> list[ProfileMoment]:
+        return [one for one in self._piece(micro_batch_seqs).moments if accumulated or not one.later]
+
+    def _tile_tokens(self, micro_batch_seqs: int) -> int:
+        found = self._tiles.get(micro_batch_seqs)
+        if found is None:
+            tiling = self._loss.tiling(micro_batch_seqs * self._tokens_each, *self._vocabulary)
+            found = self._tiles[micro_batch_seqs] = tiling.tokens
+        return found
+
+    def _by_phase(self, micro_batch_seqs: int, *, accumulated: bool) -> dict[str, list[Line]]:
+        key = micro_batch_seqs == 1, accumulated
+        found = self._lines.get(key)
+        if found is None:
+            found = self._lines[key] = {}
+            for one in self._alive(micro_batch_seqs, accumulated=accumulated):
+                found.setdefault(one.phase, []).append(self._sizes.moment(one, accumulated=accumulated))
+            found[_BEFORE_STEP] = [line for phase in _PHASES_BEFORE_STEP for line in found.get(phase, ())]
+        return found
+
+    def bytes_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> int:
+        """Allocated bytes at a phase's highest moment (or at LOSS_BEGINS)."""
+        lines = self._by_phase(micro_batch_seqs, accumulated=accumulated)[phase]
+        tile = self._tile_tokens(micro_batch_seqs)
+        return round(max([one.at(micro_batch_seqs, tile) for one in lines]))
+
+    def largest(self, micro_batch_seqs: int, *, accumulated: bool) -> int:
+        """Allocated bytes at the highest moment before the optimizer's phase."""
+        return self.bytes_at(_BEFORE_STEP, micro_batch_seqs, accumulated=accumulated)
+
+    def groups_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> dict[Group, int]:
+        """What is alive at a phase's highest moment, in bytes that add up to `bytes_at`."""
+        tile = self._tile_tokens(micro_batch_seqs)
+        moments = (one for one in self._alive(micro_batch_seqs, accumulated=accumulated) if one.phase == phase)
+        best = max(moments, key=lambda one: self._sizes.moment(one, accumulated=accumulated).at(micro_batch_seqs, tile))
+        found = {}
+        for group, form in best.groups:
+            size = self._sizes.form(form).at(micro_batch_seqs, tile)
+            found[group] = round(size if accumulated or group != BATCH else size / 2)
+        found = {group: size for group, size in found.items() if size > 0}
+        rest = self.bytes_at(phase, micro_batch_seqs, accumulated=accumulated) - sum(found.values())
+        found[max(found, key=lambda group: found[group])] += rest  # of rounding
+        return found
+
+    def gap_bytes(self, micro_batch_seqs: int, dynamic_bytes: int) -> int:
+        """What the allocator holds beyond live tensors at the peak, with expandable segments."""
+        fraction = self._piece(micro_batch_seqs).gap_fraction(micro_batch_seqs * self._tokens_each)
+        return round(fraction * dynamic_bytes)
+
+
+# Where step profiles are kept: those of the catalogue ship in `planner/data/profiles`, others lie in the user's cache.
+
+
+SCHEMA = 1
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+SHIPPED = DATA / "profiles"
+_NO_MATTER = frozenset(
+    {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "initializer_range", "model_id"}
+)
+"""Keys of a configuration that no training step asks."""
+
+
+class ModelProfiles:
+    """The profiles of one model by structure, read from a file when first asked for.
+
+    Attributes:
+        versions: of what was run.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.versions: Mapping[str, str] = raw["versions"]
+        self._raw = raw
+        self._found: dict[str, StepProfile] = {}
+        self._moments: dict[int, ProfileMoment] = {}
+        self._forms: dict[int, Form] = {}
+        self._groups: list[Group] = [(category, name) for category, name in raw["groups"]]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The structures that have one."""
+        return frozenset(self._raw["profiles"])
+
+    def get(self, key: str) -> StepProfile | None:
+        """The profile of a structure."""
+        found = self._found.get(key)
+        if found is None and key in self._raw["profiles"]:
+            found = self._found[key] = StepProfile(pieces=tuple(map(self._piece, self._raw["profiles"][key])))
+        return found
+
+    def _piece(self, values: Sequence[Any]) -> Piece:
+        alone, shortest, longest, own, gaps = values
+        return Piece(
+            one_sequence=bool(alone),
+            shortest_tokens=shortest,
+            longest_tokens=longest,
+            moments=tuple(self._moments.get(one) or self._moment(one) for one in own),
+            gaps=tuple((tokens, share) for tokens, share in gaps),
+        )
+
+    def _moment(self, number: int) -> ProfileMoment:
+        phase, later, alive = self._raw["moments"][number]
+        groups = tuple([(self._groups[group], self._forms.get(form) or self._form(form)) for group, form in alive])
+        found = self._moments[number] = ProfileMoment(phase, bool(later), groups)
+        return found
+
+    def _form(self, number: int) -> Form:
+        found = self._forms[number] = tuple((index, float(factor)) for index, factor in self._raw["forms"][number])
+        return found
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that stand for what a configuration makes of a step."""
+    kept = {name: value for name, value in config.items() if name not in _NO_MATTER and not name.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def profiled_kind(setup: TrainSetup) -> bool:
+    """Whether profiles are made of such setups: text on one GPU, whole weights or adapters whose matrices have a rank,
+    objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
+    """
+    known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
+    plain = setup.alone and known and setup.images is None and not setup.compile
+    plain = plain and not (any(_LATER(setup)) and setup.computed_otherwise)
+    return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
+
+
+_LATER = attrgetter(*OF_OTHERS)
+_OBJECTIVES = ("dpo", "orpo", "reward", "classification")
+_LIKE_LORA = ("lora", "rslora", "pissa")
+"""Adapters that differ in numbers alone."""
+_ADAPTERS = (*_LIKE_LORA, "dora", "vera")
+
+
+def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
+    """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card."""
+    dtype = dtype_policy_of(setup).attention_input
+    found = {
+        attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
+        for layer in model.layer_kinds
+    }
+    return key_with(setup, found)
+
+
+def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
+    """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
+    values = [str(value) for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
+    adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
+    rarer = (
+        ("objective", setup.objective, "sft"),
+        ("adapter", adapter, "lora"),
+        ("linear attention", setup.linear_attention, "torch"),
+        ("saved", "+".join(setup.modules_to_save), ""),
+        ("reference", "precomputed" if setup.precomputed_reference else "", ""),
+    )
+    values += [
+        "dropout" if setup.lora_dropout else "-",
+        *(f"{name}={own}" for name, own, usual in rarer if own != usual),
+    ]
+    return " ".join(["+".join(sorted({*kernels})), *values])
+
+
+_FIELDS = (
+    "method", "precision", "quantization", "kbit_fp32_cast", "lora_targets", "resolved_adapter_dtype", "checkpointing",
+    "loss", "packing", "kernels", "activation_offload", "selective_checkpointing", "quantize_experts", "stack",
+    "reentrant_checkpointing",
+)  # fmt: skip
+_OF_ADAPTERS, _OF_FULL = attrgetter(*_FIELDS), attrgetter(*(one for one in _FIELDS if one != "resolved_adapter_dtype"))
+
+
+def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
+    """The profile of a setup's structure, None where there is none. A rank of DDP does what one GPU does."""
+    if setup.parallel == "ddp" and not setup.is_split:
+        setup = setup.replace_trusted(num_gpus=1, parallel="none")
+    if not profiled_kind(setup):
+        return None
+    known = profiles_of(model)
+    return known.get(structure_key(model, gpu, setup)) if known is not None and gpu.vendor != "Apple" else None
+
+
+def profiles_of(model: ModelSpec) -> ModelProfiles | None:
+    """All profiles of a model: those that the user made with the libraries that are installed, else shipped ones."""
+    return model.once("profiles", _read_profiles)
+
+
+def _read_profiles(model: ModelSpec) -> ModelProfiles | None:
+    digest = config_digest(model.config)
+    return _own_profiles(digest) or load_profiles(SHIPPED / f"{digest}.json.gz")
+
+
+def _own_profiles(digest: str) -> ModelProfiles | None:
+    """What this user made with the libraries that are installed."""
+    found = [kept for path in user_directory().glob(f"{digest}-*.json.gz") if (kept := load_profiles(path)) is not None]
+    if not found:
+        return None
+    here = library_versions()
+    return next((one for one in found if {name: one.versions.get(name) for name in here} == here), None)
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of what a step executes; "absent" where one is missing."""
+    from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
+
+    found = dict.fromkeys(LIBRARIES, "absent")
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def user_directory() -> Path:
+    """Where profiles lie that a user made (`python -m probes.tracing MODEL`)."""
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # a bare GPU machine
+        return Path.home() / ".cache" / "finetune-planner" / "step-profiles"
+    return user_cache_path("finetune-planner") / "step-profiles"
+
+
+def user_path(model: ModelSpec) -> Path:
+    """The file of a model's profiles for the libraries that are installed."""
+    versions = hashlib.sha256(json.dumps(library_versions(), sort_keys=True).encode()).hexdigest()[:8]
+    return user_directory() / f"{config_digest(model.config)}-{versions}.json.gz"
+
+
+@lru_cache(maxsize=8)
+def load_profiles(path: Path) -> ModelProfiles | None:
+    """The profiles of a file; None where there is none that can be read."""
+    raw = read_packed(path, SCHEMA, shipped=path.parent == SHIPPED)
+    return ModelProfiles(raw) if raw and raw["profiles"] else None
+
+
+def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Mapping[str, str]) -> None:
+    """Writes the profiles of a model; the same ones give the same bytes."""
+    shared: dict[str, dict[Any, int]] = {"forms": {}, "groups": {}, "moments": {}}
+
+    def number(table: str, value: Any) -> int:
+        return shared[table].setdefault(value, len(shared[table]))
+
+    found = {}
+    for key, profile in sorted(profiles.items()):
+        pieces: list[Sequence[Any]] = []
+        for one in profile.pieces:
+            own = []
+            for phase, later, alive in one.moments:
+                pairs = tuple((number("groups", group), number("forms", form)) for group, form in alive)
+                own.append(number("moments", (phase, int(later), pairs)))
+            pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own, one.gaps])
+        found[key] = pieces
+    raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
+    write_packed(path, {**raw, "profiles": found})
+    load_profiles.cache_clear()
+
+
+# The memory of a setup by its structure's step profile: what runs of the real step showed, and the optimizer's states.
+# One GPU, or a rank of DDP, whose buckets come beside.
+
+
+Stepping = Mapping[bool, tuple[int, int]]
+Pairs = Sequence[tuple[int, int]]
+"""(micro-batch, accumulation)."""
+
+
+def profiled_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
+    """A setup's structure at its length and rank; None where it has no profile, or none of such samples."""
+    profile = find_profile(model, gpu, setup)
+    return None if profile is None else step_of(profile, model, setup)
+
+
+def step_of(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> ProfiledStep | None:
+    """A profile at a setup's length and rank; None where such samples were not run."""
+    step = ProfiledStep(profile, model, setup)
+    return step if step.complete else None
+
+
+def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
+    """The terms of one setup on one GPU, or on a rank of DDP.
+
+    Args:
+        state: what it holds, for the optimizer's states and temporaries and for DDP's buckets.
+    """
+    micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
+    states, temporaries = state.optimizer_bytes(setup.optimizer)
+    found: dict[tuple[Category, str, int], list[Phase]] = {}
+
+    def add(category: str, name: str, size: int, *alive: Phase) -> None:
+        if size > 0:
+            found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
+
+    sizes = {phase: step.bytes_at(phase, micro, accumulated=accumulated) for phase in PHASES}
+    for phase in PHASES:
+        for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
+            add(category, name, size, phase)
+    for one in _buckets(state):
+        add(one.category, one.name, one.size_bytes, *PHASES)
+    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu), *PHASES[1:])
+    add("optimizer", f"states of {setup.optimizer}", states, *PHASES[1:])
+    add("optimizer", f"temporaries of {setup.optimizer}", temporaries, "step")
+    terms = tuple(
+        MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
+        for (category, name, size), alive in found.items()
+    )
+    gap = _gap_bytes(step, setup, sizes, temporaries)
+    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)
+
+
+def _buckets(state: RankState) -> list[Held]:
+    """DDP's, which are there all along and no part of what one GPU does."""
+    return [one for one in state.held if one.resident and one.category == "gradients"]
+
+
+def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:
+    """What the allocator holds beyond live tensors at the peak."""
+    load, micro = sizes["load"], setup.micro_batch_seqs
+    largest, at_end = max(sizes["forward"], sizes["loss"], sizes["backward"]), sizes["step"] + temporaries
+    if not setup.expandable_segments:
+        kept = step.bytes_at(LOSS_BEGINS, micro, accumulated=setup.adds_gradients) - load
+        dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
+        return fixed_segments_gap_bytes(kept=max(0, kept), **dynamic)
+    before = largest + step.gap_bytes(micro, largest - load)
+    return max(before, at_end + GAP_FLOOR_BYTES) - max(largest, at_end)
+
+
+def profiled_peaks(
+    step: ProfiledStep, state: RankState, beside_bytes: int, pairs: Pairs, optimizers: Iterable[Stepping]
+) -> list[list[int]]:
+    """Per optimizer, the peak at every (micro-batch, accumulation), without the CUDA context.
+
+    Args:
+        state: for DDP's buckets.
+        beside_bytes: workspaces and communicators.
+        optimizers: of each, by whether gradients add up, bytes of its (states, temporaries).
+    """
+    beside = beside_bytes + sum(one.size_bytes for one in _buckets(state))
+    stepping = [*optimizers]
+    found: list[list[int]] = [[] for _ in stepping]
+    for micro, steps in pairs:
+        accumulated = steps > 1
+        largest = step.largest(micro, accumulated=accumulated)
+        before = largest + step.gap_bytes(micro, largest - step.bytes_at("load", micro, accumulated=accumulated))
+        at_end = step.bytes_at("step", micro, accumulated=accumulated) + GAP_FLOOR_BYTES
+        for own, by_kind in zip(found, stepping, strict=True):
+            kept, temporaries = by_kind[accumulated]
+            own.append(beside + kept + max(before, at_end + temporaries))
+    return found

@@ -1,0 +1,735 @@
+"""What a rank holds from step to step: weights, adapters, gradients, optimizer states; by parameter, in closed form."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import field, replace
+from functools import lru_cache
+from typing import Any
+
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.layer_terms import shared_bytes
+from planner.memory.rank_part import RankPart
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
+from planner.options.adapters import ADAPTERS, TOKEN_FORMS, Adapter
+from planner.options.optimizers import OPTIMIZERS
+from planner.setup import TrainSetup
+from planner.setup.allowed import SAVED_EMBEDDINGS, SAVED_HEADS
+from planner.setup.memory_terms import Category
+
+# Weights: what the frozen or trained base model holds, after loading.
+
+
+NF4_BLOCK = 64
+DOUBLE_QUANT_BLOCK = 256
+_SMALL = 512  # the caching allocator's smallest block: each little tensor costs this much
+
+
+def nf4_bytes(num_weights: int, *, double: bool) -> int:
+    """Bytes of one NF4 matrix: packed 4-bit codes and the scales of its 64-element blocks.
+
+    Plain: one fp32 scale per block (4.5 bits per weight). Double quantization: one uint8 scale per block and one fp32
+    per 256 blocks (4.127 bits per weight), with a 256-entry fp32 code table and one fp32 offset. Both hold a 16-entry
+    fp32 code table.
+
+    Source: Dettmers et al. 2023, QLoRA, section 3, https://arxiv.org/abs/2305.14314; bitsandbytes 0.50 `quantize_4bit`.
+    Not counted: rounding to 512 bytes of the large tensors (below 0.01 %).
+    """
+    blocks = -(-num_weights // NF4_BLOCK)
+    packed = -(-num_weights // 2)
+    if not double:
+        return packed + 4 * blocks + _SMALL
+    return packed + blocks + 4 * -(-blocks // DOUBLE_QUANT_BLOCK) + _SMALL + 1024 + _SMALL
+
+
+def int8_bytes(num_weights: int, out_features: int) -> int:
+    """Bytes of one LLM.int8() matrix: one byte per weight and one fp32 scale per output row.
+
+    Source: Dettmers et al. 2022, LLM.int8(), section 3, https://arxiv.org/abs/2208.07339; bitsandbytes `Int8Params`.
+    """
+    return num_weights + 4 * out_features
+
+
+def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
+    """Bytes of one LinearSpec (all its copies, biases included) under the setup's quantization.
+
+    bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit unless the setup says
+    otherwise (a stack is one tensor), and so does what a checkpoint published quantized keeps so.
+    """
+    plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    if setup.quantize_experts and linear.is_stack:
+        rows = linear.num * linear.out_features
+        eight, double = setup.quantization == "int8", setup.quantization == "nf4-double"
+        stack = int8_bytes(linear.num_weights, rows) if eight else nf4_bytes(linear.num_weights, double=double)
+        return stack + linear.num_bias * plain
+    if not setup.quantized or not linear.quantizes:
+        return (linear.num_weights + linear.num_bias) * plain
+    one = linear.in_features * linear.out_features
+    if setup.quantization == "int8":
+        quantized = int8_bytes(one, linear.out_features)
+    else:
+        quantized = nf4_bytes(one, double=setup.quantization == "nf4-double")
+    return linear.num * quantized + linear.num_bias * plain
+
+
+def layer_weight_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
+    """Bytes of one layer's weights: matrices, norms and the rest."""
+    plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    rest = sum(norm.num_params for norm in layer.norms) + layer.num_other_params
+    return sum(linear_bytes(linear, setup) for linear in layer.linears) + rest * plain
+
+
+def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
+    """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
+
+    The output head is never quantized (transformers keeps it in 16 bit); with `kbit_fp32_cast` everything that is not
+    quantized is fp32, which makes embeddings and an untied head twice as large as in 16 bit.
+
+    Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
+    """
+    what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts)
+    widened = setup.trained_layers if setup.widens_trained else 0
+    return model.once(("weight bytes", *what, widened), lambda one: _weight_bytes(one, setup))
+
+
+def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
+    """`weight_bytes`, worked out."""
+    plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    outer = sum(linear_bytes(linear, setup) for linear in model.outer_linears)
+    outer += (sum(norm.num_params for norm in model.outer_norms) + model.num_outer_other_params) * plain
+    if model.tied and model.head is not None:
+        outer += model.head.num_bias * plain
+    idle = sum(layer_weight_bytes(layer, setup) * num for layer, num in model.idle_layers)
+    return {
+        "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
+        + ((4 - plain) * layers_alone(model, setup.trained_layers).num_params if setup.widens_trained else 0),
+        "embeddings": model.num_embedding_params * plain,
+        "head": model.num_head_params * plain,
+        "outer": outer,
+        "idle": idle + model.num_idle_other_params * plain,
+    }
+
+
+# Optimizer states, and what the optimizer step needs beyond them: what `planner.options.optimizers` says of each.
+
+
+UNPAGED = 100_000
+"""Elements of a tensor from which on a paged optimizer pages its states; the scales of 8-bit states it never does.
+Source: bitsandbytes 0.50 `optim/optimizer.py` get_state_buffer, `Optimizer2State.init_state` (absmax1, absmax2)."""
+
+
+def state_bytes(
+    num_trained: int, dtype: str, optimizer: str, *, matrix_edge_sum: int = 0, wide: int = 0, small: int = 0
+) -> int:
+    """Bytes of optimizer state on the GPU for `num_trained` parameters of `dtype`.
+
+    Paged forms keep most of theirs in managed memory that PyTorch does not count: see `paged_bytes`.
+
+    Args:
+        matrix_edge_sum: rows + columns over the trained matrices.
+        wide: those of them whose 8-bit states are kept in 32 bits.
+        small: those of them in tensors below UNPAGED elements.
+    """
+    row = OPTIMIZERS[optimizer]
+    if row.paged:
+        return row.scale_bytes(num_trained - wide) + (row.states.eight_bit + 4 * row.states.fp32) * min(
+            small, num_trained
+        )
+    states = row.all_state_bytes(num_trained, SIZE_BYTES[dtype], matrix_edge_sum=matrix_edge_sum)
+    return states + row.wide_state_bytes(wide)
+
+
+def paged_bytes(num_trained: int, optimizer: str, *, wide: int = 0) -> int:
+    """Bytes in CUDA managed memory: outside PyTorch's count, evicted to the host under pressure."""
+    row = OPTIMIZERS[optimizer]
+    if not row.paged:
+        return 0
+    states = row.all_state_bytes(num_trained, SIZE_BYTES["fp32"], matrix_edge_sum=0) + row.wide_state_bytes(wide)
+    return states - row.scale_bytes(num_trained - wide)
+
+
+def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: int) -> int:
+    """Temporary bytes of one optimizer step."""
+    return OPTIMIZERS[optimizer].step_bytes(num_trained, SIZE_BYTES[dtype], largest_tensor=largest_tensor)
+
+
+# What the optimizer updates: the parameters of full fine-tuning or of LoRA, and which matrices carry adapters.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What the optimizer updates: how many parameters, of what type, and the shapes that matter."""
+
+    num: int
+    dtype: str
+    edge_sum: int
+    largest: int
+    head: int
+    embeddings: int
+    stacked: int = 0
+    """Of `num`: adapters of stacked experts, which peft itself casts to the base's type."""
+    copies: int = 0
+    copies_dtype: str = ""
+    wide: int = 0
+    """Of both: elements of embedding tables, whose 8-bit optimizer states the stack keeps in 32 bits."""
+    """Beside `num`: whole modules trained as copies, where their type is another than the adapters'."""
+    small: int = 0
+    """Of `num`: elements of adapters below UNPAGED elements."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the trained parameters, and of their gradients."""
+        return self.num * SIZE_BYTES[self.dtype] + self.copies_bytes
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the copies that have a type of their own."""
+        return self.copies * SIZE_BYTES[self.copies_dtype] if self.copies else 0
+
+    @property
+    def outer_bytes(self) -> int:
+        """Size of one element of a trained embedding or head."""
+        return SIZE_BYTES[self.copies_dtype or self.dtype]
+
+
+def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
+    """The trained parameters of full fine-tuning (all of them) or of LoRA (A [rank, in] and B [out, rank] per matrix).
+
+    Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
+    """
+    if setup.trained_layers:
+        model = layers_alone(model, setup.trained_layers)
+    if setup.frozen_encoder and model.is_encoder_decoder:
+        model = decoder_alone(model)
+    if setup.method == "full":
+        dtype = "fp32" if setup.widens_trained else setup.weight_dtype
+        return _trained_full(model, dtype, setup.trainer.wide_embedding_states, setup.images is not None)
+    if not setup.kind.like_lora:
+        adapters = _trained_kind(
+            model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
+        )
+        return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
+    adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
+    return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
+
+
+Layers = int | tuple[int, ...]
+"""`TrainSetup.trained_layers`."""
+
+
+def layer_numbers(asked: Layers, full: int) -> Sequence[int]:
+    """Numbers of the layers that train, of so many.
+
+    Raises:
+        SetupError: a number that no layer has.
+    """
+    if isinstance(asked, tuple):
+        if asked[-1] >= full:
+            raise SetupError(f"trained_layers names layer {asked[-1]}, the last of {full} has number {full - 1}")
+        return asked
+    return range(min(full, -asked)) if asked < 0 else range(max(0, full - (asked or full)), full)
+
+
+@lru_cache(maxsize=256)
+def layers_alone(model: ModelSpec, asked: Layers) -> ModelSpec:
+    """The layers that train alone: nothing before them, between them or behind.
+
+    Source: LLaMA-Factory 0.9 `model/adapter.py` _setup_freeze_tuning (whatever is no trained layer is frozen,
+    embeddings, norm and head too); peft 0.21 LoraConfig.layers_to_transform.
+    """
+    order = [model.layer_order[number] for number in layer_numbers(asked, model.num_layers)]
+    used = sorted(set(order))
+    layers = tuple(model.layer_kinds[kind] for kind in used)
+    return replace(
+        model,
+        layer_kinds=layers,
+        layer_order=tuple(used.index(kind) for kind in order),
+        embeddings=(),
+        head=None,
+        tied=False,
+        outer_linears=(),
+        outer_norms=(),
+        num_outer_other_params=0,
+        idle_layers=(),
+        num_idle_other_params=0,
+    )
+
+
+@lru_cache(maxsize=256)
+def parted(model: ModelSpec, asked: Layers) -> ModelSpec:
+    """The model whose layers that do not train are kinds of their own, behind the others; itself where all do."""
+    numbers = set(layer_numbers(asked, model.num_layers))
+    order = tuple(kind if place in numbers else -1 - kind for place, kind in enumerate(model.layer_order))
+    frozen = sorted({-1 - kind for kind in order if kind < 0})
+    if not frozen:
+        return model
+    place = {-1 - kind: len(model.layer_kinds) + number for number, kind in enumerate(frozen)}
+    kinds = (*model.layer_kinds, *(replace(model.layer_kinds[kind], frozen=True) for kind in frozen))
+    return replace(model, layer_kinds=kinds, layer_order=tuple(place.get(kind, kind) for kind in order))
+
+
+def frozen_below(model: ModelSpec, setup: TrainSetup) -> int:
+    """Layers below the first that trains, which keep nothing for the backward: it ends above them. With checkpointing
+    transformers makes the embeddings ask for gradients, and it goes through all layers.
+
+    Source: transformers 5.23 `PreTrainedModel.activation_checkpointing_enable` (enable_input_require_grads).
+    """
+    if model.is_encoder_decoder and not _reaches_encoder(model, setup):
+        return model.num_encoder_layers
+    if not setup.trained_layers or (setup.checkpointing and not whole_where_frozen(setup)):
+        return 0
+    return layer_numbers(setup.trained_layers, model.num_layers)[0]
+
+
+def whole_where_frozen(setup: TrainSetup) -> bool:
+    """Whether layers that do not train run without a checkpoint, whatever the others do."""
+    return setup.trainer.checkpoints_trained and bool(setup.trained_layers) and setup.method == "full"
+
+
+def _reaches_encoder(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether the backward goes into an encoder-decoder's encoder."""
+    if setup.method == "full" or setup.checkpointing or not setup.kind.adapts_matrices:
+        return not setup.frozen_encoder
+    names = adapted_names(model, setup.lora_targets)
+    kinds = zip(model.layer_kinds, names, strict=True)
+    return any(adapted for layer, adapted in kinds if layer.cross_attention is None)
+
+
+@lru_cache(maxsize=64)
+def decoder_alone(model: ModelSpec) -> ModelSpec:
+    """What trains where the encoder is frozen (transformers 5.23 `freeze_encoder`): convolutions, its layers, its norm
+    and its table are not there."""
+    kinds = [layer for layer in model.layer_kinds if layer.cross_attention is not None]
+    first = model.layer_kinds.index(kinds[0])
+    return replace(
+        model,
+        layer_kinds=tuple(kinds),
+        layer_order=tuple(kind - first for kind in model.layer_order[model.num_encoder_layers :]),
+        outer_norms=model.outer_norms[1:],
+        num_outer_other_params=0,
+        embeddings=tuple(one for one in model.embeddings if not one.frozen),
+    )
+
+
+def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Trained:
+    """The adapters with the embedding and head that peft trains whole beside them.
+
+    Each is a copy of its own, even of a tied pair, in the type of its weights; TRL casts what is trained beside a
+    quantized base to bf16, adapters and copies alike.
+
+    Source: peft 0.21 `utils/other.py` ModulesToSaveWrapper (deepcopy), `tuners/tuners_utils.py` cast_adapter_dtype
+    (adapters alone); trl 1.16 `SFTTrainer.__init__`.
+    """
+    dtype = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
+    if setup.quantized and setup.stack == "trl":
+        dtype = adapters.dtype
+    names = set(setup.modules_to_save)
+    tables = max((one.num_params for one in model.embeddings), default=0) if names & set(SAVED_EMBEDDINGS) else 0
+    head = 0
+    if names & set(SAVED_HEADS) and model.head is not None:
+        head = model.head.num_weights + model.head.num_bias
+    edges = (model.vocab_size + model.hidden_size) * (bool(tables) + bool(head))
+    apart = dtype != adapters.dtype
+    return replace(
+        adapters,
+        head=head,
+        embeddings=tables,
+        largest=max(adapters.largest, tables, head),
+        edge_sum=adapters.edge_sum + edges,
+        num=adapters.num if apart else adapters.num + tables + head,
+        copies=tables + head if apart else 0,
+        copies_dtype=dtype if apart else "",
+        wide=tables if setup.trainer.wide_embedding_states else 0,
+    )
+
+
+@lru_cache(maxsize=256)
+def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
+    matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
+    edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
+    unused = [  # Gemma 3n's embedders look up tokens of text too
+        (layer, num)
+        for layer, num in model.idle_layers
+        if layer.kind != "embedder" and (not sees or "audio" in layer.path)
+    ]
+    idle = sum(
+        layer.num_params * num for layer, num in unused
+    )  # what sees no picture and hears nothing gets no gradient
+    idle += 0 if sees else model.num_idle_other_params
+    tensors = [
+        one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
+    ]
+    return Trained(
+        num=model.num_params - idle - sum(table.num_params for table in model.embeddings if table.frozen),
+        dtype=dtype,
+        edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
+        largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),
+        head=model.head.num_weights if model.head is not None else 0,
+        embeddings=max((table.num_params for table in model.embeddings), default=0),
+        wide=sum(table.num_params for table in model.embeddings) if wide_tables else 0,
+    )
+
+
+@lru_cache(maxsize=256)
+def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str) -> Trained:
+    num = edges = largest = stacked = small = 0
+    for _, repeats, linears in lora_linears(model, targets):
+        for one in linears:
+            real = lora_rank(one, rank)
+            for edge in (one.in_features, one.out_features) if one.module != "parameter" else ():
+                small += repeats * one.num * real * edge if real * edge < UNPAGED else 0
+            num += repeats * lora_params(one, rank)
+            edges += repeats * one.num * (one.in_features + one.out_features + 2 * real)
+            experts = one.num if one.module == "parameter" else 1
+            stacked += repeats * lora_params(one, rank) if one.module == "parameter" else 0
+            largest = max(largest, experts * real * max(one.in_features, one.out_features))
+    return Trained(
+        num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked, small=small
+    )
+
+
+@lru_cache(maxsize=256)
+def _trained_kind(model: ModelSpec, kind: str, targets: str | tuple[str, ...], size: int, dtype: str) -> Trained:
+    """The trained parameters of another adapter than LoRA, from the shapes of its tensors."""
+    row = ADAPTERS[kind]
+    if row.shapes is None:
+        shapes = outer_shapes(model, row, size)
+    else:
+        shapes = [
+            shape
+            for _, repeats, linears in kind_linears(model, kind, targets)
+            for one in linears
+            for shape in row.shapes(one.in_features, one.out_features, size, one.role == "down") * (repeats * one.num)
+        ]
+    elements = [rows * max(1, columns) for rows, columns in shapes]
+    return Trained(
+        num=sum(elements),
+        dtype=dtype,
+        edge_sum=sum(rows + columns for rows, columns in shapes),
+        largest=max(elements),
+        head=0,
+        embeddings=sum(elements) if row.form in TOKEN_FORMS else 0,  # theirs are the last gradients of a backward
+    )
+
+
+def kind_linears(model: ModelSpec, kind: str, targets: str | tuple[str, ...]) -> Adapted:
+    """`lora_linears` of another adapter, which adapts modules alone.
+
+    Raises:
+        SetupError: the targets reach stacked experts, which are parameters: peft adapts those with LoRA alone.
+    """
+    found = lora_linears(model, targets)
+    if any(one.module == "parameter" for _, _, linears in found for one in linears):
+        raise SetupError(
+            f"peft adapts the stacked experts of {model.model_id} with LoRA alone, got adapter {kind!r}",
+            hint="use --targets attention, or --adapter lora",
+        )
+    if not ADAPTERS[kind].conv1d and any(one.module == "conv1d" for _, _, linears in found for one in linears):
+        raise SetupError(f"peft's adapter {kind!r} does not take the Conv1D matrices of {model.model_id}")
+    return found
+
+
+def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, int]]:
+    """Shapes of what an adapter trains that adapts no matrices.
+
+    Source: peft 0.21 `tuners/prompt_tuning`, `p_tuning` (three matrices with bias), `prefix_tuning` with
+    `utils/other.py` _prepare_prompt_learning_config (all keys and values of a token in one row), `ln_tuning`,
+    `trainable_tokens` (one set of rows, also of a tied pair).
+
+    Raises:
+        SetupError: virtual tokens before an encoder-decoder's two sequences; norms without weights.
+    """
+    wide = model.hidden_size
+    if row.form in TOKEN_FORMS and model.is_encoder_decoder:
+        raise SetupError(f"adapter {row.name!r} is planned for decoders, got {model.model_type}")
+    if row.form == "norms":
+        shapes = [(one.size, 0) for one in tuned_norms(model) for _ in range(int(one.weight) + int(one.bias))]
+        if not shapes:
+            raise SetupError(f"the norms of {model.model_id} have no weights that adapter {row.name!r} could train")
+        return shapes
+    if row.form == "prefix":
+        return [(size, 2 * model.num_layers * prefix_width(model))]
+    if row.name == "p-tuning":
+        return [(size, wide), *[(wide, wide), (wide, 0)] * 3]
+    return [(size, wide)]
+
+
+def tuned_norms(model: ModelSpec) -> list[NormSpec]:
+    """The norms that LN-tuning trains: those of whole tokens in every layer, and the final one."""
+    layers = [one for layer, num in model.layer_counts for one in layer.norms if of_tokens(one) for _ in range(num)]
+    return [*layers, *model.outer_norms[-1:]]
+
+
+def scaled_inputs(model: ModelSpec, targets: str | Sequence[str]) -> list[str]:
+    """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
+    downs = {one.name for layer in model.layer_kinds for one in layer.linears if one.role == "down"}
+    if isinstance(targets, str):
+        return sorted(downs)
+    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
+
+
+def of_tokens(norm: NormSpec) -> bool:
+    """Whether a norm is of whole tokens, not of queries or keys."""
+    return norm.rows_per_token == 1 and norm.name.rpartition(".")[2] not in ("q_norm", "k_norm")
+
+
+def prefix_width(model: ModelSpec) -> int:
+    """Elements of one token's keys in one layer: those of the layer with the widest heads, which peft takes for all.
+
+    Raises:
+        SetupError: no layer keeps keys.
+    """
+    kept = [one.attention for one in model.layer_kinds if one.attention is not None and one.attention.kind == "softmax"]
+    if not kept:
+        raise SetupError(f"{model.model_id} has no attention whose keys a prefix could stand before")
+    widest = max(kept, key=lambda one: one.head_dim)
+    return widest.num_kv_heads * widest.head_dim
+
+
+@lru_cache(maxsize=256)
+def adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> tuple[frozenset[str], ...]:
+    """Names of the adapted matrices for each kind of layer, in the order of `layer_kinds`."""
+    if targets is None:
+        return tuple(frozenset() for _ in model.layer_kinds)
+    names: dict[int, frozenset[str]] = {}
+    for layer, _, linears in lora_linears(model, targets):
+        names[id(layer)] = frozenset(one.name for one in linears)
+    return tuple(frozenset() if one.frozen else names.get(id(one), frozenset()) for one in model.layer_kinds)
+
+
+# `RankState`: what one rank holds beside its activations, moment by moment of a step; an engine builds it.
+
+
+MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "turn", "last", "end", "step")
+"""The moments that can be the peak: the first weights arriving, before any activation; those for the last layer or the
+head arriving; the last layer's forward; the loss; the head's gradient on its way (all activations still there); the
+backward's first layer; its turn from an encoder-decoder's decoder to its encoder; its last layer; its end (the
+embedding's gradient and what is still in buffers, all activations gone); and the optimizer step."""
+COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "turn", "last")
+REFERENCE = "reference model (a frozen copy)"
+BACKWARD = ("head", "first", "turn", "last", "end")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes of one kind that a rank holds at some moments (all of MOMENTS: resident)."""
+
+    category: Category
+    name: str
+    size_bytes: int
+    moments: tuple[str, ...] = MOMENTS
+
+    @property
+    def resident(self) -> bool:
+        """Held all along."""
+        return len(self.moments) == len(MOMENTS)
+
+
+def weights_held(name: str, size_bytes: int, *moments: str) -> Held:
+    """Weights at these moments; all along where none is named."""
+    return Held(category="weights", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+
+
+def gradients_held(name: str, size_bytes: int, *moments: str) -> Held:
+    """Gradients, and the buffers that they travel in, at these moments; all along where none is named."""
+    return Held(category="gradients", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """One rank's states and buffers.
+
+    Attributes:
+        setup: the one-GPU setup whose data types really run under the engine.
+        trained: the part's trained parameters in the type of their unsharded gradients.
+        local: what this rank's optimizer updates: its shard, in the type it keeps it in.
+        optimizer_on_device: False where optimizer states lie in host memory.
+        stepped: elements that its optimizer steps at once, None for all of `local`.
+        gone_in_step_bytes: of what is held at "step", gone when the optimizer makes its temporaries.
+        loss_forward_bytes: alive in the loss's forward only (not in its backward).
+        loss_backward_bytes: alive in its backward only.
+        reference_forward_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`:
+        of the next
+            layer's weights, before it runs.
+        host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
+        moment_bytes: what `held` adds up to at each moment beyond what is "resident".
+    """
+
+    part: RankPart
+    setup: TrainSetup
+    trained: Trained
+    local: Trained
+    held: tuple[Held, ...]
+    optimizer_on_device: bool = True
+    stepped: int | None = None
+    gone_in_step_bytes: int = 0
+    loss_forward_bytes: int = 0
+    loss_backward_bytes: int = 0
+    reference_forward_bytes: int = 0
+    arriving_bytes: int = 0
+    host_bytes: int = 0
+    moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        totals = dict.fromkeys((*MOMENTS, "resident"), 0)
+        for one in self.held:
+            for moment in ("resident",) if one.resident else one.moments:
+                totals[moment] += one.size_bytes
+        self.moment_bytes.update(totals)
+
+    def optimizer_bytes(self, optimizer: str) -> tuple[int, int]:
+        """Bytes on the device of (states, temporaries of the step beyond what is held at "step") for an optimizer on
+        this rank's shard."""
+        if not self.optimizer_on_device:
+            return 0, 0
+        local = self.local
+        of_tensors = {"matrix_edge_sum": local.edge_sum, "wide": local.wide, "small": local.small}
+        states = state_bytes(local.num, local.dtype, optimizer, **of_tensors)
+        num = local.num if self.stepped is None else self.stepped
+        temporary = step_bytes(num, local.dtype, optimizer, largest_tensor=min(num, local.largest))
+        if local.copies:  # a group of their own in every multi-tensor step
+            states += state_bytes(local.copies, local.copies_dtype, optimizer)
+            largest = min(local.copies, local.largest)
+            temporary = max(temporary, step_bytes(local.copies, local.copies_dtype, optimizer, largest_tensor=largest))
+        return states, max(0, temporary - self.gone_in_step_bytes)
+
+    def host_state_bytes(self, optimizer: str) -> int:
+        """Bytes of optimizer states in host memory: of this rank's shard, where they are offloaded."""
+        if self.optimizer_on_device:
+            return 0
+        return state_bytes(self.local.num, self.local.dtype, optimizer, matrix_edge_sum=self.local.edge_sum)
+
+
+def rank_state(part: RankPart, setup: TrainSetup, held: Iterable[Held], **other: Any) -> RankState:
+    """The state of a rank that shards: what holds nothing is left out."""
+    return RankState(part=part, setup=setup, held=tuple(one for one in held if one.size_bytes), **other)
+
+
+def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
+    """`trained_parameters` of a part; nothing where explicit targets match no module of it (a stage without head)."""
+    try:
+        return trained_parameters(model, setup)
+    except SetupError:
+        return Trained(num=0, dtype=setup.resolved_adapter_dtype, edge_sum=0, largest=0, head=0, embeddings=0)
+
+
+def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iterator[Held]:
+    """The weights, and what LoRA adds to them, as they are on one GPU."""
+    for name, size in weight_bytes(model, setup).items():
+        if size:
+            yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
+    if setup.method != "full":
+        yield Held(
+            category="adapters",
+            name=f"{'LoRA matrices' if setup.adapter == 'lora' else setup.kind.title.partition(' (')[0]}"
+            f"{' and whole modules' if setup.modules_to_save else ''}",
+            size_bytes=trained.size_bytes,
+        )
+        if setup.kind.form == "shared":
+            linears = [one for _, _, group in lora_linears(model, setup.lora_targets) for one in group]
+            yield Held(
+                category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
+            )
+        if setup.kind.form == "rows":
+            table = max(one.num_params for one in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
+            yield Held(
+                category="gradients", name="gradient of the embedding with its rows", size_bytes=table, moments=("end",)
+            )
+            if model.tied and setup.loss == "full" and not setup.kbit_fp32_cast:
+                name = "the tied head with its rows"  # multiplied from a copy of the table
+                yield Held(category="weights", name=name, size_bytes=table, moments=("loss", "head"))
+    elif setup.copies_reference:
+        size = sum(weight_bytes(model, setup).values())
+        yield Held(category="weights", name=REFERENCE, size_bytes=size)
+
+
+def heeds_loss(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether `whole_weights` and `whole_gradients` ask which loss it is: of a tied head, trained or with its rows."""
+    return model.tied and (setup.method == "full" or setup.kind.form == "rows")
+
+
+def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether the two halves of a tied embedding's gradient make a third tensor instead of being added in place.
+
+    The engine adds into the first one where nothing else holds its storage; the head's own matrix multiplication gives
+    it transposed, which does. A cast (autocast) or a fused loss gives a fresh tensor.
+
+    Source: PyTorch `input_buffer.cpp` `can_accumulate_inplace`; tests/probes/test_dryrun_gradient_sums.py.
+    """
+    return model.tied and setup.method == "full" and setup.loss == "full" and setup.autocast_dtype is None
+
+
+def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:
+    """Bytes of the gradients that are kept whole, at the backward's "first" layer, its "last" one (all there but the
+    embedding's and this layer's), its "end" (the embedding's own, when all activations are gone) and the "turn" to an
+    encoder-decoder's encoder (the decoder's).
+
+    In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
+    accumulation the gradients of earlier micro-batches are alive all along (not counted here), and a new one only until
+    it is added.
+    """
+    size = trained.outer_bytes
+    # of several forwards autograd adds up a weight's gradients before it gives them to the weight
+    if setup.live_forwards > 1:
+        whole = trained.size_bytes
+        return {"first": 0, "turn": 0, "last": whole, "end": whole + trained.embeddings * size}
+    head = 0 if accumulated else trained.head * size
+    largest = trained.embeddings * size
+    if model.front_end is not None:
+        return _of_a_decoders_table(model, setup, trained, accumulated=accumulated)
+    # the head's, which waits for the embedding's; copies of a tied pair are two
+    half = trained.head * size if model.tied and setup.method == "full" else 0
+    first = turn = head
+    if accumulated:
+        last = half
+    else:
+        turn += int(decoder_share(model) * max(0, trained.size_bytes - head))
+        others = trained.size_bytes - (0 if half >= largest else largest)
+        last = max(0, others - (others - head) // max(1, model.num_layers))
+    # beside the gradients kept: the other half of a tied one, their sum, and a new one about to be accumulated, of the
+    # tied table or, while the head's half still waits, of a larger one (Gemma 4's inputs of each layer)
+    more = half * (1 + int(halves_stay_apart(model, setup)))
+    if accumulated:
+        more = max(more + half, half + largest)
+    end = (0 if accumulated else trained.size_bytes) + more
+    return {"first": first, "turn": turn, "last": last, "end": end}
+
+
+def _of_a_decoders_table(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:
+    """The same where the tied table is the decoder's alone: its gradient comes before the encoder's, at the "end" of
+    the decoder's backward, and what comes last is a convolution's."""
+    half = trained.head * trained.outer_bytes
+    halves = half * (1 + int(halves_stay_apart(model, setup)))
+    if accumulated:
+        return {"first": half, "turn": 0, "last": 0, "end": halves + half}
+    layers = trained.size_bytes - half
+    decoders = int((1.0 if setup.frozen_encoder else decoder_share(model)) * layers)
+    last = trained.size_bytes - int((1.0 - decoder_share(model)) * layers) // max(1, model.num_encoder_layers)
+    return {"first": half, "turn": half + decoders, "last": last, "end": half + decoders + halves}
+
+
+def decoder_share(model: ModelSpec) -> float:
+    """Share of an encoder-decoder's layer parameters that is the decoder's; 0 of other models."""
+    return model.once("decoder share", _decoder_share)
+
+
+def _decoder_share(model: ModelSpec) -> float:
+    parts = [(layer.num_params * num, layer.cross_attention is not None) for layer, num in model.layer_counts]
+    return sum(num for num, decoder in parts if decoder) / max(1, sum(num for num, _ in parts))
+
+
+def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+    """Gradients that stay whole until the step, as on one GPU."""
+    at = backward_gradients(model, setup, trained, accumulated=accumulated)
+    found = [
+        Held(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
+        for moment, size in at.items()
+    ]
+    found.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
+    if accumulated:
+        kept = (*COMPUTE, "end")
+        found.append(
+            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=kept)
+        )
+    return found

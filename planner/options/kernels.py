@@ -1,0 +1,178 @@
+"""The kernel families: what computes norms, rotary embedding, gated activation and LoRA. To add one, add its row."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from planner.core.records import dataclass
+from planner.options.stacks import TARGET_ROWS, written_by
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelFamily:
+    """One family of kernels around the matrix multiplications.
+
+    Attributes:
+        name: as `TrainSetup.kernels` says it.
+        parts: what of a layer it computes as one kernel each, where it knows the model's type: "norm" (RMSNorm),
+            "head-norm" (the RMSNorm of queries and keys), "rotary", "gated" (activation times up projection), "lora"
+            (a matrix and its adapter as one autograd function; an MLP of three such as one).
+        triton: whether its kernels are Triton's.
+        package: what a plain transformers stack installs for it; "" for none. Axolotl and Unsloth bring "fused" along.
+        only: launch targets whose files alone can ask for it; (): every tool on transformers can.
+        nvidia: whether it is known to run on NVIDIA's cards only.
+        tie_break: breaks ties in speed: fewer packages; smaller is simpler.
+        words: what it is called where a person reads.
+    """
+
+    name: str
+    parts: frozenset[str]
+    triton: bool
+    package: str
+    tie_break: int
+    words: str
+    only: tuple[str, ...] = ()
+    nvidia: bool = False
+
+
+LIGER = "liger-kernel"
+_LAYER = frozenset({"norm", "head-norm", "rotary", "gated"})
+_ROWS = (
+    KernelFamily(name="eager", parts=frozenset(), triton=False, package="", tie_break=0, words="eager kernels"),
+    KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, tie_break=1, words="Liger kernels"),
+    KernelFamily(
+        name="fused",
+        parts=_LAYER | {"lora"},
+        triton=True,
+        package="",
+        tie_break=2,
+        words="fused LoRA kernels",
+        only=("axolotl", "unsloth"),
+        nvidia=True,
+    ),
+)
+KERNELS: Mapping[str, KernelFamily] = {row.name: row for row in _ROWS}
+"""Every family by its name."""
+
+_NO_HEAD_NORM = _LAYER - {"head-norm"}
+LIGER_PARTS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2"), _LAYER),
+    **dict.fromkeys(("granite", "qwen3", "smollm3"), _LAYER),
+    **dict.fromkeys(("olmo2", "olmo3"), _NO_HEAD_NORM),
+    **dict.fromkeys(("glm4", "qwen3_5", "qwen3_5_text"), _LAYER - {"rotary"}),
+    **dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), _LAYER - {"gated"}),
+}
+"""Model type -> the parts that Liger's switch computes in it. Left out: types of which it changes little or what is not
+modelled (Llama 4, Gemma 4, DeepSeek, Qwen3-Next). Routed experts stay transformers': Liger's own grouped kernel for
+them is switched off in what is written here.
+
+Source: `_apply_liger_kernel_to_instance` of liger-kernel 0.8.5 on transformers 5.23, applied to one model of each type
+(tools/liger_parts.py): modules whose forward it replaced, and the module's `apply_rotary_pos_emb`.
+"""
+LIGER_LOSS = frozenset({
+    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "gpt_oss", "llama", "llama4",
+    "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+})  # fmt: skip
+"""Model types of ours whose loss Liger fuses with the head. For any other a trainer's Liger switch leaves the logits
+held in full, and says so in a log line at most; for Granite it patches layers and refuses the fused loss.
+
+Source: liger-kernel 0.8.2 and 0.8.5 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN,
+apply_liger_kernel_to_granite.
+"""
+FUSED_LORA = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose attention and MLP both Axolotl and Unsloth run as fused LoRA functions.
+
+Source: Axolotl docs/lora_optims ("llama, mistral, qwen2, gemma, gemma2") and `monkeypatch/lora_kernels.py` QKV_PATCHES
+(which has Qwen3's form); Unsloth `models/` (llama, mistral, qwen2, qwen3, gemma, gemma2).
+"""
+
+
+def parts_of(kernels: str, model_type: str, *, compiled: bool = False) -> frozenset[str]:
+    """What of this type's layers runs as kernels of its own: the family's, or the compiler's, which has them all."""
+    if compiled:
+        return COMPILED
+    known = LIGER_PARTS.get(model_type, frozenset())
+    if model_type in FUSED_LORA:
+        known |= {"lora"}
+    return KERNELS[kernels].parts & known
+
+
+COMPILED = _LAYER | {"lora", "inputs"}
+"""What torch.compile makes one kernel of in any layer; "inputs": what several matrices multiplied is kept once, in the
+type that is multiplied.
+
+Source: PyTorch 2.13 `torch/_functorch/partitioners.py` min_cut_rematerialization_partition: of what the backward needs
+the cut with the fewest bytes is kept, chains of elementwise operations, norms and casts are recomputed, but not what a
+product of the backward reads.
+"""
+
+
+def kernels_refusal(kernels: str, model_type: str) -> str:
+    """Why a family does not run a model type on any card, "" where it does."""
+    if not KERNELS[kernels].parts:
+        return ""
+    row = KERNELS[kernels]
+    if "lora" in row.parts and model_type not in FUSED_LORA:
+        return f"no tool has {row.words} for {model_type}"
+    return "" if model_type in LIGER_PARTS else f"Liger has no layer kernels for {model_type}"
+
+
+GAIN_BAND = 0.07
+"""What the predicted gain of fused kernels is off by in 90 % of 35 pairs of runs with and without them: one source
+(foundation-model-stack's fms-acceleration), one card. Source: benchmarks/speed_ratios.py, "fused kernels on / off"."""
+MEASURED_ON, NUM_MEASURED = "a100-80gb", 35
+LARGEST_GAIN = 0.21
+"""The most that fused kernels gained in any of those pairs (Mistral-7B, full fine-tuning): what a prediction says
+beyond it is added to its band whole."""
+COMPILE_BAND = 0.28
+"""The same of torch.compile, the most of 6 pairs: 4 on a B200 ("torch.compile on / off", median 9 %), torchtune's
+on an A100 (7 % too little), torchtitan's on H100s of another memory (8 to 16 % too much). Small models whose host sets
+the pace miss most."""
+
+
+def speed_band(band: float, kernels: str, gpu_key: str, *, compiled: bool = False) -> float:
+    """The half-width of a speed's 90 % band with what is not known of a kernel family and of torch.compile.
+
+    A card on which fused kernels were measured has the band that held-out runs with and without them made; on any other
+    the error of their gain is added, twice over because it was seen on one card. That of torch.compile always is.
+
+    Measured: benchmarks/speed_parts.py, 39 of 42 held-out fused runs and 22 of 28 compiled ones lie inside.
+    """
+    fused = 2 * GAIN_BAND if KERNELS[kernels].parts and gpu_key != MEASURED_ON else 0.0
+    return float((band**2 + fused**2 + (COMPILE_BAND if compiled else 0.0) ** 2) ** 0.5)
+
+
+COMPILES_NOTHING = (
+    "flash attention inside checkpointed layers leaves torch.compile's graph, and those layers then run as they are"
+)
+"""See `TrainSetup.compiled`."""
+
+
+def speed_note(kernels: str, gpu_key: str, *, compiled: bool = False) -> str:
+    """How little stands behind the speed of a kernel family, or of torch.compile, one sentence; "" for neither."""
+    if compiled:
+        return (
+            "What torch.compile gains is a prediction: 6 pairs of runs (B200, A100, H100) were measured, 9 % off in "
+            "the median, 28 % at most; compiling itself (minutes, at the first step and once more at a second length) "
+            "is not counted."
+        )
+    if not KERNELS[kernels].parts:
+        return ""
+    here = "on this card" if gpu_key == MEASURED_ON else "on an A100, none on this card"
+    return f"What {KERNELS[kernels].words} gain is a prediction: {NUM_MEASURED} pairs of runs measured {here}."
+
+
+PLANNED_KERNELS = ("liger", "eager")
+"""What is walked where neither a family nor a launch target was named; eager stays where the others gain too little."""
+
+
+def planned_kernels(targets: Sequence[str], objective: str) -> tuple[str, ...]:
+    """What a plan for these launch targets tries, or where none is named for those that have a file for the objective:
+    the first one's, as the others are held to it."""
+    return TARGET_ROWS[next(iter(targets or written_by(objective)))].kernels or PLANNED_KERNELS
+
+
+def running(parts: frozenset[str]) -> str:
+    """The family that computes just these parts of a layer, "" where none does."""
+    return next((row.name for row in _ROWS if row.parts == parts), "")

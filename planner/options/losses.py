@@ -1,0 +1,279 @@
+"""The losses: what their chain holds and moves, how they cut it, what they need. To add one, add its class."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, final
+
+from planner.core.records import dataclass
+
+TRL_TOKEN_CHUNK = 4096
+"""Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""
+TRL_VOCAB_CHUNK = 32768
+"""Vocabulary width of a tile. Source: TRL 1.16 `trl/trainer/utils.py` _CHUNKED_LOGPROB_CHUNK_SIZE."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossChain:
+    """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward").
+
+    `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
+    `kept_bytes`: the logits that the loop's variable holds from one forward to the next, beside all of these.
+    `reference_forward_bytes`: kept for the backward while a reference's layers run. `inside_bytes`: what of
+    `loss_bytes` is there while the model's forward still runs, where the loss is made behind it; None: all.
+    """
+
+    loss_bytes: int
+    backward_bytes: int
+    logits_bytes: int = 0
+    kept_bytes: int = 0
+    reference_forward_bytes: int = 0
+    inside_bytes: int | None = None
+
+    @property
+    def within_bytes(self) -> int:
+        """Its largest moment within the model's forward."""
+        return self.loss_bytes if self.inside_bytes is None else self.inside_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossShape:
+    """One micro-batch at the head.
+
+    Attributes:
+        logit_bytes, hidden_bytes: size of one logit, and of one element of the hidden states.
+        head_trained: whether the head's weight has a gradient.
+        softcap: logits are squashed by a scaled tanh.
+        head_cast: autocast copies an fp32 head to 16 bit.
+        upcast: the full loss is computed in fp32; that of an encoder-decoder's own class is not.
+        narrow: of such a class under autocast, which widens what comes between log-softmax and loss alone (PyTorch
+            `cross_entropy_loss` names the type of its log-softmax).
+        chunks: into how many pieces the stack cuts the full loss.
+        in_place: the stack's own kernel of the full loss writes the gradient over the logits; shifted: over a copy of
+            their fp32 form.
+        kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
+        asked: a reference is asked between its forward and its backward.
+        widened: the outputs of the model are cast to fp32.
+        compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
+        upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
+        copies_shifted: the loss copies all logits but the last ones (before 4.49).
+    """
+
+    tokens: int
+    vocab_size: int
+    hidden_size: int
+    logit_bytes: int
+    hidden_bytes: int
+    head_trained: bool
+    softcap: bool
+    head_cast: bool
+    upcast: bool
+    narrow: bool = False
+    chunks: int = 1
+    in_place: bool = False
+    shifted: bool = False
+    kept: bool = False
+    widened: bool = False
+    asked: bool = False
+    compiled: bool = False
+    upcast_early: bool = False
+    copies_shifted: bool = False
+
+    @property
+    def cast_bytes(self) -> int:
+        """The head's 16-bit copy, alive until the head's own backward is done."""
+        return self.logit_bytes * self.vocab_size * self.hidden_size if self.head_cast else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """How the head's multiplications are cut.
+
+    Attributes:
+        tokens: of one tile.
+        forwards: how often logits are computed.
+        head_traffic_bytes: moved per element of a trained head's weight and tile, where there are several.
+    """
+
+    tokens: int
+    forwards: int
+    head_traffic_bytes: float
+
+
+class Loss(ABC):
+    """One loss.
+
+    Attributes:
+        tie_break: breaks ties in speed: fewer packages, nothing lost; smaller is simpler.
+        coarse: whether a coarse walk tries it.
+        triton: whether its kernels are Triton's.
+        whole_logits: whether all logits are there at once; others patch a whole model's forward.
+    """
+
+    name: ClassVar[str]
+    tie_break: ClassVar[int]
+    coarse: ClassVar[bool]
+    triton: ClassVar[bool]
+    whole_logits: ClassVar[bool]
+
+    @abstractmethod
+    def memory(self, shape: LossShape) -> LossChain:
+        """Bytes of one micro-batch's chain."""
+
+    @abstractmethod
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        """How the head's multiplications over so many tokens are cut."""
+
+    @abstractmethod
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        """Bytes that the chain moves per logit, forward and backward, head multiplications not counted.
+
+        Args:
+            fused: the software stack fuses the full loss. drag: from bytes as counted (0) to what they take on an A100
+            (1), see `planner.speed.roofline.counts.drag_of`.
+
+        Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv, cross_entropy on an A100.
+        """
+
+
+@final
+class FullLoss(Loss):
+    """transformers' ForCausalLMLoss: logits in the compute type, their fp32 copy, the fp32 log-softmax that autograd
+    keeps; at the start of the backward the log-softmax, the gradient of the log-probabilities and the gradient of the
+    logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy. Where a stack cuts the loss
+    into pieces only the log-softmax is there of all of them; where its kernel works in place, nothing but the logits.
+
+    Moved with fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100
+    it takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the
+    upcast and the cast back, 12. A soft cap adds three operations each way.
+
+    Source: transformers 5.23 `loss/loss_utils.py`.
+    """
+
+    name, tie_break, coarse, triton, whole_logits = "full", 1, False, False, True
+
+    def memory(self, shape: LossShape) -> LossChain:
+        elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
+        kept = logit * elements if shape.softcap else 0
+        wide = 4 if shape.upcast else logit
+        # without a 16-bit type the fp32 "copy" is the logits themselves
+        copy = wide * elements if wide != logit else 0
+        beside = kept + shape.cast_bytes
+        held = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
+        if shape.in_place:
+            there = (8 if shape.shifted else logit) * elements + beside  # shifted: in the backward, its padded gradient
+            late = logit * elements if shape.shifted else 0
+            return LossChain(loss_bytes=there, backward_bytes=there, logits_bytes=late, kept_bytes=held)
+        if shape.compiled:
+            return LossChain(
+                loss_bytes=logit * elements + beside,
+                backward_bytes=logit * elements + beside,
+                logits_bytes=logit * elements // shape.chunks,
+                kept_bytes=held,
+            )
+        if shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
+            there = 2 * logit + 4
+            behind = max(there + 4 * shape.widened, logit + 8)
+            return LossChain(
+                loss_bytes=there * elements + beside,
+                backward_bytes=behind * elements + beside,
+                logits_bytes=logit * elements,
+                kept_bytes=held,
+            )
+        there = (0 if shape.upcast_early and copy else logit) * elements + wide * elements * shape.copies_shifted
+        return LossChain(
+            loss_bytes=there + copy // shape.chunks + wide * elements + beside,
+            backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + beside,
+            logits_bytes=logit * elements,
+            kept_bytes=held,
+        )
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        return Tiling(tokens=tokens, forwards=1, head_traffic_bytes=0.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        if fused:
+            return 4.0 * logit_bytes
+        chain = 24 + (49 - 24) * drag + (12.0 if logit_bytes == 2 else 0.0)
+        return chain + (13.0 * logit_bytes if softcap else 0.0)
+
+
+@final
+class ChunkedLoss(Loss):
+    """TRL's fused head: one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the head's
+    weight where it is trained). Moved: one pass to read, one to rewrite, tile by tile.
+
+    Source: TRL 1.16 `kernels/chunked_logprob.py`.
+    """
+
+    name, tie_break, coarse, triton, whole_logits = "chunked", 0, True, False, False
+
+    def memory(self, shape: LossShape) -> LossChain:
+        logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
+        head = shape.vocab_size * shape.hidden_size
+        tile = again = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
+        if shape.head_cast:  # the cast of one tile of the head within its product, of two neighbours in the backward
+            tile += logit * shape.hidden_size * min(shape.vocab_size, TRL_VOCAB_CHUNK)
+            again += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
+        gradients = 4 * hidden + (4 * head if shape.head_trained else 0)
+        # the head's fp32 gradient is cast to the weight's type at the end, beside the last tile
+        cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
+        rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
+        beside = rows if shape.asked else 0  # the policy's, and the reference's hidden states
+        forward = tile + rows + 2 * beside
+        return LossChain(
+            loss_bytes=forward, backward_bytes=again + cast + gradients + 2 * rows, reference_forward_bytes=beside
+        )
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        return Tiling(tokens=min(tokens, TRL_TOKEN_CHUNK), forwards=2, head_traffic_bytes=8.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        return 4.0 * logit_bytes
+
+
+@final
+class LigerLoss(Loss):
+    """Liger's fused linear cross-entropy: a chunk of tokens so that its logits, in one buffer, are about tokens x
+    hidden, and the hidden gradient (and the head's, in the weight's type, where trained) held from the forward on.
+    Moved: three passes counted, as long as five; each chunk's gradient of the head is added to the sum.
+
+    Source: Hsu et al. 2024, Liger Kernel, section 3.2, https://arxiv.org/abs/2410.10989; liger-kernel 0.8.5
+    `ops/fused_linear_cross_entropy.py`, from compute capability 8.0 on.
+    """
+
+    name, tie_break, coarse, triton, whole_logits = "liger", 2, True, True, False
+
+    def memory(self, shape: LossShape) -> LossChain:
+        hidden = shape.hidden_bytes * shape.tokens * shape.hidden_size
+        elements, logit = shape.vocab_size * shape.hidden_size, shape.logit_bytes
+        chunk = min(shape.tokens, self._chunk(shape.tokens, shape.vocab_size, shape.hidden_size))
+        head = shape.hidden_bytes * elements if shape.head_trained else 0
+        tile = chunk * shape.vocab_size * logit
+        if shape.head_cast:  # autocast casts the weight for each product and keeps the cast of a trained one
+            tile += logit * (elements * (2 if shape.head_trained else 1) + chunk * shape.hidden_size)
+        elif shape.head_trained and logit == 4:  # the product is made beside the sum
+            tile += 4 * elements
+        return LossChain(loss_bytes=tile + hidden + head, backward_bytes=2 * hidden + head)
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        chunk = self._chunk(tokens, vocab_size, hidden_size)
+        return Tiling(tokens=min(tokens, chunk), forwards=1, head_traffic_bytes=6.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        return (3 + (5 - 3) * drag) * logit_bytes
+
+    @staticmethod
+    def _chunk(tokens: int, vocab_size: int, hidden_size: int) -> int:
+        """Tokens of a chunk: a power of two."""
+        return 1 << max(0, -(-tokens // -(-vocab_size // hidden_size)) - 1).bit_length()
+
+
+LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in (FullLoss(), ChunkedLoss(), LigerLoss())}
+"""Every loss by its name."""
+PLANNED_LOSSES = ("chunked", "liger", "full")
+"""In the order in which a plan tries them."""
+
+if set(PLANNED_LOSSES) != set(LOSSES) or not all(
+    name in vars(type(loss)) for loss in LOSSES.values() for name in Loss.__annotations__
+):
+    raise AssertionError("a loss leaves something open")

@@ -1,0 +1,297 @@
+"""The optimizers: bytes, passes over memory, names in every tool, who steps them. To add one, add its row."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from planner.core.records import dataclass
+
+BLOCK_8BIT = 256
+"""Elements per scale of an 8-bit state. Source: bitsandbytes 0.50 `Optimizer2State` (block-wise, 256)."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """What an optimizer keeps from step to step.
+
+    Attributes:
+        own_type: states per parameter in the parameter's own type.
+        eight_bit: states per parameter of one byte and an fp32 scale per BLOCK_8BIT.
+        fp32: states per parameter in fp32.
+        factored: one fp32 row and one fp32 column per matrix instead of a state per parameter.
+    """
+
+    own_type: int = 0
+    eight_bit: int = 0
+    fp32: int = 0
+    factored: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Temporaries:
+    """What a step makes and drops again.
+
+    Attributes:
+        copies: in multiples of all trained parameters.
+        fp32_of_largest: fp32 copies of the largest tensor, and as many again where parameters are 16-bit.
+    """
+
+    copies: int = 0
+    fp32_of_largest: int = 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """One optimizer.
+
+    Attributes:
+        name: as `TrainSetup.optimizer` says it.
+        planned: whether a plan chooses it by itself; others change what is optimized, or are never better.
+        tie_break: breaks ties in speed: fewer extra packages, nothing lost; smaller is simpler.
+        adamw: whether it computes AdamW, so that another AdamW can take its place.
+
+        states: what it keeps; temporaries: what a step makes.
+        paged: states lie in CUDA's managed memory, which PyTorch does not count.
+
+        passes: over parameter-sized tensors in one step; extra_bytes: further bytes moved per parameter.
+        kernels_per_tensor: kernels of one step; looped: whether Python goes through the tensors one by one.
+        cpu_looped: the same for the step on offloaded CPU tensors.
+        rate_rule: which rule of thumb its learning rate follows: "Adam", "Lion" or "SGD".
+
+        bitsandbytes: whether it is that package's, which has none for Apple's GPUs.
+        steps_dtensors: whether it steps FSDP2's and tensor parallelism's DTensors; others mix them with plain state
+            tensors and raise. Measured: one-process `fully_shard` on CPU, PyTorch 2.13.
+        steps_on_cpu: whether it has a form that steps states in the host's memory (DeepSpeedCPUAdam, AdamW on CPU).
+
+        transformers: its name in transformers' `OptimizerNames` (5.23), which TRL, Axolotl, LLaMA-Factory and Unsloth
+            take over.
+        aliases: other names that those tools read as the same.
+        nearest_of: names of optimizers that are not in this table and whose states are nearest to this one's.
+        class_path: the class that the dry run and the probe build, with its `arguments`.
+    """
+
+    name: str
+    planned: bool
+    tie_break: int
+    adamw: bool
+    states: States
+    temporaries: Temporaries
+    paged: bool
+    passes: float
+    extra_bytes: float
+    kernels_per_tensor: float
+    looped: bool
+    cpu_looped: bool
+    rate_rule: str
+    bitsandbytes: bool
+    steps_dtensors: bool
+    steps_on_cpu: bool
+    transformers: str
+    aliases: tuple[str, ...]
+    nearest_of: tuple[str, ...]
+    class_path: str
+    arguments: Mapping[str, Any]
+
+    def all_state_bytes(self, num_trained: int, size_bytes: int, *, matrix_edge_sum: int) -> int:
+        """Bytes of all states, wherever they lie, of parameters of `size_bytes` each.
+
+        Args:
+            matrix_edge_sum: rows + columns over the trained matrices.
+
+        Not counted: vectors below 4,096 elements, which bitsandbytes keeps in fp32 (under 0.01 % of a model).
+        """
+        kept = self.states
+        eight_bit = kept.eight_bit * num_trained + self.scale_bytes(num_trained)
+        factored = 4 * matrix_edge_sum if kept.factored else 0
+        return (kept.own_type * size_bytes + 4 * kept.fp32) * num_trained + eight_bit + factored
+
+    def scale_bytes(self, num: int) -> int:
+        """Bytes of the scales of `num` parameters' 8-bit states."""
+        return self.states.eight_bit * 4 * (num // BLOCK_8BIT)
+
+    def wide_state_bytes(self, num: int) -> int:
+        """Bytes that the states of `num` parameters take beyond `all_state_bytes` where 8-bit states are kept in 32."""
+        return self.states.eight_bit * (3 * num - 4 * (num // BLOCK_8BIT))
+
+    def step_bytes(self, num_trained: int, size_bytes: int, *, largest_tensor: int) -> int:
+        """Temporary bytes of one optimizer step."""
+        of_largest = self.temporaries.fp32_of_largest * (1 + int(size_bytes != 4))
+        return self.temporaries.copies * size_bytes * num_trained + of_largest * 4 * largest_tensor
+
+
+_USUAL: dict[str, Any] = {
+    "adamw": True,
+    "paged": False,
+    "cpu_looped": True,
+    "rate_rule": "Adam",
+    "aliases": (),
+    "nearest_of": (),
+}
+"""What most of them have in common; bytes and passes are every row's own to say."""
+_TORCH: dict[str, Any] = {
+    **_USUAL,
+    "extra_bytes": 0.0,
+    "looped": False,
+    "bitsandbytes": False,
+    "steps_dtensors": True,
+    "steps_on_cpu": True,
+}
+_BITSANDBYTES: dict[str, Any] = {
+    **_USUAL,
+    "temporaries": Temporaries(),  # in place
+    "passes": 3.0,
+    "kernels_per_tensor": 1.0,
+    "looped": True,
+    "bitsandbytes": True,
+    "steps_dtensors": False,
+    "steps_on_cpu": False,
+    "arguments": {},
+}
+
+
+def _row(shared: Mapping[str, Any], **own: Any) -> Optimizer:
+    return Optimizer(**{**shared, **own})
+
+
+_ROWS = (
+    # Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. PyTorch's default is the foreach form: about 20
+    # passes, and one temporary of the size of all trained parameters (the square root of the second moments; PyTorch
+    # 2.13 `optim/adamw.py` _multi_tensor_adamw; Mistral-7B in bf16 peaks at 5.00 copies, fms_acceleration, A100).
+    # `foreach` is said because meta and CPU tensors would be looped over otherwise.
+    _row(
+        _TORCH,
+        name="adamw",
+        planned=False,
+        tie_break=1,
+        states=States(own_type=2),
+        temporaries=Temporaries(copies=1),
+        passes=20.0,
+        kernels_per_tensor=0.3,
+        transformers="adamw_torch",
+        aliases=("adamw_hf", "adamw"),
+        class_path="torch.optim.AdamW",
+        arguments={"weight_decay": 0.0, "foreach": True},
+    ),
+    # The fused kernel reads four tensors and writes three, in place.
+    _row(
+        _TORCH,
+        name="adamw-fused",
+        planned=True,
+        tie_break=0,
+        states=States(own_type=2),
+        temporaries=Temporaries(),
+        passes=7.0,
+        kernels_per_tensor=0.05,
+        cpu_looped=False,
+        transformers="adamw_torch_fused",
+        aliases=("adamw_apex_fused",),
+        class_path="torch.optim.AdamW",
+        arguments={"weight_decay": 0.0, "fused": True},
+    ),
+    # Dettmers et al. 2022, 8-bit Optimizers, https://arxiv.org/abs/2110.02861; bitsandbytes runs a kernel per tensor.
+    _row(
+        _BITSANDBYTES,
+        name="adamw-8bit",
+        planned=True,
+        tie_break=2,
+        states=States(eight_bit=2),
+        extra_bytes=4.2,
+        transformers="adamw_bnb_8bit",
+        aliases=("adamw_8bit",),
+        nearest_of=(
+            "adamw_torch_8bit",
+            "ao_adamw_8bit",
+            "adamw_torch_4bit",
+            "ao_adamw_4bit",
+            "ao_adamw_fp8",
+            "ademamix_8bit",
+        ),
+        class_path="bitsandbytes.optim.AdamW8bit",
+    ),
+    # bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
+    _row(
+        _BITSANDBYTES,
+        name="paged-adamw-8bit",
+        planned=True,
+        tie_break=3,
+        states=States(eight_bit=2),
+        paged=True,
+        extra_bytes=4.2,
+        transformers="paged_adamw_8bit",
+        class_path="bitsandbytes.optim.PagedAdamW8bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="paged-adamw-32bit",
+        planned=False,
+        tie_break=4,
+        states=States(fp32=2),
+        paged=True,
+        extra_bytes=16.0,
+        transformers="paged_adamw_32bit",
+        aliases=("paged_adamw",),
+        class_path="bitsandbytes.optim.PagedAdamW32bit",
+    ),
+    # Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235. transformers' is a Python loop, tensor by tensor in fp32
+    # with two temporaries of the largest (the gradient's square, the update), and casts of gradient and parameter where
+    # those are 16-bit (transformers 5.23 `optimization.py`).
+    _row(
+        _USUAL,
+        name="adafactor",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(factored=True),
+        temporaries=Temporaries(fp32_of_largest=2),
+        passes=16.0,
+        extra_bytes=16.0,
+        kernels_per_tensor=18.0,
+        looped=True,
+        bitsandbytes=False,
+        steps_dtensors=False,
+        steps_on_cpu=False,
+        transformers="adafactor",
+        class_path="transformers.optimization.Adafactor",
+        arguments={"scale_parameter": False, "relative_step": False},
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="lion-8bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(eight_bit=1),
+        extra_bytes=2.1,
+        rate_rule="Lion",
+        transformers="lion_8bit",
+        nearest_of=("paged_lion_8bit", "lion_pytorch"),
+        class_path="bitsandbytes.optim.Lion8bit",
+    ),
+    # Without momentum: no state.
+    _row(
+        _TORCH,
+        name="sgd",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(),
+        temporaries=Temporaries(),
+        passes=3.0,
+        kernels_per_tensor=0.05,
+        rate_rule="SGD",
+        steps_on_cpu=False,
+        transformers="sgd",
+        class_path="torch.optim.SGD",
+        arguments={"foreach": True},
+    ),
+)
+
+OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in _ROWS}
+"""Every optimizer by its name."""
+PLANNED_OPTIMIZERS = tuple(row.name for row in _ROWS if row.planned)
+"""Those that a plan chooses from."""
+
+if len(OPTIMIZERS) != len(_ROWS) or len({row.transformers for row in _ROWS}) != len(_ROWS):
+    raise AssertionError("two optimizers share a name")

@@ -1,0 +1,366 @@
+"""The stacks: whose training step a figure is for, and what each does otherwise than another; and the launch targets,
+most of them stacks too: what each calls things. To add one, add its row; a target's files are
+`planner/exporters/NAME.py`.
+
+A `TrainSetup` says what is trained; its `stack` says by whose code. What a field of the setup says itself (precision,
+loss, adapters' type where it is not "auto") is never changed by the stack: a row holds what no field says, and the
+stack's own default where a published run does not say it. Every stack here releases gradients after its step
+(`zero_grad(set_to_none=True)`, torch's default since 2.0).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import final
+
+from planner.core import plugins
+from planner.core.records import dataclass
+
+DEFAULT = "trl"
+"""The stack that a plan is made for where nobody names one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """One training program, as its step treats memory and the host.
+
+    Attributes:
+        title: its name for people.
+        keeps_outputs: the loop's variable holds the model's outputs, and so all logits of a full loss, until the next
+            forward's replace them. A trainer drops them as its loss function returns.
+        compiles_loss: torch.compile reaches the full loss: in the model's own forward, or compiled beside the layers.
+        traces_masks: torch.compile traces transformers' making of the attention mask, which SDPA is then always handed;
+            False where each layer alone is compiled, or the model is none of transformers'.
+        widens_outputs: accelerate casts the outputs of a forward under autocast to fp32.
+        upcasts_logits: the full loss is computed on an fp32 copy of the logits.
+        loss_chunks, loss_chunk_tokens: the full loss is cut into so many pieces, or into pieces of so many tokens; 0:
+            it is not. Each piece has its own fp32 copy and its own gradients.
+        in_place_loss: the full loss's own kernel writes the gradient over the logits.
+        shifted_loss: that kernel is given a shifted copy of fp32 logits, which stay beside it.
+        clips_gradients: the step computes the gradients' norm and scales them.
+        quantized_adapters: data type of the adapters of a quantized base whose embeddings were not cast to fp32, where
+            `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
+        plain_adapters: data type of the adapters of a 16-bit base, "" for the base's own.
+        reentrant_checkpointing: the form of checkpointing that it asks for by itself.
+        checkpoints_trained: it checkpoints those layers alone of which something trains.
+        expandable_segments: whether it, or what starts it, sets the allocator so.
+        trainer_overhead: host time of a trainer around every step.
+        fused: norm, rotary, gated-MLP and LoRA kernels of its own.
+        overlaps_offload: what is offloaded of activations is copied beside the computation.
+        single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
+            rearrangement einops', as a course's transformer is written.
+        packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
+        wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
+        torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
+        source: where all this was read.
+    """
+
+    name: str
+    title: str
+    keeps_outputs: bool = False
+    compiles_loss: bool = True
+    traces_masks: bool = True
+    widens_outputs: bool = False
+    upcasts_logits: bool = True
+    loss_chunks: int = 0
+    loss_chunk_tokens: int = 0
+    in_place_loss: bool = False
+    shifted_loss: bool = False
+    clips_gradients: bool = True
+    quantized_adapters: str = "fp32"
+    plain_adapters: str = "fp32"
+    reentrant_checkpointing: bool = False
+    checkpoints_trained: bool = False
+    expandable_segments: bool = False
+    trainer_overhead: bool = True
+    fused: bool = False
+    overlaps_offload: bool = False
+    single_operations: bool = False
+    packs_rows: bool = False
+    wide_embedding_states: bool = False
+    torch_nf4: bool = False
+    source: str
+
+    @property
+    def transformers_loss(self) -> bool:
+        """Whether the model's own forward computes the full loss, as transformers' do."""
+        return self.upcasts_logits and not (self.in_place_loss or self.loss_chunks or self.loss_chunk_tokens)
+
+    def num_chunks(self, tokens: int) -> int:
+        """Into how many pieces the full loss of so many tokens is cut."""
+        return -(-tokens // self.loss_chunk_tokens) if self.loss_chunk_tokens else max(1, self.loss_chunks)
+
+    def adapter_dtype(self, *, quantized: bool, cast: bool, weights: str) -> str:
+        """Data type of the adapters where the setup leaves it to the trainer ("auto").
+
+        Args:
+            quantized: whether the base is; `cast`: whether peft's k-bit preparation cast the rest of it to fp32.
+            weights: data type of what is not quantized.
+        """
+        if quantized and not cast:
+            return self.quantized_adapters or weights
+        return "fp32" if cast else self.plain_adapters or weights
+
+
+_ROWS = (
+    Stack(
+        name="trl",
+        title="TRL's SFTTrainer",
+        widens_outputs=True,
+        quantized_adapters="bf16",
+        wide_embedding_states=True,
+        source="trl 1.16 trainer/sft_trainer.py (adapters of a quantized base to bf16, use_reentrant False); "
+        "transformers 5.23 Trainer.training_step, compute_loss, create_optimizer (GlobalOptimManager overrides every "
+        "nn.Embedding); accelerate 1.15 Accelerator.prepare_model",
+    ),
+    Stack(
+        name="hf",
+        title="transformers' Trainer",
+        widens_outputs=True,
+        wide_embedding_states=True,
+        source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
+    ),
+    Stack(
+        name="sentence-transformers",
+        title="sentence-transformers' Trainer",
+        widens_outputs=True,
+        wide_embedding_states=True,
+        source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "
+        "SentenceTransformer); add_adapter leaves adapters in the weights' type, our file casts them as peft does",
+    ),
+    Stack(
+        name="plain-loop",
+        title="a loop of one's own that keeps `outputs`",
+        keeps_outputs=True,
+        compiles_loss=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="Python: a loop variable holds `outputs = model(...)` until it is assigned again; transformers 5.23 "
+        "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/stacks.md",
+    ),
+    Stack(
+        name="plain-loop-drops-outputs",
+        title="a loop of one's own that drops `outputs`",
+        compiles_loss=False,
+        trainer_overhead=False,
+        source="as plain-loop, with `loss = model(...).loss`. Its runs are PEFT's comparison of methods: peft "
+        "method_comparison/MetaMathQA/run.py (clip_grad_norm_ after every backward, in all its versions) and "
+        "default_training_params.json (grad_norm_clip 1.0). That loop does hold `outputs`, but its BucketIterator "
+        "(utils.py) sorts each bucket of 20 batches long to short: what lies beside a longest batch's step are the "
+        "logits of the shortest batch of the bucket before",
+    ),
+    Stack(
+        name="plain-loop-own-model",
+        title="a loop of one's own around a model of one's own",
+        traces_masks=False,
+        compiles_loss=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
+        "function beside the model",
+    ),
+    Stack(
+        name="cs336",
+        title="the transformer of Stanford's CS336",
+        traces_masks=False,
+        compiles_loss=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        single_operations=True,
+        source="stanford-cs336/assignment2-systems cs336-basics (model.py, nn_utils.py): einops.einsum and rearrange, "
+        "softmax, silu and cross_entropy of single operations",
+    ),
+    Stack(
+        name="nanogpt",
+        title="nanoGPT's loop",
+        traces_masks=False,
+        upcasts_logits=False,
+        trainer_overhead=False,
+        source="karpathy/nanoGPT and build-nanogpt: F.cross_entropy(logits.view(-1, V), targets.view(-1)) in the "
+        "model's forward, which is compiled whole; clip_grad_norm_",
+    ),
+    Stack(
+        name="fms-acceleration",
+        title="TRL with fms-acceleration's kernels",
+        widens_outputs=True,
+        in_place_loss=True,
+        shifted_loss=True,
+        quantized_adapters="bf16",
+        wide_embedding_states=True,
+        source="fms-acceleration plugins/fused-ops-and-kernels (Unsloth's cross-entropy in the place of "
+        "torch.nn.CrossEntropyLoss) under transformers 4.44 and 4.45 (logits.float(), shift_logits.contiguous())",
+    ),
+    Stack(
+        name="prime-rl",
+        title="prime-rl's trainers",
+        traces_masks=False,
+        keeps_outputs=True,
+        compiles_loss=False,
+        widens_outputs=True,
+        trainer_overhead=False,
+        source="prime-rl c330a6d4 (15 January 2026) trainer/sft/train.py (`out = forward(...)`: `del logits` leaves "
+        "them in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers)",
+    ),
+    Stack(
+        name="torchtune",
+        title="torchtune's recipes",
+        traces_masks=False,
+        loss_chunks=8,
+        overlaps_offload=True,
+        packs_rows=True,
+        torch_nf4=True,
+        quantized_adapters="",
+        plain_adapters="",
+        source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
+        "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
+        "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows, each with its mask)",
+    ),
+    Stack(
+        name="torchtune-whole-loss",
+        title="torchtune's recipes before their loss was cut",
+        traces_masks=False,
+        compiles_loss=False,
+        overlaps_offload=True,
+        packs_rows=True,
+        torch_nf4=True,
+        quantized_adapters="",
+        plain_adapters="",
+        source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."
+        "CrossEntropyLoss, not compiled)",
+    ),
+    Stack(
+        name="torchtitan",
+        title="torchtitan",
+        traces_masks=False,
+        expandable_segments=True,
+        source="torchtitan 0.2 components/loss.py (pred.float()), train.py (`del pred` before the backward), "
+        "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments)",
+    ),
+    Stack(
+        name="litgpt",
+        title="LitGPT",
+        traces_masks=False,
+        keeps_outputs=True,
+        upcasts_logits=False,
+        loss_chunk_tokens=128,
+        compiles_loss=False,
+        clips_gradients=False,
+        quantized_adapters="",
+        plain_adapters="",
+        source="litgpt 0.5 finetune/lora.py (`logits` lives through fabric.backward; adapters in the precision's "
+        "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type)",
+    ),
+    Stack(
+        name="unsloth",
+        title="Unsloth",
+        in_place_loss=True,
+        fused=True,
+        expandable_segments=True,
+        wide_embedding_states=True,
+        source="unsloth 2026.10 kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py "
+        "(PYTORCH_CUDA_ALLOC_CONF), prepare_model_for_training (trained parameters in fp32)",
+    ),
+    Stack(
+        name="axolotl",
+        title="Axolotl",
+        widens_outputs=True,
+        expandable_segments=True,
+        wide_embedding_states=True,
+        source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf; peft 0.21 autocast_adapter_dtype",
+    ),
+    Stack(
+        name="mlx",
+        title="MLX-LM",
+        traces_masks=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        compiles_loss=False,
+        source="mlx-lm 0.32 tuner/trainer.py (default_loss: logits in their own type, no clipping), tuner/lora.py "
+        "(adapters in fp32)",
+    ),
+    Stack(
+        name="llamafactory",
+        title="LLaMA-Factory",
+        widens_outputs=True,
+        reentrant_checkpointing=True,
+        checkpoints_trained=True,
+        wide_embedding_states=True,
+        source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
+        "parameters in fp32 unless pure_bf16), model/model_utils/checkpointing.py "
+        "get_custom_gradient_checkpointing_func (trained layers alone, whose input it makes ask for gradients)",
+    ),
+)
+
+STACKS: Mapping[str, Stack] = {row.name: row for row in _ROWS}
+"""Every stack by its name."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRow:
+    """One launch target: a tool for which files are written.
+
+    Attributes:
+        title: what a refusal calls it.
+        objectives: those that it has a file for, and what it calls each.
+        kernels: kernel families that a plan for it tries, its own first; (): what every tool on transformers runs.
+        program: what starts its file where a trace can follow that; "" where it starts processes of others.
+        module: what writes its files (`refusal`, `differences`, `export`, `VALIDATED_WITH`); "" of those in
+            `planner.frameworks.exporters`.
+    """
+
+    title: str
+    objectives: Mapping[str, str]
+    kernels: tuple[str, ...] = ()
+    program: str = ""
+    module: str = ""
+
+
+_SUPERVISED = {"sft": "sft", "pretrain": "sft"}
+TARGET_ROWS: Mapping[str, TargetRow] = {
+    "trl": TargetRow(
+        title="trl sft",
+        objectives={
+            **_SUPERVISED,
+            **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo")},
+        },
+        program="trl",
+    ),
+    "hf": TargetRow(
+        title="the Trainer", objectives={**_SUPERVISED, "classification": "classification"}, program="python"
+    ),
+    "sentence-transformers": TargetRow(
+        title="sentence-transformers",
+        objectives={"embedding": "MultipleNegativesRankingLoss"},
+        kernels=("eager",),
+        program="python",
+    ),
+    "axolotl": TargetRow(
+        title="Axolotl",
+        objectives={"sft": "sft", "pretrain": "completion", "dpo": "dpo"},
+        kernels=("fused", "liger", "eager"),
+        program="axolotl",
+    ),
+    "llamafactory": TargetRow(
+        title="LLaMA-Factory",
+        objectives={"sft": "sft", "pretrain": "pt", "dpo": "dpo", "orpo": "dpo"},
+        kernels=("liger", "eager"),
+        program="llamafactory-cli",
+    ),
+    "unsloth": TargetRow(title="Unsloth", objectives=_SUPERVISED, kernels=("fused", "eager")),
+    "accelerate": TargetRow(title="Accelerate", objectives=_SUPERVISED),
+    "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
+    "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
+    "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
+    **{name: TargetRow(**row) for name, row in plugins.loaded("targets")},
+}
+"""Every launch target by its name."""
+
+
+@cache
+def written_by(objective: str) -> Mapping[str, str]:
+    """Launch targets that have a file for an objective, and what each calls it."""
+    rows = TARGET_ROWS.items()
+    return {name: row.objectives[objective] for name, row in rows if objective in row.objectives}

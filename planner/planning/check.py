@@ -1,0 +1,369 @@
+"""`plan check`: does an existing config fit, by how much, and which single changes would make it fit or faster.
+
+Pure: the prediction is a function handed in (formula or dry run), the file a `ReadConfig`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple, Self
+
+from planner.core.records import dataclass
+from planner.core.units import gib, percent
+from planner.frameworks.readers.evaluating import setting_of
+from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.tools import changed_fields
+from planner.hardware.gpu import GpuSpec
+from planner.memory import around
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.states import state_bytes
+from planner.models.spec import ModelSpec
+from planner.planning.single_changes import Predict, single_changes, speedup
+from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
+
+MAX_ON_NODE = 8
+"""GPUs of a node where nobody says more: the table's boxes have no more."""
+APPROXIMATION_BAND_FRACTION = 0.10
+"""Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
+
+EVALUATION_BAND_FRACTION = 0.15
+"""What an evaluation's peak may be below its bound (`python -m benchmarks.trace_evaluation`: 0 to 15 %)."""
+
+MIN_SPEEDUP = 1.01
+"""A change must promise at least this to be called faster."""
+
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_UNREADABLE, EXIT_UNCERTAIN = 0, 1, 2, 3
+
+
+class Verdict(StrEnum):
+    """What the device peak, with its error band, says against the budget."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does_not_fit"
+    UNCERTAIN = "uncertain"
+
+
+EXIT_CODES = {Verdict.FITS: EXIT_FITS, Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT, Verdict.UNCERTAIN: EXIT_UNCERTAIN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change to a setup and what it does.
+
+    Attributes:
+        label: what to change, in words.
+        fields: the setup fields that differ.
+        setup: the whole setup after it.
+        saves_bytes: of the device peak; negative when it costs memory.
+        speedup: tokens/s after over before (1.0 where unknown).
+        changes_training: whether the trained model may differ (shorter sequences, quantization), not only the run.
+        in_place: whether `--fix` can write it into the file's format.
+    """
+
+    label: str
+    fields: tuple[str, ...]
+    setup: TrainSetup
+    prediction: Prediction
+    verdict: Verdict
+    saves_bytes: int
+    speedup: float
+    changes_training: bool
+    in_place: bool
+
+    @classmethod
+    def of(
+        cls,
+        label: str,
+        setup: TrainSetup,
+        after: Prediction,
+        *,
+        config: ReadConfig,
+        before: Prediction,
+        budget_bytes: int,
+        band: "Band",
+        changes_training: bool = False,
+    ) -> Self:
+        """The change of a config to `setup`, whose prediction is `after`."""
+        return cls(
+            label=label,
+            fields=changed_fields(config.setup, setup),
+            setup=setup,
+            prediction=after,
+            verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
+            saves_bytes=before.peak_device_bytes - after.peak_device_bytes,
+            speedup=speedup(before, after),
+            changes_training=changes_training,
+            in_place=config.allows(setup, in_place=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """The answer for one config on one GPU; `evaluation_bytes`: at most the device peak of its evaluation, where
+    that is above the step's; `notes`: what a person should know of it."""
+
+    config: ReadConfig
+    gpu: GpuSpec
+    budget_bytes: int
+    prediction: Prediction
+    band: "Band"
+    verdict: Verdict
+    changes: tuple[Change, ...]
+    evaluation_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def band_fraction(self) -> float:
+        """The wider side of the band."""
+        return self.band.widest
+
+    @property
+    def margin_bytes(self) -> int:
+        """Budget minus predicted device peak."""
+        return self.budget_bytes - self.prediction.peak_device_bytes
+
+    @property
+    def exit_code(self) -> int:
+        """For CI: 0 fits, 1 does not, 3 uncertain (2, cannot be read, is an error)."""
+        return EXIT_CODES[self.verdict]
+
+
+def judge(prediction: Prediction, budget_bytes: int, band: "Band | float", certain_bytes: int = 0) -> Verdict:
+    """The verdict: uncertain where the error band straddles the budget, or where only blocks that PyTorch caches, and
+    gives back before it runs out of memory, are too much; `certain_bytes`: what lies there whatever the band says.
+
+    Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp` (release_available_cached_blocks, release_cached_blocks).
+    Measured: of 23 published runs whose predicted reserved peak is above the card and the allocated one below it 14
+    went through (docs/accuracy/verdicts.md).
+    """
+    below, above = (band, band) if isinstance(band, (int, float)) else band
+    peak = prediction.peak_device_bytes
+    if max(without_cache_bytes(prediction) * (1 - below), certain_bytes) > budget_bytes:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.FITS if peak * (1 + above) <= budget_bytes else Verdict.UNCERTAIN
+
+
+def without_cache_bytes(prediction: Prediction) -> int:
+    """The device peak without what PyTorch's allocator has cached then: what a run needs at least."""
+    return prediction.peak_device_bytes - max(0, prediction.peak_reserved_bytes - prediction.peak_allocated_bytes)
+
+
+class Band(NamedTuple):
+    """How far below and above a predicted peak the true one may lie, as fractions of it."""
+
+    below: float
+    above: float
+
+    def wider(self, other: "Band") -> "Band":
+        """The wider on each side."""
+        return Band(max(self.below, other.below), max(self.above, other.above))
+
+    @property
+    def widest(self) -> float:
+        """The wider side."""
+        return max(self)
+
+
+def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
+    """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
+    that is not followed exactly."""
+    more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
+    sides = prediction.bands.get("device", ())
+    own = prediction.memory_band_fraction
+    below, above = sides if sides and max(sides) == own else (own, own)
+    return Band(min(0.95, below + more), above + more)
+
+
+def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:
+    """What lies on the card without doubt: the weights, and the optimizer's states where all settings are followed."""
+    if any("offload" in one for one in config.approximations):
+        return 0
+    sure = ("weights",) if config.approximations else ("weights", "optimizer")
+    return sum(term.size_bytes for term in prediction.terms if term.category in sure)
+
+
+def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> int:
+    """Bytes of adapters on token tables on each GPU: two factors of rank x rows and rank x width, as trained ones are.
+
+    Source: peft 0.21 `tuners/lora/layer.py`, class `Embedding`.
+    """
+    lasts = {name.rpartition(".")[2] for name in names}
+    edges = sum(one.num_rows + one.dim for one in model.embeddings if one.name.rpartition(".")[2] in lasts)
+    num, dtype = setup.lora_rank * edges, setup.resolved_adapter_dtype
+    return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
+
+
+def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> Predict:
+    """The prediction with what a config holds beside its step: adapters on token tables, another model, and the
+    evaluation between two steps."""
+    if not (config.adapted_tables or config.beside_bytes or config.eval_seqs):
+        return predict
+
+    def predicted(setup: TrainSetup) -> Prediction:
+        found = predict(setup)
+        step_bytes = found.peak_device_bytes + held_bytes(config, model, setup)
+        return replace(found, peak_device_bytes=max(step_bytes, evaluating_bytes(config, model, gpu, setup)))
+
+    return predicted
+
+
+def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
+    """What a config holds beside what its setup says: adapters on token tables, another model."""
+    return table_bytes(model, setup, config.adapted_tables) + config.beside_bytes
+
+
+def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
+    own = around.evaluating_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    return own + held_bytes(config, model, setup) if own else 0
+
+
+def _keeps_all_logits(config: ReadConfig) -> bool:
+    """Whether logits of the vocabulary pile up on the GPU over a whole evaluation, which is as long as the data."""
+    kept = config.eval_seqs > 0 and config.eval_logits and "eval_accumulation_steps" not in config.values
+    return kept and config.setup.aim.head == "vocabulary"
+
+
+def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
+    """What evaluating takes, where it decides, and what keeps it small."""
+    found = []
+    if decides_bytes:
+        key, micro = setting_of(config), config.setup.micro_batch_seqs
+        found.append(
+            f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
+            f"{gib(decides_bytes)}: {key} {micro} keeps it below"
+        )
+    if _keeps_all_logits(config):
+        each = gib(2 * around.logits_bytes(model, config.setup))
+        found.append(
+            f"compute_metrics keeps the logits of the whole evaluation on the GPU, {each} for each sequence: "
+            "eval_accumulation_steps 1 sends them to the host"
+        )
+    return tuple(found)
+
+
+def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
+    """Device memory where a program loads its model once more after the training; 0 where it does not."""
+    if not config.loaded_again[0] or config.setup.num_gpus > 1:
+        return 0
+    held = around.between_steps_bytes(model, gpu, config.setup)
+    return held + SIZE_BYTES[config.loaded_again[1]] * model.num_params
+
+
+def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
+    """What loading takes of the host where several processes do it, and a second model after the training."""
+    found = []
+    setup, where = config.setup, config.loaded_again[0]
+    on_node = min(setup.num_gpus, MAX_ON_NODE)
+    if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
+        whole = around.loading_host_bytes(model, setup, 1)
+        who = "its first process" if loading == whole else f"each of its {on_node} processes"
+        found.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
+        if loading == whole and setup.method == "full":
+            dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
+            size = gib(SIZE_BYTES[dtype] * model.num_params)
+            found.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
+    if afterwards > step_bytes:
+        found.append(
+            f"{where} loads the model once more while the trainer holds the first: {gib(afterwards)}, more than a "
+            'step; del trainer, model and torch.cuda.empty_cache() before it, or device_map="cpu"'
+        )
+    return tuple(found)
+
+
+def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
+    """Whether a config fits, and the single changes worth making, best first."""
+    of_step = including(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
+    evaluation = evaluating_bytes(config, model, gpu, config.setup)
+    decides = evaluation > of_step.peak_device_bytes
+    prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
+    predict = including(predict, config, model, gpu)
+    step_band = band_of(of_step, config)
+    band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
+
+    change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
+    changes = [change(evaluation_label(config.setup), config.setup, of_step, band=step_band)] if decides else []
+    for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
+        if config.allows(setup):
+            after = predict(setup)
+            # a changed setup stands on the formula: its band, where that is wider
+            own = step_band.wider(band_of(after, config))
+            changes.append(change(label, setup, after, band=own, changes_training=changes_training))
+    verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
+    if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
+        verdict = Verdict.UNCERTAIN
+    afterwards = again_bytes(config, model, gpu)
+    if verdict is Verdict.FITS and afterwards > budget_bytes:
+        verdict = Verdict.UNCERTAIN
+    return CheckResult(
+        config=config,
+        gpu=gpu,
+        budget_bytes=budget_bytes,
+        prediction=prediction,
+        band=band,
+        verdict=verdict,
+        changes=_ordered(changes, verdict),
+        evaluation_bytes=evaluation if decides else 0,
+        notes=(
+            *_evaluation_notes(config, model, evaluation if decides else 0),
+            *_around_notes(config, model, of_step.peak_device_bytes, afterwards),
+            *(_cache_notes(of_step, budget_bytes) or _length_notes(config.setup)),
+        ),
+    )
+
+
+def _cache_notes(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
+    """What is said where only the allocator's cache is too much."""
+    needed = without_cache_bytes(prediction)
+    if not needed <= budget_bytes < prediction.peak_device_bytes:
+        return ()
+    cached = gib(prediction.peak_device_bytes - needed)
+    return (f"{cached} of it are blocks that PyTorch caches: it gives them back where memory ends, and runs slower",)
+
+
+LENGTHS_ON_FIXED_SEGMENTS = (
+    "counted as if every micro-batch were as long as the longest: on fixed segments different lengths leave more "
+    "cached, which PyTorch gives back where memory ends (PYTORCH_ALLOC_CONF=expandable_segments:True avoids it; plan "
+    "estimate --lengths says how much it is)"
+)
+
+
+def _length_notes(setup: TrainSetup) -> tuple[str, ...]:
+    """What is said where the memory reserved hangs on the order of the samples."""
+    return () if setup.expandable_segments or setup.packing else (LENGTHS_ON_FIXED_SEGMENTS,)
+
+
+def evaluation_label(setup: TrainSetup) -> str:
+    """The change that evaluates as many sequences at once as train."""
+    return f"evaluation of {setup.micro_batch_seqs} at once"
+
+
+def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
+    """What helps, ordered by gain.
+
+    A config that fits: the faster ones that still fit, by speed. One that does not: those that make it fit (training
+    unchanged first, then by speed), then the others that save memory, by bytes.
+    """
+    if verdict is Verdict.FITS:
+        faster = [one for one in changes if one.verdict is Verdict.FITS and one.speedup >= MIN_SPEEDUP]
+        return tuple(sorted(faster, key=lambda one: (one.changes_training, -one.speedup)))
+    fitting = [one for one in changes if one.verdict is Verdict.FITS]
+    rest = [one for one in changes if one.verdict is not Verdict.FITS and one.saves_bytes > 0]
+    return (
+        *sorted(fitting, key=lambda one: (one.changes_training, -one.speedup)),
+        *sorted(rest, key=lambda one: -one.saves_bytes),
+    )
+
+
+def summary(result: CheckResult) -> str:
+    """The verdict in one sentence."""
+    peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
+    words = {Verdict.FITS: "fits", Verdict.DOES_NOT_FIT: "does not fit", Verdict.UNCERTAIN: "may or may not fit"}[
+        result.verdict
+    ]
+    sign = "spare" if result.margin_bytes >= 0 else "missing"
+    below, above = map(percent, result.band)
+    band = f"±{above}" if below == above else f"-{below}, +{above}"
+    return f"{words}: {gib(peak)} ({band}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"

@@ -1,0 +1,55 @@
+"""A setup with its prediction against a workload's budget."""
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from planner.memory.workload import Workload
+from planner.planning.predict import predict
+from planner.planning.walk import Point
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate
+
+
+def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
+    """A setup with its formula prediction against the workload's budget."""
+    prediction = predict(workload.model, workload.gpu, setup, workload.cluster, planned=True)
+    return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
+
+
+def communication_share(one: Candidate) -> float:
+    """Share of the step that waits for communication."""
+    return one.formula.time_parts_s.get("communication", 0.0) / (one.formula.step_time_s or 1.0)
+
+
+class Ranked(Sequence[Candidate]):
+    """A chosen candidate and the points behind it, of which each is predicted when it is first looked at: the terminal
+    shows none of them."""
+
+    def __init__(self, chosen: Candidate, workload: Workload, points: Sequence[Point]) -> None:
+        self._workload, self._points = workload, points
+        self._known = {0: chosen}
+
+    def __len__(self) -> int:
+        return 1 + len(self._points)
+
+    def _at(self, index: int) -> Candidate:
+        if index not in self._known:
+            self._known[index] = candidate(self._workload, self._points[index - 1].setup)
+        return self._known[index]
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        places = range(len(self))[index]
+        return self._at(places) if isinstance(places, int) else tuple(map(self._at, places))
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._at, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranked | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))

@@ -1,0 +1,109 @@
+"""The walk of a workload's whole space, in stages, and the node of the tree that is taken: what every plan, remedy,
+table and search chooses from.
+
+One GPU is a layout of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
+parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
+offloading to the host only where nothing else surely fits, because its speed hangs on a slow link and its room on
+memory that the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits so.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from planner.core.errors import UsageError
+from planner.memory.workload import Workload
+from planner.options.precisions import PRECISIONS
+from planner.planning.decision.candidates import candidate, communication_share
+from planner.planning.decision.facts import WalkResults, add_layouts, best_layout
+from planner.planning.decision.layouts import layouts, layouts_of_one
+from planner.planning.decision.node import Node
+from planner.planning.decision.policy import fewer_matrices, further
+from planner.planning.decision.tree import choose_node, preferred_nodes
+from planner.planning.refine import CorrectionKey
+from planner.planning.space import dimension_values
+from planner.planning.walk import Point
+
+COMMUNICATION_LIMIT = 0.25
+"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
+_FIRST = ("replicate", "shard", "other")
+Values = Mapping[str, tuple[Any, ...]]
+
+
+def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Values]]:
+    """The plain space of a workload, and those that the policy opens beside it, each with the request that it is of;
+    nothing where there are no values."""
+    if values:
+        yield workload, values
+        for request in further(workload, values):
+            with suppress(UsageError):  # nothing of it has kernels here
+                yield request, dimension_values(request)
+
+
+def choose(
+    workload: Workload,
+    values: Values,
+    facts: WalkResults,
+    corrections: Mapping[CorrectionKey, float] | None = None,
+) -> tuple[Node | None, Point | None]:
+    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
+    node = _walk(workload, values, facts, corrections)
+    return node, best_layout(facts.of_node(node)) if node is not None else None
+
+
+def _walk(
+    workload: Workload,
+    values: Values,
+    facts: WalkResults,
+    corrections: Mapping[CorrectionKey, float] | None,
+) -> Node | None:
+    """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
+
+    def walk(given: Values, stages: tuple[str, ...]) -> None:
+        for request, own in spaces(workload, given):
+            chosen = layouts_of_one(request) if request.num_gpus == 1 else layouts(request, stages)
+            add_layouts(request, own, facts, chosen, corrections)
+
+    walk(values, _FIRST)
+    walk(fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure), _FIRST)
+    node = choose_node(facts.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
+    if workload.num_gpus == 1:
+        return node
+    slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
+    left_out = _better_left_out(workload, facts, node)
+    if node is None or slow:
+        walk(values, ("split",))
+    elif left_out:
+        walk(_only(workload, values, left_out), ("split",))
+    split = node is None or slow
+    nodes = facts.nodes()
+    node = choose_node(nodes, workload)
+    if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
+        walk(values, ("offload",) if split else ("split", "offload"))
+    # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
+    return choose_node(facts.nodes(), workload, from_host=node is None)
+
+
+def _only(workload: Workload, values: Values, methods: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
+    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
+    meant for who asks for it."""
+    narrowed = {**values, "method": methods}
+    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
+        narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
+    return narrowed
+
+
+def _better_left_out(workload: Workload, facts: WalkResults, node: Node | None) -> tuple[str, ...]:
+    """Methods that the tree prefers to `node` and that do not fit so far."""
+    if node is None:
+        return ()
+    order = preferred_nodes(workload)
+    better = order[: order.index(node)]
+    nodes = facts.nodes()
+    missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
+    return tuple(dict.fromkeys(one.method for one in missing))
+
+
+def _communication_share(workload: Workload, facts: WalkResults, node: Node) -> float:
+    best = facts.nodes()[node].best()
+    return communication_share(candidate(workload, best.setup)) if best is not None else 0.0

@@ -1,0 +1,415 @@
+"""What the walk learned, by spread and by node of the decision tree, and which point is the best of it."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.hardware.gpu import GpuSpec
+from planner.memory.engines import why_not
+from planner.memory.profiles import find_profile
+from planner.memory.workload import Workload
+from planner.models.spec import ModelSpec
+from planner.planning.decision.layouts import Layout, LayoutKey, layout_key, layout_order
+from planner.planning.decision.node import Node, node_of_setup
+from planner.planning.decision.policy import equals, full_quality, point_tie_break, worst_quality
+from planner.planning.evidence.bands import dry_run_band, memory_band, profile_band
+from planner.planning.refine import (
+    ANY_SETUP,
+    CANNOT_RUN,
+    CorrectionKey,
+    correction_key,
+    exact_bytes,
+    layout_correction_key,
+    stopped,
+)
+from planner.planning.runs import WalkCache
+from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
+from planner.planning.space import branches, planned_values
+from planner.planning.walk import Point, walk
+from planner.setup import TrainSetup
+from planner.setup.packages import PACKAGE_PRICES
+
+TIE_FRACTION = 0.01
+"""Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
+
+
+@dataclass(slots=True)
+class NodeResults:
+    """What the walk learned about one node.
+
+    Attributes:
+        limits: when its points surely fit, and what of their speed is given for what is preferred; None: no points.
+        fitting: the points that fit, in the order of the walk; `sure`: those that fit for sure, or that a dry run will
+            look at before anything is said (`Limits`).
+        worst_quality: the worst `policy.full_quality` that is taken where something better surely fits.
+        nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
+        preferred: of the points that surely fit, and of all that do: after how many walked points, and which.
+    """
+
+    walked: int = 0
+    infeasible: int = 0
+    limits: "Limits | None" = None
+    smallest: Point | None = None
+    smallest_unchecked: Point | None = None
+    fitting: list[Point] = field(default_factory=list)
+    sure: list[Point] = field(default_factory=list)
+    nearest: tuple[float, Point] | None = None
+    worst_quality: int = 1
+    preferred: dict[bool, tuple[int, Point | None]] = field(default_factory=dict)
+
+    def best(self) -> Point | None:
+        """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
+        speed, because it surely fits first."""
+        return self.best_sure() or (self.nearest[1] if self.nearest else None)
+
+    def best_sure(self) -> Point | None:
+        """Of the points that surely fit and are no slower than the fastest of them by more than is given
+        (`Limits`): the simplest, then the smallest, then the fastest."""
+        return self._preferred(self.sure, sure=True)
+
+    def best_of(self, wanted: Callable[[TrainSetup], bool]) -> Point | None:
+        """The same of those whose shared setup is wanted."""
+        return self._find_preferred([point for point in self.sure if wanted(point.shared)])
+
+    def best_tight(self) -> Point | None:
+        """The same of all points that fit, whether or not the error band reaches past the budget."""
+        return self._preferred(self.fitting, sure=False)
+
+    @property
+    def fit_words(self) -> str:
+        """Whether its best fits: "fits", or "may fit" where the error band reaches past the budget."""
+        return "fits" if self.sure else "may fit"
+
+    def _preferred(self, points: list[Point], *, sure: bool) -> Point | None:
+        known = self.preferred.get(sure)
+        if known is None or known[0] != self.walked:
+            known = self.preferred[sure] = self.walked, self._find_preferred(points)
+        return known[1]
+
+    def _find_preferred(self, points: list[Point]) -> Point | None:
+        if not points or self.limits is None:
+            return None
+        if not self.worst_quality:
+            points = [point for point in points if not full_quality(point.shared)]
+            if not points:
+                return None
+        limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
+
+        def preference(point: Point) -> tuple[bool, int, int, int, float]:
+            lossy, simple = point_tie_break(point.shared, point.attention, point.loss, point.optimizer)
+            key = id(point.shared), point.attention
+            if key not in sure:
+                sure[key] = limits.bytes_with_margin(point.shared.replace_trusted(attention=point.attention))
+            tight = point.peak_device_bytes > sure[key]
+            return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
+
+        priced = PACKAGE_PRICES if limits.given_fraction else {}
+        return min(near_fastest(points, limits.given_fraction, priced), key=preference)
+
+    def fits_with_margin(self, point: Point) -> bool:
+        """Whether a point's peak is below the budget by more than its rung errs."""
+        setup = point.shared.replace_trusted(attention=point.attention)
+        return self.limits is not None and point.peak_device_bytes <= self.limits.bytes_with_margin(setup)
+
+    def ranked(self) -> list[Point]:
+        """The points that fit, fastest first."""
+        return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
+
+
+def near_fastest(points: list[Point], fraction: float, prices: Mapping[str, float] | None = None) -> list[Point]:
+    """The points no slower than the fastest by this share, each taken for slower by the price of its attention."""
+    if not prices:
+        floor = max(point.tokens_per_s for point in points) * (1 - fraction)
+        return [point for point in points if point.tokens_per_s >= floor]
+    worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
+    floor = max(worth) * (1 - fraction)
+    return [point for point, own in zip(points, worth, strict=True) if own >= floor]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a point surely fits: the one rule by which a tight fit does not win.
+
+    A figure's own band is the reserve that it needs beside the budget: peak x (1 + band) must fit. The band is the
+    formula's (`memory_band`) or the step profile's, and the dry run's for a family that it has corrected. Where dry
+    runs follow (`refine`) the others may come first by their peak alone: a dry run sees them before they are taken.
+
+    Attributes:
+        corrections: ratios that dry runs showed, by family; None: the formula stands alone.
+        given_fraction: of the speed, for what is preferred; nothing for who asks for speed.
+        gpu: whose step profiles are known.
+    """
+
+    model: ModelSpec
+    budget_bytes: int
+    corrections: Mapping[CorrectionKey, float] | None = None
+    given_fraction: float = PREFERENCE_FRACTION
+    gpu: GpuSpec | None = None
+
+    def ratio(self, setup: TrainSetup) -> float | None:
+        """By how much dry runs of a setup's family, or of its layout, correct the formula's peak; None: nothing did."""
+        if not self.corrections:
+            return None
+        if stopped(self.corrections, setup):
+            return CANNOT_RUN
+        rest = self.corrections.get(ANY_SETUP)
+        if not setup.alone:
+            rest = self.corrections.get(layout_correction_key(setup), rest)
+        return self.corrections.get(correction_key(setup), rest)
+
+    def fitting_bytes(self, setup: TrainSetup) -> int:
+        """The largest peak of the formula that fits when it is corrected."""
+        ratio, exact = self.ratio(setup), exact_bytes(self.model, setup)
+        if not ratio or exact > self.budget_bytes:
+            return self.budget_bytes
+        budget = self.budget_bytes - exact
+        found = int((budget + 1) / ratio) + 1
+        while int(found * ratio) > budget:
+            found -= 1
+        return exact + found
+
+    def bytes_with_margin(self, setup: TrainSetup) -> float:
+        """The largest peak at which this setup fits by more than its rung errs."""
+        ran = self.corrections is not None and correction_key(setup) in self.corrections
+        return self.budget_bytes / (1 + (dry_run_band(setup) if ran else self._own_band(setup)))
+
+    def _own_band(self, setup: TrainSetup) -> float:
+        """Of a walked point before any dry run."""
+        if self.gpu is not None and find_profile(self.model, self.gpu, setup) is not None:
+            return profile_band(setup)
+        return memory_band(self.model, setup, self.gpu)
+
+    def taken_bytes(self, setup: TrainSetup) -> float:
+        """The largest peak at which this setup is taken before one that only may fit."""
+        seen = self.corrections is not None and not setup.compile  # which no dry run follows
+        awaited = seen and correction_key(setup) not in (self.corrections or {})
+        return self.budget_bytes if awaited else self.bytes_with_margin(setup)
+
+
+def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[TrainSetup], NodeResults]) -> None:
+    """Adds the walked points to the facts that `facts_of` gives for what they share."""
+    shared = node = attention = None
+    taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
+    known: dict[str, float] = {}
+    for point in points:
+        if point.shared is not shared or node is None:  # points come in runs that share their branch
+            shared = point.shared
+            node, attention, known = facts_of(shared), None, {}
+            node.limits = limits
+            least = shared.aim.least(point.micro_batch_seqs)
+        if point.attention != attention:
+            attention = point.attention
+            if attention not in known:
+                setup = shared.replace_trusted(attention=attention)
+                known[attention] = limits.taken_bytes(setup)
+            taken_bytes = known[attention]
+        node.walked += 1 + point.beyond
+        peak = point.peak_device_bytes
+        if point.micro_batch_seqs == least:
+            if node.smallest is None or peak < node.smallest.peak_device_bytes:
+                node.smallest = point
+            if not point.shared.checkpointing and (
+                node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
+            ):
+                node.smallest_unchecked = point
+        node.infeasible += point.beyond
+        if peak > budget_bytes:
+            node.infeasible += 1
+        else:
+            node.fitting.append(point)
+            if peak <= taken_bytes:
+                node.sure.append(point)
+            if node.nearest is None or peak / taken_bytes < node.nearest[0]:
+                node.nearest = peak / taken_bytes, point
+
+
+LAYOUT_GAIN_FRACTION = PREFERENCE_FRACTION
+"""A less simple spread replaces its equal (precision, optimizer) only where it is predicted so much faster."""
+
+
+@dataclass(slots=True)
+class WalkResults:
+    """Facts of every (spread, node) walked so far.
+
+    Attributes:
+        known: what walks of the same model computed, for the next plan of it.
+        walked: the layouts, in the order they were walked.
+        refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
+        too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
+        whole: `nodes` of what was walked, until more is.
+    """
+
+    known: WalkCache = field(default_factory=WalkCache)
+    facts: dict[tuple[LayoutKey, Node], NodeResults] = field(default_factory=dict)
+    walked: list[Layout] = field(default_factory=list)
+    refused: dict[tuple[LayoutKey, Node], str] = field(default_factory=dict)
+    too_large_for_hosts: dict[LayoutKey, int] = field(default_factory=dict)
+    whole: dict[Node, NodeResults] = field(default_factory=dict)
+
+    def of(self, shared: TrainSetup) -> NodeResults:
+        """The facts that a point with this shared setup adds to."""
+        key = (layout_key(shared), node_of_setup(shared))
+        return self.facts.get(key) or self.facts.setdefault(key, NodeResults())
+
+    def of_node(self, node: Node) -> dict[LayoutKey, NodeResults]:
+        """The facts of one node by spread."""
+        return {key: known for (key, name), known in self.facts.items() if name == node}
+
+    def nodes(self) -> dict[Node, NodeResults]:
+        """Facts of every node over all layouts; of the points that fit those of its best spread (`best_spread`)."""
+        if self.whole:
+            return self.whole
+        self._settle_quality()
+        for node in Node:
+            known = self.of_node(node)
+            whole = self.whole[node] = merged(known.values())
+            best = best_layout(known)
+            taken = known[layout_key(best.shared)] if best is not None else NodeResults()
+            whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
+        return self.whole
+
+    def _settle_quality(self) -> None:
+        """Of full fine-tuning, whether what has no fp32 master weights may be taken under any layout: where nothing
+        else surely fits, or all else is slower by more than they are worth."""
+        known = self.of_node(Node.FULL).values()
+        worst = worst_quality((point.shared, point.tokens_per_s) for facts in known for point in facts.sure)
+        for facts in known:
+            facts.worst_quality = worst
+            facts.preferred = {}
+
+
+def merged(parts: Collection[NodeResults]) -> NodeResults:
+    """The facts of several spreads as those of one node."""
+    whole = NodeResults()
+    for part in parts:
+        whole.limits = part.limits or whole.limits
+        whole.walked += part.walked
+        whole.infeasible += part.infeasible
+        whole.fitting += part.fitting
+        whole.sure += part.sure
+        for name in ("smallest", "smallest_unchecked"):
+            mine, other = getattr(whole, name), getattr(part, name)
+            if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
+                setattr(whole, name, other)
+    return whole
+
+
+def best_layout(known: Mapping[LayoutKey, NodeResults]) -> Point | None:
+    """The best point over all layouts, None where nothing fits.
+
+    DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
+    way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
+    simplest. A spread that surely fits goes before all that only may.
+    """
+    sure = [facts for facts in known.values() if facts.best_sure() is not None]
+    families: dict[int, list[Point]] = {}
+    for facts in sure or known.values():
+        point = facts.best()
+        if point is not None:
+            families.setdefault(_family(point.shared), []).append(point)
+    taken: Point | None = None
+    for number in sorted(families):
+        best = _fastest(families[number])
+        worth = LAYOUT_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
+        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + worth):
+            taken = best
+    return taken
+
+
+def _fastest(points: list[Point]) -> Point:
+    """The simplest spread of those within one percent of the fastest."""
+    close = near_fastest(points, TIE_FRACTION)
+    return min(close, key=lambda point: (layout_order(point.shared), -point.tokens_per_s))
+
+
+def _family(setup: TrainSetup) -> int:
+    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
+    if setup.is_split or setup.offload != "none":
+        return 3
+    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
+
+
+def add_layouts(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: WalkResults,
+    chosen: Sequence[Layout],
+    corrections: Mapping[CorrectionKey, float] | None = None,
+) -> None:
+    """Adds the points of these layouts to the facts; `corrections` as in `Limits`."""
+    if not chosen:
+        return
+    values = planned_values(workload, values)
+    facts.walked += [one for one in chosen if one not in facts.walked]
+    facts.whole = {}
+    given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
+    limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
+    points: Iterable[Point] = walk(workload, values, chosen, facts.known, limits.fitting_bytes)
+    if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
+        points = _that_hosts_hold(workload, facts, points)
+    collect_into(corrected(points, limits), limits, facts.of)
+    _note_refusals(workload, values, facts, chosen)
+
+
+def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
+    """The points whose offloaded states a usual host can hold; the others are refused with their bytes.
+
+    Who asks for offloading (--offload) knows the machine: nothing is left out then.
+    """
+    from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node  # one GPU never needs it
+
+    limit = assumed_host_bytes(workload)
+    num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
+    for point in points:
+        plain = point.shared.replace_trusted(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
+        need = host_bytes_per_node(workload.model, plain, num_nodes)
+        if need <= limit:
+            yield point
+            continue
+        facts.too_large_for_hosts.setdefault(layout_key(point.shared), need)
+        reason = (
+            f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
+            "(--offload says that yours holds more)"
+        )
+        facts.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
+
+
+def _note_refusals(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: WalkResults, chosen: Iterable[Layout]
+) -> None:
+    """Why a layout has no point of a node: the engines' reason for the first of its branches."""
+    if workload.num_gpus == 1:
+        return
+    one_per_node: dict[Node, TrainSetup] = {}
+    for branch in branches(workload, values):
+        one_per_node.setdefault(node_of_setup(branch), branch)
+    for layout in chosen:
+        for node, branch in one_per_node.items():
+            try:
+                setup = branch.replace(**layout.fields, optimizer=values["optimizer"][0])
+            except SetupError:
+                continue
+            key = (layout_key(setup), node)
+            if key in facts.facts or key in facts.refused:
+                continue
+            reason = why_not(workload.model, setup)
+            if reason:
+                facts.refused[key] = reason
+
+
+def corrected(points: Iterable[Point], limits: Limits) -> Iterable[Point]:
+    """The points with the peaks of corrected families, beyond what is exact, multiplied by their ratio."""
+    if not limits.corrections:
+        return points
+    return (_scaled(point, limits) for point in points)
+
+
+def _scaled(point: Point, limits: Limits) -> Point:
+    ratio = limits.ratio(point.shared)
+    if ratio is None:
+        return point
+    exact = exact_bytes(limits.model, point.shared)
+    return point._replace(peak_device_bytes=exact + int((point.peak_device_bytes - exact) * ratio))

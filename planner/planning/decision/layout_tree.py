@@ -1,0 +1,374 @@
+"""The decision tree's third step: how the job is put on its GPUs, answered from the walked layouts with their bytes.
+
+One GPU enough? The method as on one GPU. Then: do the states fit when every GPU holds them all; if not, the least
+sharding that fits is usually fastest; tensor and pipeline parallelism where sharding leaves too much or sends too much;
+the host's memory last. Every spread not taken is a cut with the bytes or the speed that decided it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.core.errors import SetupError
+from planner.core.units import gib, percent
+from planner.memory.engines import engine_named, engine_of, why_not
+from planner.memory.model import rank_memories
+from planner.memory.states import weight_bytes
+from planner.memory.workload import Workload
+from planner.planning.decision.candidates import candidate, communication_share
+from planner.planning.decision.facts import TIE_FRACTION, NodeResults, WalkResults
+from planner.planning.decision.layouts import Layout, all_layouts, fields_name, layout_key, layout_name
+from planner.planning.decision.node import Node, node_of_setup
+from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
+from planner.setup import LAYOUT_FIELDS, TrainSetup
+from planner.setup.outcome import Candidate
+
+QUANTIZATION_RARELY_FROM = 4
+"""GPUs from which sharding makes room so cheaply that quantization rarely pays."""
+
+
+def layout_answers(
+    workload: Workload,
+    facts: WalkResults,
+    node: Node | None,
+    chosen: Candidate | None,
+    alone: Plan | NoPlan | None,
+    methods: list[Answer],
+) -> Iterator[Answer]:
+    """What is asked on several GPUs, around the question of the method (`methods`)."""
+    if alone is not None:
+        yield one_gpu_answer(workload, chosen, alone)
+    yield from _methods(facts, methods)
+    if node is None or chosen is None:
+        yield from _given_up(workload, facts)
+        return
+    yield _replicated(workload, facts, node, chosen)
+    yield _sharded(workload, facts, node, chosen)
+    yield _split(workload, facts, node, chosen)
+    yield _offload(workload, facts, node, chosen)
+    if chosen.setup.has_reference:
+        yield _reference(workload, chosen.setup)
+    yield _one_process(workload, chosen)
+    if chosen.setup.parallel == "device-map":
+        yield Answer(
+            question="GPUs that take turns (device map)?",
+            choice="asked for, not recommended",
+            reason="the layers are cut over the GPUs and one works while the others wait: room for one copy, no speed",
+        )
+    if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
+        yield _quantization(workload, facts, node, chosen)
+
+
+def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | NoPlan) -> Answer:
+    """Would one GPU do, and what do the others buy?"""
+    question, num = "Is one GPU enough?", workload.num_gpus
+    if isinstance(alone, NoPlan):
+        need = alone.nearest.formula.peak_device_bytes
+        reason = f"the smallest setup of any method needs {gib(need)} there"
+        return Answer(
+            question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    one = alone.chosen
+    node = node_of_setup(one.setup)
+    need = one.formula.peak_device_bytes
+    fits = f"one fits {node.words} at {one.tokens_per_s:,.0f} tokens/s"
+    if chosen is None:
+        choice, reason = "yes", f"{fits}; {num} GPUs do not, with the options given"
+    elif (mine := node_of_setup(chosen.setup)) != node:
+        choice = f"for {node.words} only" if [*Node].index(mine) < [*Node].index(node) else "yes"
+        reason = f"{fits}; {num} GPUs take {mine.words} at {chosen.tokens_per_s:,.0f}"
+    else:
+        ratio = chosen.tokens_per_s / one.tokens_per_s if one.tokens_per_s else 0.0
+        choice = "yes, but slower" if ratio > 1 else "yes, and it is faster than all together"
+        reason = (
+            f"{fits}; {num} GPUs run {ratio:.2f} times as fast ({percent(ratio / num)} of {num} times), "
+            f"so a token costs {num / ratio if ratio else 0:.2f} times as much"
+        )
+    return Answer(
+        question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+    )
+
+
+def _methods(facts: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
+    """Step 1 over all layouts: the smallest setup of each method says under which spread it is."""
+    nodes = facts.nodes()
+    walked = [name for name in Node if nodes[name].smallest is not None]
+    for name, answer in zip(walked, methods, strict=True):
+        smallest = nodes[name].smallest
+        assert smallest is not None
+        where = f"; smallest as {layout_name(smallest.shared)}"
+        yield replace(
+            answer,
+            question=answer.question.replace("with one sequence", "with one sequence on every GPU"),
+            reason=answer.reason + where,
+            cuts=tuple(replace(cut, reason=cut.reason + where) for cut in answer.cuts),
+        )
+
+
+def _replicated(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+    question = "Do the states fit when every GPU holds them all (DDP)?"
+    for layout, key, known in _walked(facts, node, ("replicate",)):
+        if known is None:
+            return Answer(question=question, choice="cannot run", reason=facts.refused.get((key, node), "not walked"))
+        taken = key == layout_key(chosen.setup)
+        need = _need(known)
+        fits = known.best() is not None
+        if not fits:
+            choice, reason = "no", f"the smallest {node.words} setup needs {gib(need)} on every GPU"
+        elif taken:
+            choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
+        else:
+            choice = "yes, not taken" if known.sure else "may fit, not taken"
+            reason = _slower(workload, known, chosen, layout.name)
+        return Answer(
+            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
+
+
+def _sharded(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+    """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
+    setup = chosen.setup
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
+    needed = None
+    plain = not setup.is_split and setup.offload == "none"
+    if engine_of(setup).shares and plain:
+        choice, known = layout_name(setup), facts.of_node(node)[layout_key(setup)]
+        needed = _need(known)
+        sends = engine_of(setup).sends if setup.reshard_after_forward else "weights are gathered once per micro-batch"
+        reason = f"each of {setup.shards} GPUs keeps its part of the {engine_of(setup).shares}; {sends}"
+    elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
+        choice, reason = "not asked", cuts[0].reason if cuts else _left_out(workload, ("shard",))
+    elif min(needs) > workload.budget_bytes:
+        choice, reason = "sharding alone is not enough", f"none of these fits: {layout_name(setup)} is taken"
+    else:
+        choice, reason = "nothing", f"{layout_name(setup)} fits and nothing else is clearly faster"
+    budget = workload.budget_bytes if needed is not None else None
+    return Answer(
+        question="What must be sharded over the GPUs?",
+        choice=choice,
+        reason=reason,
+        needed_bytes=needed,
+        budget_bytes=budget,
+        cuts=cuts,
+    )
+
+
+def _split(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+    setup = chosen.setup
+    question = "Tensor, pipeline or context parallelism?"
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
+    share = communication_share(chosen)
+    if setup.is_split:
+        reason = f"{layout_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
+        choice = "yes"
+    elif cuts:
+        choice, reason = (
+            "no",
+            f"none beats {layout_name(setup)}, whose communication takes {percent(share)} of the step",
+        )
+    else:
+        choice = "not needed"
+        reason = f"{layout_name(setup)} fits, and communication takes {percent(share)} of its step"
+    cluster = workload.cluster
+    if cluster is not None and cluster.between is not None:
+        across = cluster.between.bytes_per_s / cluster.gpus_per_node
+        cuts += (
+            PrunedBranch(
+                branch="tensor parallelism across nodes",
+                reason=f"it sends activations in every layer, and {cluster.between.name} gives one GPU "
+                f"{across / 1e9:,.1f} GB/s against {cluster.within.bytes_per_s / 1e9:,.0f} within a node",
+                num_setups=0,
+            ),
+        )
+    return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
+
+
+def _offload(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
+    if chosen.setup.offload == "none":
+        choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
+    else:
+        choice = layout_name(chosen.setup)
+        reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
+    return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
+
+
+def _reference(workload: Workload, setup: TrainSetup) -> Answer:
+    """Where the model as it was before training is, of an objective that asks it."""
+    question = "Where is the reference model?"
+    if not setup.copies_reference:
+        reason = "the base answers with its adapters switched off, spread as it is"
+        return Answer(question=question, choice="nowhere else", reason=reason)
+    size = sum(weight_bytes(workload.model, engine_of(setup).computes(setup)).values())
+    reason = f"a second copy of the weights, {gib(size)}"
+    if setup.aim.reference:
+        reason += "; --precomputed-reference asks it before the first step and keeps none"
+    return Answer(question=question, choice=engine_of(setup).reference, reason=reason)
+
+
+def _one_process(workload: Workload, chosen: Candidate) -> Answer:
+    """DP is explained and not recommended; its bytes where the setup can be put that way."""
+    question = "One process for all GPUs (nn.DataParallel, DP)?"
+    if chosen.setup.parallel == "dp":
+        other = candidate(workload, chosen.setup.replace(parallel="ddp"))
+        reason = "one Python process drives every GPU, copies the weights out and gathers outputs on the first"
+        if chosen.tokens_per_s:
+            ratio = other.tokens_per_s / chosen.tokens_per_s
+            need = gib(other.formula.peak_device_bytes)
+            reason += f"; the same under DDP would run at {ratio:.2f} times the speed and need {need}"
+        return Answer(question=question, choice="asked for, not recommended", reason=reason)
+    reason = (
+        "one Python process would drive every GPU, copy the weights out at every forward and gather all outputs on the "
+        "first; DDP has one process per GPU"
+    )
+    try:
+        plain = TrainSetup(**{name: getattr(chosen.setup, name) for name in _ONE_GPU_FIELDS})
+        if chosen.setup.data_degree != workload.num_gpus:  # another number of copies: one sequence each
+            plain = plain.replace(micro_batch_seqs=1, accumulation_steps=1)
+        setup = plain.replace(num_gpus=workload.num_gpus, parallel="dp")
+    except SetupError:
+        return Answer(question=question, choice="no", reason=reason)
+    refused = why_not(workload.model, setup)
+    if refused:
+        return Answer(question=question, choice="cannot run", reason=refused)
+    ranks = rank_memories(workload.model, workload.gpu, setup)
+    peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
+    if max(peaks) > min(peaks):
+        reason += f"; GPU 0 would need {gib(max(peaks))}, {gib(max(peaks) - min(peaks))} more than the others"
+    return Answer(
+        question=question,
+        choice="no",
+        reason=reason,
+        needed_bytes=max(peaks),
+        budget_bytes=workload.budget_bytes,
+    )
+
+
+_ONE_GPU_FIELDS = tuple(
+    name for name in TrainSetup.__dataclass_fields__ if name not in ("num_gpus", "parallel", *LAYOUT_FIELDS)
+)
+
+
+def _quantization(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+    """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
+    num = workload.num_gpus
+    question = f"Would a quantized base help on {num} GPUs?"
+    held = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
+    if node.quantized:
+        lora = facts.nodes()[Node.LORA]
+        need = _need(lora) if lora.smallest is not None else None
+        choice = "here, yes"
+        unquantized = lora.best()
+        if unquantized is None:
+            reason = "no unquantized base fits, even sharded"
+        elif chosen.setup.offload != "none":
+            ratio = (chosen.tokens_per_s or 0.0) / unquantized.tokens_per_s
+            reason = f"{ratio:.2f} times the speed of 16-bit LoRA, with a quarter of its base in the host's memory"
+        else:
+            reason = "the whole is faster"
+        return Answer(
+            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
+    if chosen.setup.method == "full":
+        return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
+    small = facts.nodes()[Node.FOUR_BIT].best()
+    if small is not None and chosen.tokens_per_s:
+        ratio = small.tokens_per_s / chosen.tokens_per_s
+        reason += f"; 4-bit weights must be unpacked at every use: {ratio:.2f} times its speed"
+    return Answer(question=question, choice="no", reason=reason)
+
+
+def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
+    """Nothing fits: what every kind of spread would need at least."""
+    for question, stages in (
+        ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
+        ("Does it fit with tensor or pipeline parallelism?", ("split",)),
+        ("Does it fit with states in the host's memory?", ("offload",)),
+    ):
+        needs = [
+            (_need(known), layout.name)
+            for node in Node
+            for layout, _, known in _walked(facts, node, stages)
+            if known is not None and known.smallest is not None
+        ]
+        if needs:
+            need, name = min(needs)
+            reason = f"the smallest is {name}: {gib(need)}, {gib(need - workload.budget_bytes)} more than the budget"
+            yield Answer(
+                question=question,
+                choice="no",
+                reason=reason,
+                needed_bytes=need,
+                budget_bytes=workload.budget_bytes,
+            )
+            continue
+        keys = {layout_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}
+        refused = [reason for (key, _), reason in facts.refused.items() if key in keys]
+        if refused:
+            yield Answer(question=question, choice="no", reason=refused[0])
+
+
+def _walked(
+    facts: WalkResults, node: Node, stages: tuple[str, ...]
+) -> Iterator[tuple[Layout, tuple[object, ...], NodeResults | None]]:
+    """(spread, key, its facts of this node or None where no engine runs it) of the walked layouts of these stages."""
+    known = facts.of_node(node)
+    for layout in facts.walked:
+        if layout.stage in stages:
+            key = layout_key(TrainSetup(**layout.fields))
+            if key in known or (key, node) in facts.refused:
+                yield layout, key, known.get(key)
+
+
+def _cuts(
+    workload: Workload, facts: WalkResults, node: Node, chosen: Candidate, stages: tuple[str, ...]
+) -> Iterator[PrunedBranch]:
+    """Every spread of these stages that was not taken: refused, too large, or slower."""
+    for layout, key, known in _walked(facts, node, stages):
+        if key == layout_key(chosen.setup):
+            continue
+        if known is None:
+            yield PrunedBranch(branch=layout.name, reason=facts.refused[key, node], num_setups=0)
+            continue
+        need = _need(known)
+        slow = known.best() is not None
+        reason = _slower(workload, known, chosen, "") if slow else "does not fit"
+        yield PrunedBranch(
+            branch=layout.name,
+            reason=reason,
+            num_setups=known.walked,
+            needed_bytes=need,
+            budget_bytes=workload.budget_bytes,
+        )
+    left: dict[str, list[str]] = {}
+    asked = any(one.stage in stages for one in facts.walked) or "split" not in stages
+    for one in all_layouts(workload):
+        if asked and one.reason and one.stage in stages:
+            left.setdefault(one.reason, []).append(fields_name(one.fields))
+    for reason, names in left.items():
+        words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        yield PrunedBranch(branch=words, reason=reason, num_setups=0)
+
+
+def _slower(workload: Workload, known: NodeResults, chosen: Candidate, name: str) -> str:
+    """What another layout that fits would cost in speed."""
+    best = known.best()
+    assert best is not None
+    other = candidate(workload, best.setup)
+    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
+    fit = known.fit_words
+    words = f"{fit} at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
+    if fit == "fits" and ratio > 1 - TIE_FRACTION:
+        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {layout_name(chosen.setup)} is simpler"
+    return f"{name} {words}".strip()
+
+
+def _need(known: NodeResults) -> int:
+    assert known.smallest is not None
+    return known.smallest.peak_device_bytes
+
+
+def _left_out(workload: Workload, stages: tuple[str, ...]) -> str:
+    reasons = [one.reason for one in all_layouts(workload) if one.stage in stages and one.reason]
+    return reasons[0] if reasons else "left out by the options given"

@@ -1,0 +1,283 @@
+"""The spreads a plan chooses from: every way of putting the job on its GPUs, in the order in which they are tried.
+
+Stages, each tried only where the ones before leave something open (see `planner.planning.answer`):
+
+    replicate   DDP: every GPU holds everything
+    shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
+    split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2; long sequences cut
+                over GPUs (context parallelism) under FSDP2 or ZeRO-3; experts dealt out over a node's GPUs under FSDP2
+    offload     optimizer states, or those and the weights, in the host's memory
+    other       DP in one process, device-map, GPipe: explained, walked only when asked for
+
+What the user fixed (`Workload.fixed`) filters the list; degrees that were asked for are generated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from planner.core.errors import SetupError
+from planner.core.records import dataclass
+from planner.memory.engines import engine_named, engine_of
+from planner.memory.workload import Workload
+from planner.models.spec import ModelSpec
+from planner.options.layouts import SPLIT_DEGREES
+from planner.setup import LAYOUT_FIELDS, TrainSetup
+from planner.setup.allowed import SHARDED
+
+STAGES = ("replicate", "shard", "split", "offload", "other")
+FIRST_STAGES = ("replicate", "shard")
+FIELDS = ("parallel", *LAYOUT_FIELDS)
+"""Setup fields that make a layout, beside `num_gpus`."""
+LayoutKey = tuple[Any, ...]
+"""The values of FIELDS of one setup."""
+
+_TENSOR_DEGREES = (2, 4, 8)
+_PIPELINE_DEGREES = (2, 4, 8, 16)
+_CONTEXT_DEGREES = (2, 4, 8)
+_EXPERT_DEGREES = (2, 4, 8)
+LONG_TOKENS = 16384
+"""Sequences from which they are cut over GPUs unasked: below, one sequence's activations are seldom what does not fit,
+and its exchange costs more than it gives. Judgement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One way of spreading the job.
+
+    Attributes:
+        stage: one of STAGES.
+        fields: setup fields to set on a one-GPU setup, `num_gpus` included.
+        data_degree: copies of the model that see their own sequences.
+        reason: why it is left out in this workload; "" where it is walked.
+    """
+
+    stage: str
+    fields: Mapping[str, Any]
+    data_degree: int
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: "FSDP2 in groups of 8"."""
+        return fields_name(self.fields)
+
+
+ONE_GPU = Layout(stage="replicate", fields={}, data_degree=1)
+"""The spread of one: nothing to set."""
+
+
+_layout_values: Callable[[TrainSetup], LayoutKey] = attrgetter(*FIELDS)
+
+
+def layout_key(setup: TrainSetup) -> LayoutKey:
+    """What two setups share when they are spread alike."""
+    return _layout_values(setup)
+
+
+def layout_name(setup: TrainSetup) -> str:
+    """A setup's spread in words: "FSDP2", "tensor 4 × pipeline 2 under DDP", "one GPU"."""
+    return fields_name({"num_gpus": setup.num_gpus, **{name: getattr(setup, name) for name in FIELDS}})
+
+
+def fields_name(fields: Mapping[str, Any]) -> str:
+    """The words of `spread_name` from setup fields; absent fields have their defaults."""
+    tensor, stages = (fields.get(name, 1) for name in ("tensor_degree", "pipeline_degree"))
+    split = [f"tensor {tensor}"] * (tensor > 1)
+    if (context := fields.get("context_degree", 1)) > 1:
+        split.append(f"{'context' if fields.get('parallel') == 'fsdp2' else 'Ulysses'} {context}")
+    if (experts := fields.get("expert_degree", 1)) > 1:
+        split.append(f"experts {experts}")
+    if stages > 1:
+        split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
+    words = " × ".join(split)
+    engine = engine_named(fields.get("parallel", "none")).name
+    if engine:
+        words = f"{words} under {engine}" if words else engine
+    if fields.get("shard_degree"):
+        words += f" in groups of {fields['shard_degree']}"
+    if not fields.get("reshard_after_forward", True):
+        words += " keeping gathered weights"
+    offload = fields.get("offload", "none")
+    if offload != "none":
+        words += f" with {'optimizer' if offload == 'optimizer' else 'weights and optimizer'} on the host"
+    return words or "one GPU"
+
+
+def layout_order(setup: TrainSetup) -> int:
+    """How far a layout is from the simplest; 0 on one GPU. Breaks ties in speed."""
+    if setup.alone:
+        return 0
+    rank = engine_of(setup).tie_break
+    rank += 4 * sum(one > 1 for one in setup.degrees) + 8 * (setup.offload != "none")
+    return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
+
+
+def layouts(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Layout, ...]:
+    """The layouts of these stages that this workload can walk.
+
+    Which of them the engines run with which method is `planner.memory.engines.why_not`'s to say, setup by setup.
+    """
+    return tuple(one for one in all_layouts(workload) if one.stage in stages and not one.reason)
+
+
+def layouts_of_one(workload: Workload) -> tuple[Layout, ...]:
+    """What one GPU can do: hold everything, or, where that was asked for, put some of it into the host's memory."""
+    return layouts(workload, ("offload",)) if workload.offloads else (ONE_GPU,)
+
+
+def all_layouts(workload: Workload) -> tuple[Layout, ...]:
+    """Every spread of the workload's GPUs that the user's requests allow, those left out with their reason; of one GPU
+    what was asked of the host's memory."""
+    if workload.num_gpus == 1 and not workload.offloads:
+        return ()
+    found: dict[LayoutKey, Layout] = {}
+    for stage, fields in _candidates(workload):
+        try:
+            setup = TrainSetup(**fields)
+        except SetupError as error:  # degrees that the user gave and that do not divide the GPUs
+            found[tuple(fields.items())] = Layout(stage=stage, fields=fields, data_degree=1, reason=error.message)
+            continue
+        if _wanted(workload, setup) and layout_key(setup) not in found:
+            found[layout_key(setup)] = Layout(
+                stage=stage, fields=fields, data_degree=setup.data_degree, reason=_why_left_out(workload, setup)
+            )
+    return tuple(found.values())
+
+
+def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(stage, fields) of everything that is thought of, in the order of STAGES."""
+    num, per_node = workload.num_gpus, _per_node(workload)
+    whole: dict[str, Any] = {"num_gpus": num}
+    if num == 1:
+        yield from _offloads(whole)
+        return
+    yield "replicate", {**whole, "parallel": "ddp"}
+    yield "shard", {**whole, "parallel": "zero1"}
+    yield "shard", {**whole, "parallel": "zero2"}
+    yield "shard", {**whole, "parallel": "fsdp2", "reshard_after_forward": False}
+    yield "shard", {**whole, "parallel": "fsdp2"}
+    groups = _fixed(workload, "shard_degree") or ((per_node,) if 1 < per_node < num else ())
+    for group in groups:
+        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group}
+        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group, "reshard_after_forward": False}
+    yield "shard", {**whole, "parallel": "zero3"}
+    schedules = tuple(dict.fromkeys(("1f1b", *_fixed(workload, "pipeline_schedule"))))
+    for tensor, depth, overs in _splits(workload):
+        degrees = {"tensor_degree": tensor, "pipeline_degree": depth}
+        for parallel in ("none",) if tensor * depth == num else overs:
+            for schedule in schedules if depth > 1 else ("1f1b",):
+                yield "split", {**whole, **degrees, "parallel": parallel, "pipeline_schedule": schedule}
+    for degree, parallel in _cuts(workload):
+        yield "split", {**whole, "context_degree": degree, "parallel": parallel}
+    for degree in _deals(workload):
+        for group in (0, *groups):
+            yield "split", {**whole, "expert_degree": degree, "parallel": "fsdp2", "shard_degree": group}
+    yield from _offloads(whole)
+    for parallel in ("device-map", "dp"):
+        if parallel in _fixed(workload, "parallel"):
+            yield "other", {**whole, "parallel": parallel}
+
+
+def _offloads(whole: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What lies in the host's memory between its uses; on one GPU too (an engine's rank of one)."""
+    for parallel, offload in (
+        ("zero2", "optimizer"),
+        ("zero1", "optimizer"),
+        ("zero3", "optimizer"),
+        ("fsdp2", "parameters"),
+        ("zero3", "parameters"),
+    ):
+        yield "offload", {**whole, "parallel": parallel, "offload": offload}
+
+
+def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
+    """(context degree, what shards beside it): the user's, or powers of two within a node for long sequences."""
+    if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
+        return
+    per_node = _per_node(workload)
+    degrees = _fixed(workload, "context_degree")
+    if not degrees and "parallel" not in workload.fixed and workload.seq_len_tokens >= LONG_TOKENS:
+        degrees = tuple(one for one in _CONTEXT_DEGREES if per_node % one == 0)
+    asked = _fixed(workload, "parallel") or ("fsdp2", "zero3")
+    for degree in degrees:
+        if degree > 1:
+            yield from ((degree, parallel) for parallel in asked if parallel in SHARDED)
+
+
+def _deals(workload: Workload) -> Iterator[int]:
+    """Degrees of expert parallelism: the user's, or of a mixture the most GPUs of a node that its experts divide over,
+    as its exchange is in every layer and what they gather less grows with them."""
+    if degrees := _fixed(workload, "expert_degree"):
+        yield from (degree for degree in degrees if degree > 1)
+        return
+    if {"parallel", *SPLIT_DEGREES} & set(workload.fixed):
+        return
+    stacks = workload.model.expert_stacks
+    fitting = [one for one in _EXPERT_DEGREES if _per_node(workload) % one == 0]
+    yield from [one for one in fitting if stacks and not any(num % one for num in stacks)][-1:]
+
+
+def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """(tensor degree, pipeline degree, data parallelism over them) beyond 1 x 1: the user's, or powers of two.
+
+    Not asked for, tensor parallelism stays within a node, because it sends activations in every layer; over it lies
+    FSDP2 (Accelerate, torchtitan), over a pipeline FSDP2 or DeepSpeed's ZeRO-1; both together only as whole nodes.
+    """
+    num, per_node = workload.num_gpus, _per_node(workload)
+    if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
+        for tensor in _fixed(workload, "tensor_degree") or (1,):
+            for depth in _fixed(workload, "pipeline_degree") or (1,):
+                yield tensor, depth, ("ddp", "zero1", "fsdp2")
+        return
+    if "parallel" in workload.fixed or "context_degree" in workload.fixed:
+        return  # who names a way of data parallelism means it plain
+    tensors = [t for t in _TENSOR_DEGREES if per_node % t == 0]
+    for tensor in tensors:
+        yield tensor, 1, ("fsdp2",)
+    for depth in _PIPELINE_DEGREES:
+        if num % depth == 0:
+            yield 1, depth, ("zero1", "fsdp2")
+    for depth in _PIPELINE_DEGREES:
+        if tensors and num % (tensors[-1] * depth) == 0:
+            yield tensors[-1], depth, ("fsdp2",)
+
+
+def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
+    """Why a layout that can exist is not walked for this model and this global batch; "" where it is."""
+    batch, model = workload.global_batch_seqs, workload.model
+    if refused := workload.aim.layout_refusal(setup.parallel, split=setup.is_split):
+        return refused
+    if batch % setup.data_degree:
+        return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
+    if setup.pipeline_degree > model.num_layers:
+        return f"{model.num_layers} layers cannot be cut into {setup.pipeline_degree} stages"
+    if setup.tensor_degree > 1:
+        heads = _uneven_heads(model, setup.tensor_degree)
+        if heads:
+            return f"{heads} cannot be divided by tensor degree {setup.tensor_degree}"
+    return ""
+
+
+def _uneven_heads(model: ModelSpec, degree: int) -> str:
+    for layer in model.layer_kinds:
+        if layer.attention is None:
+            continue
+        if layer.attention.num_heads % degree:
+            return f"{layer.attention.num_heads} attention heads"
+        if layer.attention.num_kv_heads % degree:
+            return f"{layer.attention.num_kv_heads} key and value heads"
+    return ""
+
+
+def _fixed(workload: Workload, name: str) -> tuple[Any, ...]:
+    return tuple(workload.fixed.get(name, ()))
+
+
+def _wanted(workload: Workload, setup: TrainSetup) -> bool:
+    """Whether the layout takes only values that the user allowed."""
+    return all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
+
+
+def _per_node(workload: Workload) -> int:
+    return workload.cluster.gpus_per_node if workload.cluster is not None else workload.num_gpus

@@ -1,0 +1,450 @@
+"""The decision tree: which questions are asked in which order, answered from the walked space with the deciding bytes.
+
+Step 1 gets one sequence in: full fine-tuning where it is asked for or needed, LoRA, then QLoRA; the first that fits is
+taken (`preferred_nodes` states the rule). With several GPUs `spread_tree` then asks how the job is put on them. The
+last step spends what is left: attention kernel, checkpointing, micro-batch, accumulation. The tree is not monotone
+(QLoRA with the fp32 cast can need more than LoRA), so every branch is compared, none assumed.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from planner.core.errors import SetupError
+from planner.core.units import gib, percent
+from planner.frameworks.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
+from planner.memory.attention_kernels import linear_attention_refusal, missing_kernels
+from planner.memory.engines import why_not
+from planner.memory.model import predict_memory
+from planner.memory.workload import Workload
+from planner.models.targets import num_lora_params
+from planner.options.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
+from planner.options.stacks import DEFAULT
+from planner.planning.decision.facts import PREFERENCE_FRACTION, NodeResults, WalkResults
+from planner.planning.decision.layouts import layout_key
+from planner.planning.decision.node import Node
+from planner.planning.decision.policy import COMPILE_WORTH, compile_left_out
+from planner.planning.evidence.bands import ON_THE_TRAINER
+from planner.planning.expressed import variants_as_run
+from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
+from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
+from planner.planning.predict import attention_kernels, device_peak_bytes
+from planner.planning.refine import never_runs
+from planner.planning.rollouts import vllm_needs, vllm_refusal
+from planner.planning.walk import Point
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate
+from planner.setup.packages import CHUNKED_TYPES, DELTA, PACKAGED
+from planner.speed import speed_profile
+
+METHOD_BAND = 0.10
+"""How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of
+QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both."""
+
+CHECKPOINTING = "Is gradient checkpointing needed?"
+TIGHT = "by less than the formula errs"
+OneGpu = Plan | NoPlan | None
+"""The answer for the same work on one GPU; None where the options leave nothing to plan there."""
+
+
+def answers(
+    workload: Workload,
+    facts: WalkResults,
+    node: Node | None,
+    best: Point | None,
+    chosen: Candidate | None,
+    alone: OneGpu,
+) -> Iterator[Answer]:
+    """All answers, in the order in which the questions are asked; `node`, its `best` point and `chosen` are what was
+    taken, if anything fits."""
+    nodes = facts.nodes()
+    methods = method_answers(nodes, node, workload)
+    if workload.num_gpus == 1:
+        yield from methods
+    else:
+        from planner.planning.decision.layout_tree import layout_answers  # one GPU never needs it
+
+        yield from layout_answers(workload, facts, node, chosen, alone, methods)
+    if node is not None and best is not None:
+        yield class_answer(nodes, node, workload)
+        mine = facts.of_node(node)[layout_key(best.shared)]
+        yield from activation_answers(mine, best, workload, mine.ranked())
+
+
+def preferred_nodes(workload: Workload) -> tuple[Node, ...]:
+    """The nodes in the order in which one that fits is taken.
+
+    Quality first, then speed: a 16-bit base before a quantized one, which is for what does not fit. 4 bits before 8:
+    smaller, and faster on every card that was measured; 8 bits only where nothing else was asked for. Full fine-tuning
+    first where it is asked for or where the data is more than an adapter of the largest rank can hold, else last.
+    """
+    adapters = (Node.LORA, Node.FOUR_BIT, Node.EIGHT_BIT)
+    return (Node.FULL, *adapters) if wants_full(workload) else (*adapters, Node.FULL)
+
+
+def wants_full(workload: Workload) -> bool:
+    """Whether full fine-tuning is asked for, or needed by the data."""
+    return workload.fixed.get("method") == ("full",) or data_needs_full(workload)
+
+
+def data_needs_full(workload: Workload) -> bool:
+    """Whether the data is more than an adapter of the largest rank can hold (rule: `planner.planning.lora_rank`)."""
+    tokens = workload.data.epoch_tokens
+    return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
+        workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK
+    )
+
+
+def data_too_small_for_full(workload: Workload) -> bool:
+    """Whether full fine-tuning would overfit so little data, which nobody wants unasked."""
+    tokens = workload.data.epoch_tokens
+    return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
+
+
+def choose_node(facts: Mapping[Node, NodeResults], workload: Workload, *, from_host: bool = False) -> Node | None:
+    """The node taken: the first of `preferred_nodes` with a setup that surely fits, else the first with one that may.
+
+    Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
+    comparison errs (METHOD_BAND), and the data is not known to be too small for it. A quantized base replaces it where
+    speed is preferred (`workload.prefer`) and predicted to gain more than that; with states in the host's memory
+    (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
+    """
+    speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
+    sure = [node for node in speeds if facts[node].sure]
+    taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
+    if taken is not Node.LORA:
+        return taken
+    full = facts[Node.FULL].best_sure()
+    as_fast = full is not None and full.tokens_per_s >= speeds[Node.LORA] * (1 - METHOD_BAND)
+    if as_fast and not data_too_small_for_full(workload):
+        return Node.FULL
+    if workload.prefer == "speed" or from_host:
+        gain = -METHOD_BAND if from_host else METHOD_BAND
+        if Node.FOUR_BIT in (sure or speeds) and speeds[Node.FOUR_BIT] > speeds[Node.LORA] * (1 + gain):
+            return Node.FOUR_BIT
+    return taken
+
+
+def method_answers(facts: dict[Node, NodeResults], chosen: Node | None, workload: Workload) -> list[Answer]:
+    """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
+    budget = workload.budget_bytes
+    answers = []
+    for node in Node:
+        known = facts[node]
+        if known.smallest is None:
+            continue
+        need = known.smallest.peak_device_bytes
+        name = node.words
+        cuts: tuple[PrunedBranch, ...] = ()
+        if known.best() is None:
+            choice = "no"
+            stops = never_runs(need, budget)
+            reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
+            reason = f"its step stops in every {name} setup that could fit" if stops else reason
+            shown = None if stops else need
+            cuts = (
+                PrunedBranch(
+                    branch=name, reason=reason, num_setups=known.walked, needed_bytes=shown, budget_bytes=budget
+                ),
+            )
+        elif node == chosen:
+            choice = "yes, taken" if known.sure else "it may, taken"
+            reason = _taken(node, facts, need, workload)
+        else:
+            choice = f"{known.fit_words}, not taken"
+            reason = _not_taken(node, facts, chosen, workload)
+        answers.append(
+            Answer(
+                question=f"Does {name} fit with one sequence?",
+                choice=choice,
+                reason=reason + _cast_note(workload, known),
+                needed_bytes=None if never_runs(need, budget) else need,
+                budget_bytes=budget,
+                cuts=cuts,
+            )
+        )
+    return answers
+
+
+def _taken(node: Node, facts: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
+    """Why this node is taken, whose smallest setup needs so many bytes."""
+    known, rival, mine = facts[node], facts[Node.LORA].best(), facts[node].best()
+    reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
+    if not known.sure:
+        reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
+    if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
+        return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
+    if node is Node.FULL and data_needs_full(workload):
+        return f"{reason}; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
+    if node is Node.FULL and rival:
+        limit = percent(METHOD_BAND)
+        return f"{reason}; nothing is approximated, and it is not slower than LoRA by more than {limit}"
+    return reason
+
+
+def class_answer(facts: Mapping[Node, NodeResults], chosen: Node, workload: Workload) -> Answer:
+    """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
+    why = []
+    order = (Node.FULL, Node.LORA, Node.FOUR_BIT)
+    mine = facts[chosen].best()
+    assert mine is not None
+    asked = "method" in workload.fixed or "quantization" in workload.fixed
+    for node in order[: order.index(chosen)] if chosen in order else ():
+        known = facts[node]
+        if known.smallest is not None and known.best() is None:
+            need = known.smallest.peak_device_bytes
+            stops, more = never_runs(need, workload.budget_bytes), gib(need - workload.budget_bytes)
+            why.append(f"{node.words} does not run" if stops else f"{node.words} needs {more} more than there is")
+        elif known.best() is not None and not known.sure and node is not Node.FULL:
+            why.append(f"{node.words} may fit, {TIGHT}")
+    if chosen is Node.FULL and data_needs_full(workload):
+        why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
+    lora = facts[Node.LORA].best()
+    if chosen is Node.FULL and lora is not None:
+        why.append(
+            f"it approximates nothing and runs at {mine.tokens_per_s / lora.tokens_per_s:.2f} times LoRA's speed"
+        )
+    elif chosen is Node.LORA and facts[Node.FULL].best() is not None:
+        why.append(_full_passed_over(facts[Node.FULL], mine, workload))
+    elif chosen is Node.FOUR_BIT and lora is not None and facts[Node.LORA].sure:
+        gain = mine.tokens_per_s / lora.tokens_per_s
+        why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
+    if asked:
+        why.insert(0, "asked for")
+    rival = facts[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
+    if rival is not None:
+        why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
+    reason = "; ".join(why) or "the only class that these options leave"
+    return Answer(question="Which class?", choice=chosen.words, reason=reason)
+
+
+def _full_passed_over(full: NodeResults, mine: Point, workload: Workload) -> str:
+    """Why full fine-tuning, which fits, is not taken instead of LoRA."""
+    best, sure = full.best(), full.best_sure()
+    assert best is not None
+    if data_too_small_for_full(workload):
+        return f"full fine-tuning fits and overfits {workload.data.epoch_tokens:,} tokens"
+    shown = (sure or best).tokens_per_s / mine.tokens_per_s
+    if sure is None:
+        return f"full fine-tuning may fit, {TIGHT}, and would run at {shown:.2f} times the speed"
+    return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
+
+
+def _not_taken(node: Node, facts: Mapping[Node, NodeResults], chosen: Node | None, workload: Workload) -> str:
+    """Why a node that fits was passed over, and what it would buy."""
+    best, taken = facts[node].best(), facts[chosen].best() if chosen else None
+    if best is None or taken is None or chosen is None:
+        return "fits, but another branch was taken"
+    ratio = best.tokens_per_s / taken.tokens_per_s
+    speed = f"it would run at {ratio:.2f} times the speed"
+    if node is Node.FULL:
+        if data_too_small_for_full(workload):
+            return f"overfits {workload.data.epoch_tokens:,} tokens; {speed} (--method full)"
+        when = "only when asked for (--method full), needed by the data, or as fast"
+        return f"{facts[node].fit_words}, but is taken {when}; {speed}"
+    if node is Node.EIGHT_BIT:
+        return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+    if not facts[node].sure and facts[chosen].sure:
+        return f"it may fit, {TIGHT}; {speed}"
+    if taken.shared.offload != "none" and chosen.quantized:
+        return f"fits, but {chosen.words} leaves a quarter of its base in the host's memory; {speed}"
+    if node is Node.LORA and chosen is Node.FULL:
+        return f"full fine-tuning fits and approximates nothing; {speed} (--method lora)"
+    if node is Node.LORA:
+        return f"fits, but {chosen.words} is predicted {1 / ratio:.2f} times as fast, and speed is preferred"
+    if node is Node.FOUR_BIT:
+        return f"{chosen.words} fits and loses less; {speed} (--prefer speed, or --method qlora)"
+    return f"{chosen.words} fits and is preferred; {speed}"
+
+
+def _cast_note(workload: Workload, known: NodeResults) -> str:
+    """What peft's cast would add to the smallest setup of a quantized node, where it can be had and was left out."""
+    plain = known.smallest.setup if known.smallest is not None else None
+    if plain is None or not plain.quantized or plain.kbit_fp32_cast or "kbit_fp32_cast" in workload.fixed:
+        return ""
+    try:
+        cast = plain.replace(kbit_fp32_cast=True)
+    except SetupError:
+        return ""
+    if why_not(workload.model, cast) or (workload.targets and variants_as_run(cast, workload) is None):
+        return ""
+    less, more = (device_peak_bytes(workload.model, workload.gpu, one) for one in (plain, cast))
+    return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(more - less)} more"
+
+
+def _attention_reason(workload: Workload, family: TrainSetup) -> str:
+    """What the chosen attention does on this card."""
+    if "sdpa" not in workload.model.attentions and family.attention == "eager":
+        return "no fused kernel supports this model's attention"
+    if attention_kernels(workload.model, workload.gpu, family) & {"math", "eager"}:
+        return "no fused kernel takes this on the card: tokens x tokens matrices are kept"
+    return "fused kernels keep no tokens x tokens matrix"
+
+
+def kernels_words(workload: Workload, setup: TrainSetup) -> str:
+    """What the kernel family of a setup buys against eager kernels, and what it needs: "-1.90 GiB, about 13 % faster,
+    needs liger-kernel and Triton"."""
+    row = KERNELS[setup.kernels]
+    needs = f"needs {row.package} and Triton" if row.package else "in Axolotl or Unsloth"
+    return f"{_gain_words(workload, setup, setup.replace(kernels='eager'))}, {needs}"
+
+
+def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str:
+    """What one setup buys against another at the same micro-batch: "-1.90 GiB, about 13 % faster"."""
+    both, fields = (setup, plain), (setup.micro_batch_seqs, setup.accumulation_steps)
+    mine, other = (predict_memory(workload.model, workload.gpu, one).peak_device_bytes for one in both)
+    fast, slow = (speed_profile(workload.model, workload.gpu, one, workload.cluster).at(*fields)[1] for one in both)
+    less, gain = other - mine, 100 * (fast / slow - 1)
+    return f"{'-' if less >= 0 else '+'}{gib(abs(less))}, about {abs(gain):.0f} % {'faster' if gain >= 0 else 'slower'}"
+
+
+def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
+    """What torch.compile would buy here, and why it is taken or left (`policy`)."""
+    plain = setup.replace(compile=False, kernels="eager") if setup.compile else setup
+    compiled = setup.replace_trusted(compile=True, kernels="eager")
+    choice = "yes" if setup.compile else "no"
+    if missing := missing_kernels(workload.model, workload.gpu, compiled):
+        reason = missing
+    elif not compiled.compiled:
+        reason = COMPILES_NOTHING
+    else:
+        words = f"{_gain_words(workload, compiled, plain)} is predicted of it"
+        if "compile" in workload.fixed:
+            reason = f"asked for: {words}, against eager kernels"
+        elif setup.compile:
+            reason = f"{words}, against eager kernels; such gains are up to {percent(COMPILE_WORTH)} off"
+        else:
+            why = compile_left_out(workload, compiled) or f"no more than {percent(PREFERENCE_FRACTION)} over the choice"
+            doubt = "no dry run or probe sees it, compiling takes minutes"
+            reason = f"{words}; {why}; {doubt} (--compile plans with it)"
+    return Answer(question="torch.compile?", choice=choice, reason=reason)
+
+
+def _program_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
+    """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
+    setup, title = best.setup, best.shared.trainer.title
+    if workload.targets:
+        return Answer(question="Which program?", choice=title, reason="asked for (--target)")
+    if setup.stack == DEFAULT:
+        reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
+        return Answer(question="Which program?", choice=title, reason=reason)
+    plain = facts.best_of(lambda one: one.stack == DEFAULT)
+    others = f"TRL would run at {plain.tokens_per_s / best.tokens_per_s:.2f} times the speed" if plain else "TRL cannot"
+    return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
+
+
+def _generator_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
+    """Who generates the completions, and what of the card a vLLM takes for it."""
+    roll = best.shared.rolls
+    others = facts.best_of(lambda one: one.rolls.by_vllm != roll.by_vllm)
+    if roll.colocated:
+        start, whole = vllm_needs(workload, roll)
+        share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
+        reason = (
+            f"of its {gib(share)} weights and a forward take {gib(start)}, keys and values of all its completions at "
+            f"full length {gib(whole - start)}"
+        )
+        if share < whole:
+            reason += ": some wait for others, which is not counted"
+        if others is not None:
+            ratio = others.tokens_per_s / best.tokens_per_s
+            reason += f"; by transformers it would run at {ratio:.2f} times the speed (--generator transformers)"
+    elif roll.by_vllm:
+        reason = "asked for: it needs cards of its own"
+    elif refused := vllm_refusal(workload):
+        reason = refused
+    elif best.shared.quantized:
+        reason = "TRL cannot hand a quantized base's weights to vLLM"
+    elif others is not None:
+        reason = f"vLLM beside it would run at {others.tokens_per_s / best.tokens_per_s:.2f} times the speed"
+    else:
+        reason = "no vLLM fits beside the model" if "rollout" not in workload.fixed else "asked for"
+    return Answer(question="Who generates the completions?", choice=roll.generator, reason=reason)
+
+
+def _kernels_answer(workload: Workload, best: Point) -> Answer:
+    """What computes norms, rotary embedding and gated activation: what it buys, or why eager kernels stay."""
+    first = planned_kernels(workload.targets, best.setup.objective)[0]
+    setup = best.setup
+    if setup.kernels != "eager":
+        reason = f"{kernels_words(workload, setup)} (against eager kernels)"
+    elif first == "eager":
+        reason = f"{setup.trainer.title} runs no others"
+    elif missing := missing_kernels(workload.model, workload.gpu, setup.replace_trusted(kernels=first)):
+        reason = missing
+    elif (package := PACKAGED["kernels"].get(first, "")) in workload.absent_packages:
+        reason = f"{package} is not installed here"
+    else:
+        try:
+            words = kernels_words(workload, setup.replace(kernels=first))
+            reason = f"{KERNELS[first].words} would be {words}: too little for another package"
+        except SetupError as error:
+            reason = str(error.message)
+    choice = KERNELS[setup.kernels].words
+    return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
+
+
+def _linear_attention_answer(workload: Workload, setup: TrainSetup) -> Answer:
+    """What computes the gated delta rule: what the package buys, or why transformers' own loop stays."""
+    package = setup.replace_trusted(linear_attention="fla")
+    words = _gain_words(workload, package, setup.replace_trusted(linear_attention="torch"))
+    if setup.linear_attention == "fla":
+        reason = f"{words}, against transformers' own loop; needs {DELTA} and Triton"
+    elif not (reason := linear_attention_refusal(workload.model, workload.gpu)):
+        reason = "asked for" if "linear_attention" in workload.fixed else f"{DELTA} is not installed here"
+        reason += f": the package would be {words}"
+    choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
+    return Answer(question="What computes linear attention?", choice=choice, reason=reason)
+
+
+def activation_answers(facts: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
+    """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
+    family = best.family
+    attention = _attention_reason(workload, family)
+    answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
+    if "kernels" not in workload.fixed or family.kernels != "eager":
+        answers.append(_kernels_answer(workload, best))
+    if workload.model.model_type in CHUNKED_TYPES:
+        answers.append(_linear_attention_answer(workload, best.setup))
+    answers.append(_program_answer(workload, best, facts))
+    if family.aim.rolls_out:
+        answers.append(_generator_answer(workload, best, facts))
+    if family.num_gpus == 1 and family.aim.supervised and family.images is None and family.stack in ON_THE_TRAINER:
+        answers.append(_compile_answer(workload, best.setup))
+    if facts.smallest_unchecked is not None:
+        answers.append(_checkpointing_answer(facts.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes))
+    return [*answers, _micro_batch_answer(best, workload, same_node)]
+
+
+def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
+    """Whether checkpointing is needed where one sequence without it needs so many bytes."""
+    if never_runs(need, budget):
+        return Answer(question=CHECKPOINTING, choice="yes", reason="without it the step stops with an error")
+    if need > budget:
+        choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
+    elif family.checkpointing:
+        choice = "yes"
+        reason = f"one sequence would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
+    else:
+        choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
+    if family.checkpointing > 1 and choice == "yes":
+        choice = f"every {family.checkpointing} layers"
+    return Answer(question=CHECKPOINTING, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
+
+
+def _micro_batch_answer(best: Point, workload: Workload, same_node: list[Point]) -> Answer:
+    """How the global batch is cut."""
+    family, budget = best.family, workload.budget_bytes
+    larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
+    copies = family.data_degree
+    if best.accumulation_steps == 1:
+        reason = "the whole global batch fits in one forward" + (" of every copy" if copies > 1 else "")
+    elif larger:
+        reason = "larger micro-batches fit but are not predicted to be faster"
+    else:
+        reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
+    return Answer(
+        question="Which micro-batch, and how much accumulation?",
+        choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}" + (f" x {copies} copies" if copies > 1 else ""),
+        reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
+        needed_bytes=best.peak_device_bytes,
+        budget_bytes=budget,
+    )

@@ -1,0 +1,268 @@
+"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which.
+
+Two kinds meet here: how far the formula is from the dry run by what a setup is (`memory_band`), and how far published
+runs of a stack lie from either rung (`evidence_bands`, docs/accuracy/bands.md).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.core.records import dataclass
+from planner.core.shipped import DATA
+from planner.hardware.gpu import GpuSpec
+from planner.memory.traits import ENCODERS, traits_of
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
+
+DRY_RUN_BAND = 0.02
+"""What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
+PROFILE_BAND = 0.03
+"""The dry run's, and what a profile's allocator gap adds: its allocated peak is the dry run's within 0.3 %, what is
+reserved within 2 % in 19 of 20 (docs/step-profiles.md)."""
+USUAL_BAND = 0.04
+"""One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
+and about 1 % between dry run and card."""
+SMALL_MODEL_BAND = 0.09
+"""Below a billion parameters little tensors and rounding weigh more: 90th percentile 9 %."""
+WIDE_BAND = 0.10
+"""Dropouts, int8 with checkpointing, the math kernel's scores: formula and dry run differ most there."""
+ENCODER_DECODER_BAND = 0.15
+"""T5, Whisper: both halves are counted as one stack of layers; 95th percentile of 86 dry runs 14.5 %, T5's position
+biases at 4,096 tokens up to 19 % (November 2026)."""
+ADAPTER_BAND = 0.07
+"""Adapters whose step is not LoRA's: what they make for a moment is not counted; 95th percentile of 657 dry runs 3.7 %,
+of the worst kind 9.9 % (a prefix behind a fused projection)."""
+TREE_BAND = 0.45
+"""Architectures without an adapter: their matrices are exact, what their layers keep is assumed to be as in others.
+Holds 9 of 10 of the setups that plans chose for every type of transformers (docs/accuracy/any-model.md); a plan of
+theirs stands on its dry run, this is what is said without one."""
+TREE_MIXTURE_BAND = 0.50
+"""Mixtures among them: how the experts are called decides what they keep."""
+MIXER_BAND = 6.0
+"""Those whose layers mix tokens by no softmax: written out in PyTorch a scan keeps what the formula knows nothing of,
+up to six times as much as all that it counts (Mamba, on the same page)."""
+LIKE_BANDS = {"llama": 0.30, "mixture": 0.20}
+"""`--like`: 98 models whose types are known, read as if they were not, three setups each: 28.3 % less (models without a
+gate) to 9.0 % more than their sizes alone say, mixtures up to 16.4 % more (benchmarks/like_known.py, November 2026)."""
+LIKE_MIXTURE_ADAPTED_BAND = 1.0
+"""Mixtures with adapters whose layers are not all checkpointed: up to 96.5 % more, where peft finds the experts of a
+type."""
+LIKE_TIME_BANDS = {"llama": 0.50, "mixture": 1.40}
+"""The same of the time: worst 47.9 and 136.3 %."""
+MIXER_TIME_BAND = 1.0
+"""The same where a module tree shows layers that mix tokens by no softmax: nobody has timed one (November 2026)."""
+ENCODER_BAND = 0.06
+"""Encoders of BERT's layer and ModernBERT, read off their trees too: the worst of 38 setups of four models was 4.8 %
+(XLM-R with checkpointing), the others were within 2.2 % (docs/objectives.md)."""
+SMALL_PARAMS = 1_000_000_000
+LAYOUT_BAND = 0.10
+"""Added with several GPUs where no dry run followed the engine often: ZeRO (253 setups in a model of its engine: worst
+11 %; -7 % of two published ZeRO-2 runs), tensor and pipeline parallelism, offloading, one process for all GPUs. With
+one GPU's band it makes 14 %, the 90th percentile against 106 published configurations, nearly all of them FSDP 1."""
+LAYOUT_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
+"""The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 1.1 % (DDP), 1.2 % (FSDP2,
+kept gathered), 4.4 % (FSDP2), 5.8 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
+over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back before it runs out of memory. The published
+runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
+fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
+
+ENGINE_BANDS = {"unsloth": 0.10}
+"""The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
+ours (benchmarks/longest_context.py)."""
+
+APPLE_BAND = 0.12
+"""The least band on an Apple GPU, whose kernels and allocator no run here has shown: that of TRL's published runs on a
+card that none of them was on (`UNSEEN_CARD` x 8 %)."""
+
+
+def memory_band(model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None) -> float:
+    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
+
+    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
+    """
+    own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _layout_band(setup))
+    apple = gpu is not None and gpu.vendor == "Apple"
+    return max(own, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
+
+
+def unknown_mixers(model: ModelSpec) -> bool:
+    """Whether a module tree shows layers that mix tokens by no softmax: state spaces, delta rules, recurrences."""
+    return model.from_tree and any(
+        one.attention is not None and one.attention.kind == "linear" for one in model.layer_kinds
+    )
+
+
+def time_band(model: ModelSpec) -> float:
+    """The least band of the time of a model that nobody here knows."""
+    return LIKE_TIME_BANDS[model.like] if model.like else MIXER_TIME_BAND if unknown_mixers(model) else 0.0
+
+
+def dry_run_band(setup: TrainSetup) -> float:
+    """The same of a dry run."""
+    return max(DRY_RUN_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def profile_band(setup: TrainSetup) -> float:
+    """The same of a step profile."""
+    return max(PROFILE_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def _layout_band(setup: TrainSetup) -> float:
+    if setup.is_split or setup.offload != "none":
+        return LAYOUT_BAND
+    return LAYOUT_BANDS.get(setup.parallel, LAYOUT_BAND)
+
+
+def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
+    if model.like:
+        adapted = model.like == "mixture" and setup.method != "full" and setup.checkpointing != 1
+        return LIKE_MIXTURE_ADAPTED_BAND if adapted else LIKE_BANDS[model.like]
+    if model.is_encoder_decoder:
+        return ENCODER_DECODER_BAND
+    if model.model_type in (*ENCODERS, "modernbert"):
+        return ENCODER_BAND
+    if unknown_mixers(model):
+        return MIXER_BAND
+    if model.from_tree:
+        experts = any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds)
+        return TREE_MIXTURE_BAND if experts else TREE_BAND
+    traits = traits_of(model)
+    if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout or setup.quantization == "int8":
+        return WIDE_BAND
+    if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
+        return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
+    if model.num_params < SMALL_PARAMS:
+        return SMALL_MODEL_BAND
+    return USUAL_BAND if setup.method == "full" or setup.adapter == "lora" or setup.kind.like_lora else ADAPTER_BAND
+
+
+TRAINERS = ("trl", "hf", "sentence-transformers")
+"""Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
+another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
+ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory")
+"""Those whose training is transformers' Trainer on the same libraries."""
+MEMORY = ("allocated", "reserved", "device")
+UNSEEN_CARD = 1.5
+"""How much wider reserved and device memory and speed are on a card that no published run of the stack was on, and
+memory of a stack on transformers' Trainer and the same libraries that has no runs of its own: a judgement, dated
+November 2026. Of TRL's runs it makes -7 to +12 %, and Axolotl published fifteen of -2.1 to +9.6 % (PR 3800)."""
+NOBODY = "no run like this has been compared"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The band of published runs of one kind: measured lies from predicted x (1 - below) to predicted x (1 + above).
+
+    Attributes:
+        cards: keys of the GPUs that they were measured on; empty for a pool of stacks.
+    """
+
+    below: float
+    above: float
+    num_rows: int
+    num_sources: int = 0
+    cards: tuple[str, ...] = ()
+
+
+def metric_of(setup: TrainSetup) -> str:
+    """ "one", "one, eager" or "several" GPUs: bands of these are never shared. Eager attention's tokens x tokens scores
+    are a risk of their own."""
+    if not setup.alone:
+        return "several"
+    return "one, eager" if setup.attention == "eager" else "one"
+
+
+@lru_cache(maxsize=1)
+def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
+    text = (DATA / "bands.json").read_text(encoding="utf-8")
+    found = {}
+    for values in json.loads(text):
+        key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))
+        found[key] = Cell(**values | {"cards": tuple(values["cards"])})
+    return found
+
+
+def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str, tuple[float, float]], str]:
+    """({metric: (below, above)} of published runs of this stack, what a person must know or "").
+
+    A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
+    its runs was. A memory figure that nobody compared, or one source alone, is as uncertain as the widest that somebody
+    did, of the stack or else of all. Several GPUs have no compared dry runs: theirs are the formula's.
+    """
+    cells, gpus = _cells(), metric_of(setup)
+    stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
+    on_trainer = stack in ON_THE_TRAINER[len(TRAINERS) :] and not any(name == stack for *_, name in cells)
+    stack = TRAINERS[0] if on_trainer else stack
+    rung = "formula" if gpus == "several" else {"profile": "dry_run"}.get(rung, rung)
+    owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in MEMORY}
+    owns["tokens_per_s"] = cells.get((rung, "tokens_per_s", gpus, setup.stack if on_trainer else stack))
+    cards = {card for own in owns.values() if own is not None for card in own.cards}
+    pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}
+    known = [one for one in map(owns.get, MEMORY) if one is not None] or [one for one in map(pools.get, MEMORY) if one]
+    bands = {}
+    for metric, own in owns.items():
+        if own is None and metric in MEMORY:
+            bands[metric] = (max(one.below for one in known), max(one.above for one in known))
+        elif own is not None or pools[metric] is not None:
+            cell = own or pools[metric]
+            assert cell is not None
+            elsewhere = on_trainer or (gpu.key not in cards and metric != "allocated")
+            wider = UNSEEN_CARD if own is not None and elsewhere else 1.0
+            like = (cell, *known) if cell.num_sources == 1 and metric in MEMORY else (cell,)
+            below, above = max(one.below for one in like), max(one.above for one in like)
+            bands[metric] = (min(0.95, below * wider), above * wider)
+    if not setup.aim.supervised:
+        return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
+    if on_trainer:
+        return (
+            bands,
+            f"{NOBODY}: {setup.trainer.title} has no published run here, the band is its libraries' under TRL, wider",
+        )
+    if not any(owns.values()):
+        return bands, f"{NOBODY}: {setup.trainer.title} has no published run here, the band is that of other stacks"
+    if gpu.key not in cards:
+        return bands, f"{NOBODY}: none of {setup.trainer.title}'s published runs was on a {gpu.name}"
+    return bands, ""
+
+
+def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, planned: bool = False) -> Prediction:
+    """The prediction with the bands of published runs like it.
+
+    Args:
+        planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
+            allocator as launch files set it, and transformers' Trainer or an engine of `ENGINE_BANDS`. The speed of an
+            engine of its own code stays as uncertain as others' runs are, and so does the memory of one that has no
+            band here (torchtitan).
+    """
+    if planned and setup.stack in ON_THE_TRAINER:
+        apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
+        same = f"{NOBODY}: {setup.trainer.title} has no published run here, the band is that of its libraries under TRL"
+        if setup.stack in TRAINERS:
+            same = apple if gpu.vendor == "Apple" else ""
+        return _noted(prediction, same)
+    bands, note = evidence_bands(prediction.rung.value, gpu, setup)
+    time = prediction.time_band_fraction
+    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
+    if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
+        below, above = bands["tokens_per_s"]
+        time = max(time, above, 1 / (1 - below) - 1)
+    found = _noted(replace(prediction, time_band_fraction=time), note)
+    own = found.memory_band_fraction
+    seen = bands.get("device") or bands["reserved"]
+    bands |= {"device": (max(own, seen[0]), max(own, seen[1]))}
+    memory = max(bands["device"])
+    if planned and setup.stack in ENGINE_BANDS:
+        return replace(found, memory_band_fraction=max(found.memory_band_fraction, ENGINE_BANDS[setup.stack]))
+    return replace(found, memory_band_fraction=memory, bands=bands)
+
+
+def _noted(prediction: Prediction, note: str) -> Prediction:
+    return replace(prediction, notes=(*prediction.notes, note)) if note else prediction
+
+
+def of_a_plan(setup: TrainSetup) -> bool:
+    """Whether a setup is one that a plan makes and starts: current versions, the allocator as launch files set it."""
+    return setup.expandable_segments and setup.stack in TRAINERS

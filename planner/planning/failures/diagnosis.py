@@ -1,0 +1,134 @@
+"""Why a run ran out of memory, and the smallest change, from what its text says."""
+
+from collections.abc import Iterable, Iterator
+
+from planner.core.records import dataclass
+from planner.core.units import GIB, gib
+from planner.hardware.gpus import all_gpus
+from planner.planning.failures.message import Message, Phase, phase_of, read_message, sentences_of
+
+MANY_BYTES = GIB // 2
+"""What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
+LARGE_FRACTION = 0.1
+"""Of the card, before others or pieces are the cause and not beside it: full cards hold a few percent of pieces."""
+CARD_TOLERANCE = 0.008
+"""A message rounds the total to two digits, and drivers differ by some MiB."""
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Something that took the memory.
+
+    Attributes:
+        changes: what to do about it, the smallest first.
+    """
+
+    name: str
+    words: str
+    changes: tuple[str, ...]
+
+
+HOST = {
+    "host": Cause(
+        name="host memory",
+        words="the machine's own memory ran out, not the GPU's: the system ended the process",
+        changes=(
+            "several processes each load the whole model: low_cpu_mem_usage, or FSDP's cpu_ram_efficient_loading",
+            "fewer data loader workers, a data set that is streamed or memory-mapped rather than a list",
+            "offload less to the host, or rent a machine with more memory",
+        ),
+    ),
+    "shared": Cause(
+        name="shared memory",
+        words="/dev/shm ran out, through which the data loader's workers hand over their batches",
+        changes=("docker run --shm-size=16g (or --ipc=host)", "dataloader_num_workers=0"),
+    ),
+}
+"""Where memory ran out, other than on the card -> the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What is known of a failure.
+
+    Attributes:
+        causes: the one that weighs most first; empty where the text tells none.
+        cards: keys of the GPU table whose memory is the message's.
+        unknown: what would have to be known for more.
+    """
+
+    message: Message
+    phase: Phase | None
+    causes: tuple[Cause, ...]
+    cards: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def diagnose(text: str) -> Diagnosis:
+    """What a log, a traceback or a message says."""
+    return diagnose_message(read_message(text), sentences_of(text))
+
+
+def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnosis:
+    """What an error's figures and calls say, else its author."""
+    phase = phase_of(message.frames, message.code, sentences) if message.where else None
+    causes = (HOST[message.where],) if message.where in HOST else tuple(_causes(message, phase))
+    unknown = []
+    if message.where == "device" and not message.frames and phase is None:
+        unknown.append("the traceback: paste it from 'Traceback (most recent call last)' on")
+    elif message.where == "device" and phase is None:
+        unknown.append("which part of the run it was: none of these calls is known")
+    return Diagnosis(
+        message=message, phase=phase, causes=causes, cards=_cards(message.total_bytes), unknown=tuple(unknown)
+    )
+
+
+def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
+    """First what alone would have been enough (others gone, the pieces joined), then the part of the run."""
+    enough: list[Cause] = []
+    also: list[Cause] = []
+    for cause, gained in (_others(message), _scattered(message)):
+        if cause is not None:
+            wanted = message.tried_bytes or 0
+            large = gained >= LARGE_FRACTION * (message.total_bytes or 0)
+            (enough if large and wanted <= (message.free_bytes or 0) + gained else also).append(cause)
+    yield from enough
+    total, tried = message.total_bytes, message.tried_bytes
+    if total and tried and tried > total:
+        what = phase.words if phase else "one operation"
+        words = f"{what} asked for {gib(tried)} at once, more than the whole card has"
+        yield Cause(name="one allocation", words=words, changes=())
+    if phase is not None:
+        yield Cause(name=phase.name, words=f"{phase.words}: {phase.why}", changes=phase.changes)
+        yield from also
+
+
+def _others(message: Message) -> tuple[Cause | None, int]:
+    """What other processes hold, where it is worth a word."""
+    others, total = message.other_bytes or 0, message.total_bytes or 0
+    if not MANY_BYTES < others <= total:
+        return None, 0
+    changes = (
+        "nvidia-smi shows them: an earlier run that did not end, a notebook's kernel, vLLM, the desktop",
+        "CUDA_VISIBLE_DEVICES for a card that is free",
+    )
+    words = f"other processes hold {gib(others)} of the card's {gib(total)}"
+    return Cause(name="other processes", words=words, changes=changes), others
+
+
+def _scattered(message: Message) -> tuple[Cause | None, int]:
+    """What PyTorch holds in pieces that are too small."""
+    pieces, tried = message.unallocated_bytes or 0, message.tried_bytes or 0
+    if not tried or pieces < max(tried, (message.total_bytes or 0) // 50):
+        return None, 0
+    words = f"PyTorch holds {gib(pieces)} that is free, in pieces too small for the {gib(tried)} asked for"
+    changes = (EXPANDABLE, "batches of like lengths (group_by_length, packing): pieces of one size are used again")
+    return Cause(name="fragmentation", words=words, changes=changes), pieces
+
+
+def _cards(total_bytes: int | None) -> tuple[str, ...]:
+    if not total_bytes:
+        return ()
+    near = [gpu for gpu in all_gpus() if abs(gpu.memory_bytes / total_bytes - 1) < CARD_TOLERANCE]
+    return tuple(gpu.key for gpu in sorted(near, key=lambda gpu: abs(gpu.memory_bytes - total_bytes)))

@@ -1,0 +1,149 @@
+"""`Plan` and `NoPlan`: the answer to a workload, and how the decision tree came to it. Plain data."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from typing import Literal
+
+from planner.core.records import dataclass
+from planner.core.units import gib, percent
+from planner.memory.workload import Workload
+from planner.setup.outcome import Candidate, Measurement, Prediction, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedBranch:
+    """A branch the tree did not take: which setups, why, and the bytes that decided it."""
+
+    branch: str
+    reason: str
+    num_setups: int
+    needed_bytes: int | None = None
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One question of the decision tree with its answer.
+
+    Attributes:
+        question: "Does full fine-tuning fit with one sequence?"
+        choice: the branch taken, short ("LoRA").
+        reason: one sentence with the figures.
+        needed_bytes: device peak of the best setup of this branch at micro-batch 1 (None where bytes did not decide).
+        budget_bytes: what it was compared with.
+        cuts: branches given up here.
+    """
+
+    question: str
+    choice: str
+    reason: str
+    needed_bytes: int | None = None
+    budget_bytes: int | None = None
+    cuts: tuple[PrunedBranch, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A candidate worth knowing beside the chosen one, and what it costs or buys."""
+
+    label: str
+    candidate: Candidate
+    trade: str
+
+
+def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
+    """(memory, speed) evidence of each candidate, a whole column from one rung, because the difference of two rungs
+    would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
+    launch file does not replace, else the formula."""
+    peaks = [one.memory_evidence for one in candidates]
+    speeds = [one.speed_evidence for one in candidates]
+    formulas: list[Prediction | Measurement] = [one.formula for one in candidates]
+    untraced = [replace(one, trace=None).memory_evidence for one in candidates]
+    memory = next((column for column in (peaks, untraced) if len({one.rung for one in column}) == 1), formulas)
+    return list(zip(memory, speeds if len({one.rung for one in speeds}) == 1 else formulas, strict=True))
+
+
+def trade(chosen: Candidate, other: Candidate) -> str:
+    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
+    return _trade(*on_one_rung((chosen, other)), verdict=other.verdict)
+
+
+def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
+    mine, *theirs = on_one_rung((chosen, *(one.candidate for one in others)))
+    return tuple(
+        replace(one, trade=_trade(mine, other, verdict=one.candidate.verdict))
+        for one, other in zip(others, theirs, strict=True)
+    )
+
+
+def _trade(
+    mine: tuple[Prediction | Measurement, Prediction | Measurement],
+    theirs: tuple[Prediction | Measurement, Prediction | Measurement],
+    *,
+    verdict: Verdict,
+) -> str:
+    ratio = (theirs[1].tokens_per_s or 0.0) / (mine[1].tokens_per_s or math.inf)
+    delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
+    change = percent(abs(ratio - 1))
+    speed = "as fast" if change == percent(0) else f"{change} {'faster' if ratio >= 1 else 'slower'}"
+    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" if delta else "as much memory"
+    return f"{speed}, {memory}" + {"fits": "", "tight": ", may not fit", "over": ", does not fit"}[verdict]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change that would make something fit, smallest first in a NoPlan."""
+
+    action: str
+    saves_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceCount:
+    """How much of the space was looked at: `walked` setups, of which `infeasible` do not fit."""
+
+    walked: int
+    infeasible: int
+    impossible: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest setup found that fits, why, and what stands beside it."""
+
+    workload: Workload
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    ranked: Sequence[Candidate]
+    tree: tuple[Answer, ...]
+    space: SpaceCount
+    notes: tuple[str, ...] = ()
+    search: Mapping[str, object] = field(default_factory=dict)
+    kind: Literal["plan"] = "plan"
+
+    @property
+    def subject(self) -> Candidate:
+        """The setup that the answer is about."""
+        return self.chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPlan:
+    """Nothing fits: the nearest setup, what is missing, and what would make it fit."""
+
+    workload: Workload
+    nearest: Candidate
+    missing_bytes: int
+    remedies: tuple[Remedy, ...]
+    tree: tuple[Answer, ...]
+    space: SpaceCount
+    notes: tuple[str, ...] = ()
+    kind: Literal["no_plan"] = "no_plan"
+
+    @property
+    def subject(self) -> Candidate:
+        """The setup that the answer is about."""
+        return self.nearest

@@ -1,0 +1,220 @@
+"""`PlanRequest`: what is asked of a plan, before a model and a GPU settle what it leaves open."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any
+
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
+from planner.models.spec import ModelSpec
+from planner.models.targets import scaling_targets
+from planner.options.adapters import ADAPTERS
+from planner.options.images import with_text
+from planner.options.objectives import aim_of, seqs_per_sample
+from planner.options.rollouts import Rollout
+from planner.options.sound import TEXT_TOKENS
+from planner.planning.lora_rank import rank_floor
+from planner.planning.option_values import between, choices, memory_and_headroom, positive
+from planner.samples import steps
+from planner.setup import allowed as fields
+
+if TYPE_CHECKING:
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
+
+DEFAULT_SEQ_LEN = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a person asks for, the same for every model and GPU; None: planned, or a stated default.
+
+    Attributes:
+        fixed: setup fields that are decided, name -> allowed values.
+        seq_len: tokens per sequence.
+        global_batch: sequences per optimizer step.
+        memory_gib, headroom_gib: usable memory of a GPU, and the reserve in it that no plan may touch.
+        min_rank: LoRA rank never falls below it.
+        data: what is known of the data: its numbers, or what was read from a file.
+        price: US dollars per GPU hour; spot: where none is given, of machines that may be taken back.
+        goal: what a search maximizes.
+        targets, prefer, num_epochs, learning_rate, absent_packages: as `Workload` has them.
+    """
+
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    memory_gib: float | None = None
+    headroom_gib: float | None = None
+    min_rank: int | None = None
+    data: Data = NO_DATA
+    price: float | None = None
+    spot: bool = False
+    goal: str = "tokens"
+    targets: tuple[str, ...] = ()
+    prefer: str = "quality"
+    num_epochs: float | None = None
+    learning_rate: float | None = None
+    absent_packages: tuple[str, ...] = ()
+
+    def workload(self, model: ModelSpec, gpu: GpuSpec, cluster: "Cluster | None" = None) -> Workload:
+        """The request for this model on this GPU, or on a cluster of them.
+
+        Raises:
+            UsageError: a value that makes no sense.
+        """
+        if "images" in self.fixed:
+            from planner.models.encoders import with_vision  # late: text alone needs none of it
+
+            model = with_vision(model)
+        memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
+        seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
+        data = self._data(seq_len_tokens)
+        _check_layers(model, self.fixed)
+        fixed = kind_fields(model, self.fixed, several=cluster is not None)
+        floor, reason = self._floor(model, fixed, data.epoch_tokens)
+        usd, source = self._price(gpu, cluster)
+        return Workload(
+            model=model,
+            gpu=gpu,
+            memory_bytes=memory,
+            headroom_bytes=headroom,
+            seq_len_tokens=seq_len_tokens,
+            global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1, seq_len_tokens),
+            fixed=dict(fixed),
+            min_rank=max(1, floor),
+            min_rank_reason=reason,
+            cluster=cluster,
+            objective=self.goal,
+            targets=self.targets,
+            prefer=choices("prefer", (self.prefer,), ("quality", "speed"))[0],
+            data=data,
+            num_epochs=between("epochs", self.num_epochs, 10_000, "3"),
+            learning_rate=between("lr", self.learning_rate, 10, "2e-4"),
+            price_per_hour=usd,
+            price_source=source,
+            absent_packages=self.absent_packages,
+            usual_length=self.seq_len is None and model.front_end is None and "images" not in fixed,
+        )
+
+    def probed(self, absent_packages: tuple[str, ...]) -> "PlanRequest":
+        """The request where probes follow on this machine: without what it lacks, and without torch.compile, which no
+        probe runs, unless it is asked for."""
+        return replace(self, absent_packages=absent_packages, fixed={"compile": (False,), **self.fixed})
+
+    def _length(self, model: ModelSpec) -> int:
+        """Tokens per sequence where nobody says: the usual length, or room for text beside the pictures."""
+        default = DEFAULT_SEQ_LEN if model.front_end is None else TEXT_TOKENS
+        usual = min(default, model.max_position_embeddings or default)
+        if (images := self.fixed.get("images", (None,))[0]) is None:
+            return usual
+        from planner.models.encoders import image_tokens  # late: text alone needs none of it
+
+        return max(usual, with_text(image_tokens(model, images)))
+
+    def _batch(self, data: Data, num_gpus: int, seq_len_tokens: int) -> int:
+        """Sequences of an optimizer step: as asked for, or a usual number for the data, their length and the GPUs."""
+        asked = positive("global-batch", self.global_batch)
+        return asked or steps.global_batch(
+            data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq, seq_len_tokens=seq_len_tokens
+        )
+
+    def _data(self, seq_len_tokens: int) -> Data:
+        """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,
+        else of their mean, and full rows if the samples are not, or rows are packed."""
+        tokens = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60)
+        if self.data.epoch_seqs is not None:
+            return self.data
+        samples = positive("samples", self.data.num_samples)
+        if samples is None:
+            return replace(self.data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
+        aim = aim_of(self.fixed)
+        if aim.rolls_out:
+            samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
+        whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)
+        tokens = min(tokens or whole, whole)
+        rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
+        found = replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
+        short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
+        # every row as long as the mean, as nobody knows which are longer: their padding is not counted
+        return replace(found, real_fractions=(1.0, 1.0)) if short else found
+
+    def _floor(
+        self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None
+    ) -> tuple[int, str]:
+        """The least rank that is planned, and why."""
+        if ranks := fixed.get("lora_rank"):
+            kind = ADAPTERS[self.fixed.get("adapter", ("lora",))[0]]
+            return ranks[0], "given with --rank" if kind.like_lora else f"{kind.size or 'no size'} of {kind.name}"
+        if self.min_rank is not None:
+            return positive("min-rank", self.min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
+        return rank_floor(model, fixed.get("lora_targets", ("all-linear",))[0], epoch_tokens)
+
+    def _price(self, gpu: GpuSpec, cluster: "Cluster | None") -> tuple[float | None, str]:
+        """(US dollars per GPU hour, who says so): of several machines that of one offer whose network is at least as
+        fast as theirs."""
+        if self.price is not None:
+            if not (math.isfinite(self.price) and self.price >= 0):
+                raise UsageError(
+                    f"--price must be US dollars per GPU hour, got {self.price}", hint="for example --price 1.89"
+                )
+            return self.price, PRICE_GIVEN
+        from planner.hardware.prices import cluster_offer, price_per_hour
+
+        if cluster is not None and cluster.between is not None:
+            offer = cluster_offer(gpu.key, spot=self.spot, least_bytes_per_s=cluster.between.bytes_per_s)
+            if offer is None:
+                return None, ""
+            return offer.usd_per_h, f"{offer.provider}, {offer.kind}, machines joined by {offer.network}, {offer.as_of}"
+        known = price_per_hour(gpu.key, spot=self.spot)
+        if known is None:
+            return None, ""
+        usd, source, as_of = known
+        return usd, f"{source}, {as_of}"
+
+
+def _check_layers(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for asked in fixed.get("trained_layers", ()):
+        if asked == 0:
+            raise UsageError(
+                "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
+                hint="leave --trained-layers out to train all layers, or give 1 for the last",
+            )
+        if isinstance(asked, int) and abs(asked) > model.num_layers:
+            raise UsageError(
+                f"--trained-layers {asked}: {model.model_id} has {model.num_layers} layers",
+                hint=f"give 1 to {model.num_layers} for the last, -1 to -{model.num_layers} for the first",
+            )
+
+
+def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:
+    """The fields that an adapter other than LoRA settles where the user did not: its usual size, IA3's targets (keys,
+    values and the MLP's last matrix, as its paper has them), no checkpointing where peft refuses it, one way to share.
+
+    Raises:
+        UsageError: several GPUs shared in another way than ddp.
+    """
+    found = dict(fixed)
+    row = ADAPTERS[fixed.get("adapter", ("lora",))[0]]
+    if row.quantizations != fields.QUANTIZATIONS:
+        asked = found.get("quantization", fields.QUANTIZATIONS)
+        found["quantization"] = tuple(one for one in asked if one in row.quantizations)
+        if not found["quantization"]:
+            raise UsageError(
+                f"--adapter {row.name} does not take --quantization {', '.join(asked)}",
+                hint=f"it takes {', '.join(row.quantizations)}",
+            )
+    if row.like_lora:
+        return found
+    if several:
+        if set(found.get("parallel", ("ddp",))) != {"ddp"}:
+            raise UsageError(f"--adapter {row.name} is planned for one GPU or with --parallel ddp")
+        found["parallel"] = ("ddp",)
+    found.setdefault("lora_rank", (row.usual_size,))
+    if not row.checkpointing:
+        found.setdefault("checkpointing", (0,))
+    if row.form == "scales" and "lora_targets" not in found:
+        found["lora_targets"] = (scaling_targets(model),)
+    return found

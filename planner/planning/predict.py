@@ -1,0 +1,303 @@
+"""The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
+
+from typing import TYPE_CHECKING
+
+from planner.core.notes import found, risk
+from planner.core.units import gib, percent
+from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import (
+    Kernel,
+    attention_kernel,
+    linear_attention_refusal,
+    missing_kernels,
+    packs_apart,
+)
+from planner.memory.dtypes import dtype_policy_of
+from planner.memory.model import memory_of
+from planner.memory.states import linear_bytes, paged_bytes, trained_parameters
+from planner.memory.traits import traits_of
+from planner.models.spec import ModelSpec
+from planner.models.stored import (
+    dequantizing_class,
+    kept_fraction,
+    packed_as,
+    stored_bits,
+    stored_method,
+    stored_refusal,
+)
+from planner.models.targets import unmatched_targets
+from planner.planning.evidence.bands import (
+    memory_band,
+    of_a_plan,
+    profile_band,
+    time_band,
+    unknown_mixers,
+    with_evidence,
+)
+from planner.setup import TrainSetup
+from planner.setup.memory_terms import RankMemory
+from planner.setup.outcome import Fidelity, Prediction
+from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
+from planner.speed import cluster_of, speed_profile
+from planner.speed.roofline.types import StepTime
+
+if TYPE_CHECKING:
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
+
+
+def predict(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
+) -> Prediction:
+    """Memory peaks and step time of one setup without running anything, in well under a millisecond on one GPU: memory
+    by its structure's step profile where there is one, speed by its step program, else by closed forms.
+
+    Args:
+        cluster: the GPUs and their links; None: one GPU, or the cluster that the setup's number of GPUs suggests. With
+            several GPUs the memory is the worst rank's, and the tokens/s are those of all GPUs together.
+        planned: the setup is a plan's own (`with_evidence`).
+
+    Source: `planner.memory`, `planner.speed.roofline` and `planner.speed.several_gpus`, each term with its own source.
+    Measured: docs/accuracy/formula.md, per source and per case.
+    """
+    if setup.images is not None:
+        from planner.models.encoders import with_vision  # late: text alone needs none of it
+
+        model = with_vision(model)
+    ranks = memory_of(model, gpu, setup)
+    memory = ranks[0].breakdown
+    speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
+    found = Prediction(
+        rung=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        peak_device_bytes=memory.peak_device_bytes,
+        peak_phase=memory.peak_phase,
+        phase_peaks_bytes=memory.phase_bytes,
+        terms=memory.at_peak(),
+        memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup, gpu),
+        step_time_s=speed.step_time_s,
+        tokens_per_s=speed.tokens_per_s,
+        time_band_fraction=max(speed.band_fraction, time_band(model)),
+        mfu_fraction=speed.mfu_fraction,
+        time_parts_s=speed.parts_s,
+        notes=(
+            *memory_notes(model, gpu, setup),
+            *_rank_notes(model, gpu, setup, ranks, cluster),
+            *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed),
+            *speed.notes,
+        ),
+        rank_peaks=_rank_peaks(ranks) if setup.num_gpus > 1 else (),
+    )
+    return with_evidence(found, gpu, setup, planned=planned)
+
+
+def _rank_peaks(ranks: tuple[RankMemory, ...]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
+
+
+def _step_time(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None", peak_device_bytes: int
+) -> StepTime:
+    """The time of a step; a plan takes an optimizer's form without pages where its states fit."""
+    speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
+    if "paging" not in speed.parts_s or of_a_plan(setup):
+        return speed
+    return speed if paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
+
+
+def _loop_notes(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: "Cluster | None",
+    peak_device_bytes: int,
+    speed: StepTime,
+) -> list[str]:
+    """What flash-linear-attention would give where transformers' own loop is counted."""
+    if setup.linear_attention != "torch" or linear_attention_refusal(model, gpu):
+        return []
+    other = setup.replace_trusted(linear_attention="fla")
+    peak = device_peak_bytes(model, gpu, other)
+    faster = _step_time(model, gpu, other, cluster, peak)
+    gain = f"{gib(peak_device_bytes - peak)} less, {faster.tokens_per_s:,.0f} tokens/s for {speed.tokens_per_s:,.0f}"
+    packed = "; it refuses packed samples whose borders a trainer hands on, as TRL does" if setup.packing else ""
+    loop = f"linear attention is counted as transformers' own loop in PyTorch{packed}"
+    return [risk(f"{loop}: with {DELTA} installed {gain}")]
+
+
+def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
+    """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in
+    every step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
+
+    Source: bitsandbytes 0.50 `optim/optimizer.py` step (prefetches tensor by tensor); docs, explanations/optimizers.mdx
+    ("zero overhead if all the memory fits onto the device"); Park et al. 2020, Page reuse in cyclic thrashing of GPU
+    under oversubscription, CASES. Nobody is known to have measured it.
+    """
+    trained = trained_parameters(model, setup)
+    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
+    return peak_device_bytes + paged > gpu.memory_bytes
+
+
+def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """The device peak of `predict` alone: the fullest GPU's."""
+    return memory_of(model, gpu, setup)[0].breakdown.peak_device_bytes
+
+
+def _rank_notes(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ranks: tuple[RankMemory, ...], cluster: "Cluster | None"
+) -> list[str]:
+    """What several GPUs make necessary to say."""
+    notes = []
+    if len(ranks) > 1:
+        worst = ranks[0]
+        notes.append(f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+    if setup.offload != "none":
+        from planner.memory.engines.host import host_bytes_per_node  # one GPU never needs it
+
+        host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
+        notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
+    return notes
+
+
+def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:
+    """The kernels that the model's layers run their attention with."""
+    dtype = dtype_policy_of(setup).attention_input
+    specs = (layer.attention for layer in model.layer_kinds if layer.attention is not None)
+    return frozenset(attention_kernel(model, setup, gpu, spec, dtype) for spec in specs)
+
+
+def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
+    """What a person must know about this setup's memory, one sentence each."""
+    notes = _unknown_notes(model, gpu, setup)
+    unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
+    if unmatched:
+        named = ", ".join(unmatched)[:200]
+        notes.append(risk(f"LoRA targets {named} match no module: PEFT leaves them out without a word"))
+    notes += _stored_notes(model, setup)
+    positions = model.max_position_embeddings
+    if positions is not None and setup.seq_len_tokens > positions:
+        beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
+        if model.front_end is not None:
+            notes.append(found(f"this cannot run: {beyond}, which {model.built_class} refuses"))
+        else:
+            notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
+    plain = unquantized_expert_bytes(model, setup)
+    if plain:
+        stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
+        notes.append(risk(f"{gib(plain)} of the experts stay 16-bit: {stacked}"))
+    trained = trained_parameters(model, setup)
+    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
+    if paged:
+        notes.append(risk(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count"))
+    return tuple(notes)
+
+
+def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
+    """What is less sure of this model on this card than elsewhere, and what its kernels cannot do there."""
+    notes: list[str] = []
+    if model.from_tree:
+        notes.append(
+            f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
+            "assumes that its layers keep what others' do"
+        )
+    if "encoder" in model.lacks:
+        notes.append(risk(f"{model.built_class} is the decoder alone: the encoder is neither loaded nor trained"))
+    if unknown_mixers(model):
+        notes.append(
+            risk(
+                f"{model.model_type} mixes tokens in plain PyTorch: its packages (mamba-ssm and causal-conv1d, or "
+                "flash-linear-attention), where they are installed, take less memory and far less time"
+            )
+        )
+    if setup.linear_attention == "fla":
+        hopper = "; on Hopper it refuses Triton 3.4 to 3.7.0" if gpu.arch == "Hopper" else ""
+        notes.append(
+            risk(
+                f"linear attention is counted as {DELTA}'s kernels, which run.sh installs{hopper}; its speed was "
+                "compared with those kernels alone (docs/kernels.md)"
+            )
+        )
+    elif model.model_type in DELTA_TYPES - CHUNKED_TYPES:
+        notes.append(risk(f"memory and speed are those of transformers' own loop: {DELTA} takes less of both"))
+    if model.like:
+        words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"
+        notes.append(risk(f"{words}; files name it as it is, and load only where its own code is installed"))
+    if model.front_end is not None:
+        notes.append(_sound_note(model, setup))
+    if setup.images is not None or "vision_config" in model.config:
+        notes += _image_notes(model, setup)
+    if setup.packing and not packs_apart(model, setup.attention):
+        mask = f"{model.model_type} makes its mask without their positions, --no-packing keeps them apart"
+        notes.append(risk(f"packed samples attend to each other: {mask}"))
+    if traits_of(model).streams > 1:
+        notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
+    if "math" in attention_kernels(model, gpu, setup):
+        why = "no fused kernel takes this dtype, card and head layout"
+        packed = setup.replace_trusted(packing=setup.aim.packs)
+        fused = "math" not in attention_kernels(model, gpu, packed) and packs_apart(model, setup.attention)
+        way = "; of packed rows it gets a mask, which a fused one takes (--packing)" if fused else ""
+        notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
+    if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
+        notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
+    missing = missing_kernels(model, gpu, setup)
+    if missing:
+        notes.append(found(f"this cannot run: {missing}"))
+    if gpu.vendor in ("Apple", "Intel"):
+        notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
+    return notes
+
+
+def _sound_note(model: ModelSpec, setup: TrainSetup) -> str:
+    """What a sample is, and what the encoder does."""
+    assert model.front_end is not None
+    encoder = "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
+    text = f"{setup.seq_len_tokens} tokens of text (--seq-len; tokens/s are the text's)"
+    return risk(
+        f"a sample is a clip of sound, padded or cut to {model.front_end.seconds:g} s ({model.encoder_tokens:,} tokens "
+        f"in the encoder, which {encoder}), with {text}"
+    )
+
+
+def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
+    """What the pictures of a sample are to the step, or that a model with eyes is counted without."""
+    from planner.memory.modality_encoder import encoder_adapted  # late: a model without eyes needs neither
+    from planner.models.encoders import SEEING, encoder_of, image_tokens
+
+    if setup.images is None:
+        encoder = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
+        more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
+        return [f"counted on text alone: {encoder}{more}"]
+    tokens = image_tokens(model, setup.images)
+    adapts = encoder_adapted(model, setup) and not encoder_of(model, setup.images).convolves
+    adapted = "gets adapters too" if adapts else "is frozen"
+    encoder = "is trained" if setup.method == "full" else adapted
+    return [
+        f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision tower "
+        f"{encoder}; the pixels of all micro-batches of a step are on the card at once"
+    ]
+
+
+def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
+    """What is said of the form in which the weights were published."""
+    if refused := stored_refusal(setup, model):
+        return [found(f"this cannot run: {refused}")]
+    if dequantizing_class(model):
+        return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
+    if bits := stored_bits(model):
+        kept = kept_fraction(model)
+        return [
+            f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
+        ]
+    if (method := stored_method(model)) and not (setup.quantized and packed_as(model)):
+        instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
+        return [risk(f"the checkpoint is stored quantized ({method}): {instead}")]
+    return []
+
+
+def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of matrices inside the layers that a quantized base leaves as they are (all GPUs together)."""
+    if not setup.quantized or setup.quantize_experts:
+        return 0
+    return sum(
+        linear_bytes(one, setup) * num for layer, num in model.layer_counts for one in layer.linears if one.is_stack
+    )

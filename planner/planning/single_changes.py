@@ -1,0 +1,193 @@
+"""Single changes to a setup that keep its effective batch: what is tried to make it fit, or faster."""
+
+from collections.abc import Callable, Mapping
+
+from planner.core.errors import SetupError
+from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import missing_kernels
+from planner.models.spec import ModelSpec
+from planner.options.kernels import LIGER_PARTS
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
+from planner.options.stacks import STACKS
+from planner.planning.space import PLANNED_CACHES
+from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
+from planner.setup.packages import CHUNKED_TYPES, DELTA
+
+Predict = Callable[[TrainSetup], Prediction]
+
+LEAST_RANK = 4
+"""No change asks for adapters of a lower one."""
+Tried = tuple[str, Mapping[str, object], bool]
+"""(label, fields of the setup after it, whether the training changes)."""
+
+
+def single_changes(
+    setup: TrainSetup, gpu: GpuSpec, model: ModelSpec, *, reentrant: bool = False
+) -> list[tuple[str, TrainSetup, bool]]:
+    """(label, setup, whether training changes) of every change to one decision; the effective batch never changes.
+
+    Args:
+        reentrant: whether the versions that run it checkpoint in the older form unless they are told.
+    """
+    tried: list[Tried] = [
+        *_checkpointings(setup, reentrant=reentrant or STACKS[setup.stack].reentrant_checkpointing),
+        *_attentions(setup, gpu),
+        *_losses_and_kernels(setup, model),
+        *(
+            (f"{name} optimizer", {"optimizer": name}, False)
+            for name in PLANNED_OPTIMIZERS
+            if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
+        ),
+        *_batches(setup),
+        *_weights(setup, gpu),
+        *(
+            (f"adapters of rank {rank}", {"lora_rank": rank}, True)
+            for rank in (setup.lora_rank // 2, setup.lora_rank // 4)
+            if setup.method != "full" and setup.kind.size == "rank" and rank >= LEAST_RANK
+        ),
+        *(
+            (f"sequences of {length} tokens", {"seq_len_tokens": length}, True)
+            for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4)
+            if length >= 128
+        ),
+        *_layouts(setup),
+    ]
+    found: list[tuple[str, TrainSetup, bool]] = []
+    for label, values, changes_training in tried:
+        try:
+            changed = setup.replace(**values)
+        except SetupError:
+            continue
+        if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
+            found.append((label, changed, changes_training))
+    return found
+
+
+def _checkpointings(setup: TrainSetup, *, reentrant: bool) -> list[Tried]:
+    # a trainer that is told to checkpoint takes its own form of it
+    form = {} if setup.checkpointing else {"reentrant_checkpointing": reentrant}
+    off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
+    found: list[Tried] = [
+        ("checkpoint every layer", {"checkpointing": 1, **form}, False),
+        ("no gradient checkpointing", {**off, "selective_checkpointing": False}, False),
+        ("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False),
+    ]
+    return [one for one in found if one[1]["checkpointing"] != setup.checkpointing]
+
+
+def _attentions(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
+    found: list[Tried] = []
+    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
+        found.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
+    if setup.attention == "eager":
+        found.append(("SDPA attention", {"attention": "sdpa"}, False))
+    return found
+
+
+def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
+    whole = LOSSES[setup.loss].whole_logits
+    known = model.model_type in LIGER_PARTS
+    found: list[Tried] = [
+        (f"{loss} loss (no full logits)", {"loss": loss}, False)
+        for loss, row in LOSSES.items()
+        if whole and not row.whole_logits and not (loss == "liger" and known)
+    ]
+    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
+        label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
+        found.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
+    if setup.linear_attention == "torch" and model.model_type in CHUNKED_TYPES:
+        found.append((f"{DELTA}, installed", {"linear_attention": "fla"}, False))
+    return found
+
+
+def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
+    """Other types of the weights, 4 bits among them."""
+    found: list[Tried] = []
+    if setup.precision == "bf16-mixed" and setup.method != "full":
+        found.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
+    elif setup.precision == "bf16-mixed":
+        found.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
+    if setup.precision == "fp32" and gpu.bf16:
+        found.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
+    if setup.method == "lora":
+        four = {"method": "qlora", "quantization": "nf4-double"}
+        dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
+        found.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
+    if setup.quantization == "nf4":
+        found.append(("double quantization", {"quantization": "nf4-double"}, True))
+    return found
+
+
+def enough_alone(
+    setup: TrainSetup, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict
+) -> tuple[str, ...]:
+    """The single changes that make a setup fit which does not: those that leave the training as it is first, the
+    fastest first."""
+    before = predict(setup)
+    found = []
+    for label, other, changes_training in single_changes(setup, gpu, model):
+        after = predict(other)
+        if after.peak_device_bytes <= budget_bytes:
+            found.append((changes_training, -speedup(before, after), label))
+    return tuple(label for *_, label in sorted(found))
+
+
+def _layouts(setup: TrainSetup) -> list[Tried]:
+    """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
+    if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
+        return []
+    plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
+    labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+    found: list[Tried] = [
+        (label, {**plain, "parallel": parallel}, False)
+        for parallel, label in labels.items()
+        if parallel != setup.parallel
+    ]
+    if setup.offload != "none":
+        found.append(("nothing in the host's memory", {"offload": "none"}, False))
+    elif setup.parallel in ("fsdp2", "zero3"):
+        found.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
+    return found
+
+
+def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether no engine runs a setup on several GPUs."""
+    if setup.num_gpus == 1:
+        return False
+    from planner.memory.engines import why_not  # one GPU never needs it
+
+    return bool(why_not(model, setup))
+
+
+def _batches(setup: TrainSetup) -> list[Tried]:
+    """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
+    if setup.aim.whole_batch:
+        sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
+        return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
+    total = setup.micro_batch_seqs * setup.accumulation_steps
+    found: list[Tried] = []
+    for micro in (
+        1,
+        setup.micro_batch_seqs // 4,
+        setup.micro_batch_seqs // 2,
+        *(setup.micro_batch_seqs * n for n in (2, 4)),
+    ):
+        if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
+            label = f"micro-batch {micro} x {total // micro} accumulation steps"
+            entry: Tried = (
+                label,
+                {"micro_batch_seqs": micro, "accumulation_steps": total // micro},
+                False,
+            )
+            if entry not in found:
+                found.append(entry)
+    return found
+
+
+def speedup(before: Prediction, after: Prediction) -> float:
+    """How much faster samples pass: by step time, which a shorter sequence shortens as well."""
+    if not before.tokens_per_s or not after.tokens_per_s:
+        return 1.0
+    return after.tokens_per_s / before.tokens_per_s

@@ -1,0 +1,155 @@
+"""The launch targets side by side: for each, what `plan --target` would plan for one request, and whether one that
+no plan takes unasked is faster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner.core.errors import NotExpressed, SetupError, UsageError
+from planner.core.notes import risk
+from planner.core.records import dataclass
+from planner.memory.attention_kernels import missing_kernels
+from planner.memory.workload import Workload
+from planner.options.kernels import KERNELS
+from planner.options.stacks import TARGET_ROWS
+from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import candidate
+from planner.planning.decision.choosing import choose
+from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults
+from planner.planning.decision.policy import left_out
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.runs import WalkCache
+from planner.planning.space import dimension_values
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate
+
+LAUNCHERS = ("accelerate", "deepspeed")
+"""Targets that start another's program: on one GPU they add nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetChoice:
+    """One launch target.
+
+    Attributes:
+        target: its name; `title` for people.
+        candidate: what is planned for it, None where nothing is.
+        refused: why nothing is.
+    """
+
+    target: str
+    title: str
+    candidate: Candidate | None = None
+    refused: str = ""
+
+
+def compare_targets(workload: Workload) -> list[TargetChoice]:
+    """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
+    nothing last."""
+    apart = LAUNCHERS if workload.num_gpus == 1 else ()
+    if workload.gpu.vendor != "Apple":
+        apart = (*apart, "mlx")
+    names = [name for name in workload.aim.targets if name not in apart]
+    return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
+
+
+def _choice(workload: Workload, name: str) -> TargetChoice:
+    title = TARGET_ROWS[name].title
+    try:
+        plan = plan_workload(replace(workload, targets=(name,)))
+    except NotExpressed as problem:
+        return TargetChoice(target=name, title=title, refused=problem.reason)
+    except UsageError as problem:
+        return TargetChoice(target=name, title=title, refused=problem.message)
+    if isinstance(plan, NoPlan):
+        return TargetChoice(target=name, title=title, refused="nothing fits")
+    return TargetChoice(target=name, title=title, candidate=plan.chosen)
+
+
+def tokens_per_s(row: TargetChoice) -> float | None:
+    """Predicted tokens/s of what is planned for a target."""
+    return row.candidate.formula.tokens_per_s if row.candidate is not None else None
+
+
+def as_fast(rows: Sequence[TargetChoice]) -> list[TargetChoice]:
+    """Targets whose speed lies within the fastest one's band: not surely slower."""
+    best, *others = [(row, row.candidate.formula) for row in rows if row.candidate is not None]
+    speed, band = best[1].tokens_per_s or 0.0, best[1].time_band_fraction or 0.0
+    return [row for row, formula in others if (formula.tokens_per_s or 0.0) * (1 + band) >= speed]
+
+
+ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "lora_targets", "attention")
+"""What another program's setup shares with the plan's, so that programs are compared on the same training; the base's
+4-bit form is left open."""
+
+
+def _alike(setup: TrainSetup, *, but: str = "") -> dict[str, tuple[Any, ...]]:
+    """The fields that setups of the same training share."""
+    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in ALIKE if name != but}
+    fixed["quantization"] = ("nf4-double", "nf4") if setup.four_bit else (setup.quantization,)
+    return fixed if setup.method != "full" else {name: fixed[name] for name in fixed if name != "lora_rank"}
+
+
+def own_choice(workload: Workload, setup: TrainSetup, target: str) -> Candidate | None:
+    """What a target would best run of the same training, where it cannot run a plan's own setup; None where nothing."""
+    fixed = {**_alike(setup, but="attention"), **workload.fixed}
+    return _quick(replace(workload, targets=(target,), fixed=fixed), WalkCache())
+
+
+def left_out_engines(plan: Plan, known: WalkCache) -> list[TargetChoice]:
+    """Programs with kernels of their own that the policy leaves out (`planner.planning.decision.policy.left_out`) and
+    that are predicted to train the chosen class faster, fastest first.
+
+    Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
+    `known`: what walks of the model computed.
+    """
+    request, chosen = plan.workload, plan.chosen
+    mine = chosen.formula.tokens_per_s
+    if (
+        request.targets
+        or "kernels" in request.fixed
+        or request.num_gpus > 1
+        or chosen.setup.method == "full"
+        or not mine
+    ):
+        return []
+    found = []
+    for family in KERNELS.values():
+        for target in family.only:
+            if target not in request.aim.targets or not (
+                reason := left_out(request, chosen.setup.replace_trusted(stack=target))
+            ):
+                continue
+            try:
+                if missing_kernels(request.model, request.gpu, chosen.setup.replace(kernels=family.name)):
+                    continue
+            except SetupError:  # it does not take the plan's quantization or adapter
+                continue
+            theirs = replace(
+                request, targets=(target,), fixed={**_alike(chosen.setup), **request.fixed, "kernels": (family.name,)}
+            )
+            title = TARGET_ROWS[target].title
+            found.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, known), refused=reason))
+    faster = [row for row in found if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
+    return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
+
+
+def _quick(workload: Workload, known: WalkCache) -> Candidate | None:
+    """What is planned, without the rest of a plan; None where nothing is."""
+    try:
+        best = choose(workload, dimension_values(workload), WalkResults(known=known))[1]
+    except UsageError:
+        return None
+    return candidate(workload, best.setup) if best is not None else None
+
+
+def with_engine_note(plan: Plan, known: WalkCache) -> Plan:
+    """The plan with one sentence on the fastest program that was left out, where one is faster."""
+    for row in left_out_engines(plan, known)[:1]:
+        assert row.candidate is not None
+        formula = row.candidate.formula
+        speed, band = formula.tokens_per_s or 0.0, formula.time_band_fraction or 0.0
+        times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
+        words = f"{row.title}: {speed:,.0f} tokens/s predicted (±{100 * band:.0f} %), {times}, left out: {row.refused}"
+        plan = replace(plan, notes=(risk(f"{words} (--target {row.target} plans for it)"), *plan.notes))
+    return plan

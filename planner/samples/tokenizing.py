@@ -1,0 +1,188 @@
+"""Templates of chats, and tokens of texts by a child process."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.core.children import child_environment, python_argv
+from planner.core.errors import ConfigError
+from planner.core.inputs import read_bytes, read_text
+
+# Chats as a model's own template writes them, without transformers: what of a row is the template's is counted too.
+
+
+NAME = "chat_template.jinja"
+MAX_CONFIG_BYTES = 32 << 20
+"""Of a `tokenizer_config.json`, which may list every token: the largest known have some MB."""
+MAX_TEMPLATE_BYTES = 1 << 20
+_MARKERS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any] | None:
+    """`tokenizer_config.json` of a model's folder; None where there is none that can be read.
+
+    Its usual `model_max_length` is 10 to the power of 30, which `planner.core.inputs.parse_json` takes for no number.
+    """
+    try:
+        found = json.loads(read_bytes(folder / "tokenizer_config.json", max_bytes=MAX_CONFIG_BYTES))
+    except (ConfigError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+Render = Callable[[Sequence[dict[str, Any]]], str]
+
+
+def renderer(folder: Path) -> Render | None:
+    """What writes turns as the tokenizer in a model's folder does; None where it has no template that can be read.
+
+    Source: transformers 5.23 `utils/chat_template_utils.py` (_cached_compile_jinja_template).
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if (config := tokenizer_config(folder)) is None:
+        return None
+    try:
+        own = folder / NAME
+        text = read_text(own, max_bytes=MAX_TEMPLATE_BYTES) if own.is_file() else config.get("chat_template")
+    except ConfigError:
+        return None
+    if isinstance(text, list):  # several, by name
+        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+    if not isinstance(text, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda format: "01 Jan 2026"}
+    try:
+        template = environment.from_string(_MARKERS.sub("", text))
+    except TemplateSyntaxError:
+        return None
+    tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+
+    def render(turns: Sequence[dict[str, Any]]) -> str:
+        return template.render(messages=turns, tools=None, add_generation_prompt=False, **tokens)
+
+    return render
+
+
+def _text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+# Counts tokens with a stranger's tokenizer.json in a process that can be ended.
+
+
+LOAD_LIMIT_S = 60
+"""CPU seconds for reading the file."""
+TEXT_LIMIT_S = 30
+"""CPU seconds for one text."""
+MEMORY_LIMIT_BYTES = 4 << 30
+
+
+class TokenizerChild:
+    """Counts the tokens of texts, without special ones.
+
+    Raises:
+        ConfigError: the file is no tokenizer that can be read; on a call: it cannot count that text.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.name = file.name
+        self.process = subprocess.Popen(
+            python_argv("-m", "planner.samples.tokenizing", str(file), str(TEXT_LIMIT_S)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(),
+        )
+        self._end = weakref.finalize(self, _close, self.process)
+        self._answer("is no tokenizer that can be read")
+
+    def chat(self, turns: list[dict[str, Any]]) -> int:
+        """Those of a chat as the template beside the file writes it; -1 where none does."""
+        return self(turns)
+
+    def __call__(self, text: str | list[dict[str, Any]]) -> int:
+        """The number of tokens of a text."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended: `_answer` says so
+            self.process.stdin.write(json.dumps(text).encode() + b"\n")
+            self.process.stdin.flush()
+        return int(self._answer("cannot count a text"))
+
+    def _answer(self, what: str) -> int:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line.endswith(b"\n") else "it took too much time or memory"
+        if isinstance(answer, int):
+            return answer
+        self._end()
+        raise ConfigError(f"{self.name} {what}: {answer}", hint="give the tokenizer.json that the model came with")
+
+
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+
+def _within(limit_s: float) -> None:
+    """From now on so many CPU seconds; the system ends the process after that, whatever it is in."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+
+
+def _written(render: Render | None, turns: list[dict[str, Any]]) -> str | None:
+    try:
+        return None if render is None else render(turns)
+    except Exception:  # whatever somebody's template raises: for one, that it knows no system
+        return None
+
+
+def main() -> None:
+    """The child."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError):
+        pass  # native Windows; a lower limit that is there already
+    try:
+        from tokenizers import Tokenizer
+
+        _within(LOAD_LIMIT_S)
+        tokenizer = Tokenizer.from_file(sys.argv[1])
+        print(0, flush=True)
+        render = cache(lambda: renderer(Path(sys.argv[1]).parent))
+        for line in sys.stdin.buffer:
+            _within(float(sys.argv[2]))
+            text = json.loads(line)
+            if isinstance(text, list):
+                text = _written(render(), text)
+            num = -1 if text is None else len(tokenizer.encode(text, add_special_tokens=False).ids)
+            print(num, flush=True)
+    except BaseException as error:  # a panic of the library is no Exception
+        print(json.dumps(str(error)[:200] or type(error).__name__), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
+
+import re
+
+from planner.core.errors import SetupError
+from planner.options.adapters import ADAPTERS as _ADAPTERS
+from planner.options.adapters import Adapter, refusal
+from planner.options.images import WITH_IMAGES
+from planner.options.kernels import KERNELS as _KERNELS
+from planner.options.layouts import OFFLOADS as OFFLOADS
+from planner.options.layouts import PARALLELS as PARALLELS
+from planner.options.layouts import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
+from planner.options.layouts import SHARDED as SHARDED
+from planner.options.losses import LOSSES as _LOSSES
+from planner.options.objectives import DEFAULT as _DEFAULT_OBJECTIVE
+from planner.options.objectives import OBJECTIVES as _OBJECTIVES
+from planner.options.optimizers import OPTIMIZERS as _OPTIMIZERS
+from planner.options.precisions import PRECISIONS as _PRECISIONS
+from planner.options.rollouts import Rollout
+from planner.options.stacks import STACKS as _STACKS
+from planner.setup.layout import MAX_COUNT, check_layout, count, is_layout, one_of
+from planner.setup.values import SetupValues
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
+"""fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
+under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
+unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling. A setup of anybody's, which no
+plan chooses, may also be fp16-pure: frozen fp16 weights without autocast."""
+QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
+OPTIMIZERS = tuple(_OPTIMIZERS)
+ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
+LOSSES = tuple(_LOSSES)
+KERNEL_FAMILIES = tuple(_KERNELS)
+LINEAR_ATTENTIONS = ("torch", "fla")
+OBJECTIVE_NAMES = tuple(_OBJECTIVES)
+ADAPTER_KINDS = tuple(_ADAPTERS)
+ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
+TARGET_SETS = ("attention", "all-linear")
+SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+SAVED_HEADS = ("lm_head", "embed_out")
+SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
+"""What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
+STACK_NAMES = tuple(_STACKS)
+"""Whose training step a setup is for (`planner.options.stacks`)."""
+
+_ONE_OF = {
+    "method": METHODS,
+    "precision": tuple(_PRECISIONS),
+    "quantization": QUANTIZATIONS,
+    "optimizer": OPTIMIZERS,
+    "attention": ATTENTIONS,
+    "loss": LOSSES,
+    "kernels": KERNEL_FAMILIES,
+    "linear_attention": LINEAR_ATTENTIONS,
+    "adapter_dtype": ADAPTER_DTYPES,
+    "adapter": ADAPTER_KINDS,
+    "parallel": PARALLELS,
+    "stack": STACK_NAMES,
+    "objective": OBJECTIVE_NAMES,
+}
+_COUNTS = {
+    "micro_batch_seqs": 1,
+    "accumulation_steps": 1,
+    "seq_len_tokens": 1,
+    "num_gpus": 1,
+    "lora_rank": 0,
+    "checkpointing": 0,
+    "hard_negatives": 0,
+    "cached_seqs": 0,
+}
+
+
+def check(setup: SetupValues) -> None:
+    """Refuses what no training step can be.
+
+    Raises:
+        SetupError: a value that its field does not take, or fields that contradict each other.
+    """
+    _check_values(setup)
+    _check_base(setup)
+    if setup.method == "full":
+        _check_full(setup)
+    else:
+        _check_adapter(setup)
+    if is_layout(setup):
+        check_layout(setup)
+    if setup.trained_layers:
+        _check_partial(setup)
+    if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
+        raise SetupError(
+            "frozen_encoder belongs to full fine-tuning of all layers",
+            hint="adapters of the decoder alone: --targets with a pattern of its modules' names",
+        )
+    if setup.images is not None:
+        _check_images(setup)
+    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
+        _check_objective(setup)
+
+
+def _check_partial(setup: SetupValues) -> None:
+    """Layers that train alone."""
+    asked = setup.trained_layers
+    numbers = asked if isinstance(asked, tuple) else ()
+    counted = all(type(one) is int and one >= 0 for one in numbers) and list(numbers) == sorted(set(numbers))
+    if not isinstance(asked, (int, tuple)) or not counted:
+        raise SetupError(
+            f"trained_layers must be a number of layers or a list of their numbers in order, got {asked!r}",
+            hint="0 trains all layers, 4 the last four, -4 the first four, [0, 4, 8] those",
+        )
+    if (numbers or setup.trained_layers < 0) and setup.parallel not in ("none", "ddp"):  # type: ignore[operator]
+        raise SetupError(
+            "first layers and lists of layers (trained_layers) are planned on one GPU and under ddp",
+            hint="the last layers are planned under every engine",
+        )
+    if setup.pipeline_degree > 1 or setup.images is not None or setup.objective not in ("sft", "pretrain"):
+        raise SetupError("trained_layers is known for supervised training on text without pipeline stages")
+    if setup.method != "full" and not setup.kind.like_lora:
+        raise SetupError(f"trained_layers belongs to full fine-tuning and LoRA, got adapter {setup.adapter!r}")
+
+
+def _of_an_objective(setup: SetupValues) -> bool:
+    """Whether a field is set that says something of some objectives alone."""
+    return bool(setup.hard_negatives or setup.cached_seqs or setup.precomputed_reference)
+
+
+def _check_values(setup: SetupValues) -> None:
+    """Each field by itself."""
+    if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
+        raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
+    values = setup.__dict__  # hundreds of setups of a plan are checked
+    for name, allowed in _ONE_OF.items():
+        if values[name] not in allowed:
+            one_of(name, values[name], allowed)
+    for name, at_least in _COUNTS.items():
+        value = values[name]
+        if type(value) is not int or not at_least <= value <= MAX_COUNT:
+            count(name, value, at_least=at_least)
+    for name in ("transformers_version", "bitsandbytes_version"):
+        if values[name] and not re.fullmatch(r"\d+(\.\d+)+", str(values[name])):
+            raise SetupError(f"{name} must be a version such as 4.44, got {values[name]!r:.80}", hint='"" is today\'s')
+    if not 0.0 <= setup.lora_dropout < 1.0:
+        raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
+    if isinstance(setup.lora_targets, str):
+        one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
+    elif not setup.lora_targets or not all(isinstance(name, str) and name for name in setup.lora_targets):
+        raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
+
+
+def _check_selective(setup: SetupValues) -> None:
+    """What keeping the attention of checkpointed layers needs."""
+    other = {
+        "checkpointing off": not setup.checkpointing,
+        "activation_offload": setup.activation_offload,
+        "reentrant_checkpointing": setup.reentrant_checkpointing,
+    }
+    if found := [name for name, here in other.items() if here]:
+        raise SetupError(
+            f"selective_checkpointing keeps the attention of checkpointed layers, got {found[0]}",
+            hint="leave --selective-checkpointing out",
+        )
+
+
+def _check_base(setup: SetupValues) -> None:
+    """What concerns full fine-tuning and adapters alike."""
+    if setup.activation_offload and not setup.checkpointing:
+        raise SetupError(
+            "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
+            hint="switch checkpointing on",
+        )
+    if setup.selective_checkpointing:
+        _check_selective(setup)
+    if setup.quantize_experts and (not setup.quantized or setup.kbit_fp32_cast):
+        raise SetupError(
+            f"quantize_experts stores experts in the base's bits, got quantization {setup.quantization!r}"
+            + (" with kbit_fp32_cast" if setup.kbit_fp32_cast else ""),
+            hint="use --quantization nf4-double, nf4 or int8",
+        )
+    if setup.attention == "flash-attention-2" and setup.precision == "fp32":
+        raise SetupError(
+            "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
+            hint="use --attention sdpa, or a 16-bit precision",
+        )
+
+
+def _check_full(setup: SetupValues) -> None:
+    if setup.quantization != "none":
+        raise SetupError(
+            f"method 'full' cannot train {setup.quantization} weights",
+            hint="quantized weights are frozen: use --method qlora, or --quantization none",
+        )
+    if setup.lora_rank != 0:
+        raise SetupError(f"method 'full' has no LoRA rank, got {setup.lora_rank}", hint="leave --rank out")
+    if not _PRECISIONS[setup.precision].trains_weights:
+        raise SetupError(
+            "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
+            hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
+        )
+    if setup.kbit_fp32_cast:
+        raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
+    if setup.modules_to_save:
+        raise SetupError("modules_to_save belongs to adapters, method 'full' trains every module")
+    if setup.adapter != "lora":
+        raise SetupError(f"adapter {setup.adapter!r} belongs to method 'lora' or 'qlora', got method 'full'")
+    if "lora" in _KERNELS[setup.kernels].parts:
+        raise SetupError(f"kernels {setup.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
+
+
+def _check_adapter(setup: SetupValues) -> None:
+    unknown = [name for name in setup.modules_to_save if name not in SAVED_MODULES]
+    if unknown or not isinstance(setup.modules_to_save, tuple):
+        raise SetupError(
+            f"modules_to_save must name embeddings or the head, got {', '.join(map(str, unknown))}",
+            hint=f"names: {', '.join(SAVED_MODULES)}",
+        )
+    if setup.adapter != "lora":
+        _check_kind(setup)
+    elif setup.lora_rank < 1:
+        raise SetupError(f"method {setup.method!r} needs a LoRA rank of at least 1, got {setup.lora_rank}")
+    if setup.method == "qlora" and setup.quantization == "none":
+        raise SetupError(
+            "method 'qlora' needs a quantization, got 'none'",
+            hint="use --quantization nf4-double, nf4 or int8; or --method lora",
+        )
+    if setup.method == "lora" and setup.quantization != "none":
+        raise SetupError(
+            f"method 'lora' has an unquantized base, got quantization {setup.quantization!r}",
+            hint="use --method qlora for a quantized base",
+        )
+    if setup.kbit_fp32_cast and setup.method != "qlora":
+        raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {setup.method!r}")
+    if "lora" in _KERNELS[setup.kernels].parts:
+        _check_fused(setup)
+
+
+def _check_fused(setup: SetupValues) -> None:
+    """What kernels that fuse LoRA take."""
+    if not isinstance(setup.lora_targets, str):
+        raise SetupError(
+            f"kernels {setup.kernels!r} take attention or all linear layers whole, got lora_targets "
+            f"{setup.lora_targets!r}",
+            hint="use --kernels liger",
+        )
+    if setup.lora_dropout or setup.quantization == "int8":
+        raise SetupError(
+            f"kernels {setup.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
+            f"{setup.lora_dropout:g}, quantization {setup.quantization!r}",
+            hint="use --kernels liger",
+        )
+
+
+def _check_kind(setup: SetupValues) -> None:
+    """What another adapter than LoRA needs."""
+    row = _ADAPTERS[setup.adapter]
+    if row.size and setup.lora_rank < 1:
+        raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {setup.lora_rank}")
+    if not row.size and setup.lora_rank:
+        raise SetupError(f"adapter {row.name!r} has no size, got rank {setup.lora_rank}", hint="give lora_rank 0")
+    if setup.quantization not in row.quantizations:
+        raise SetupError(
+            f"adapter {row.name!r} does not take quantization {setup.quantization!r}",
+            hint=f"it takes {', '.join(row.quantizations)}",
+        )
+    if setup.lora_dropout and not row.dropout:
+        raise SetupError(f"adapter {row.name!r} has no dropout here, got lora_dropout {setup.lora_dropout:g}")
+    if not row.adapts_matrices and (setup.lora_targets != "all-linear" or setup.modules_to_save or setup.packing):
+        raise SetupError(
+            f"adapter {row.name!r} adapts no matrices: it takes no lora_targets, no modules_to_save and no packing"
+        )
+    if setup.checkpointing and not row.checkpointing:
+        raise SetupError(
+            f"peft refuses adapter {row.name!r} under gradient checkpointing", hint="use --checkpointing off"
+        )
+    if not row.like_lora:
+        _check_unlike_lora(setup, row)
+
+
+def _check_unlike_lora(setup: SetupValues, row: Adapter) -> None:
+    """What is planned for LoRA's own kind alone."""
+    if setup.objective != _DEFAULT_OBJECTIVE:
+        raise SetupError(
+            f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {setup.objective!r}",
+            hint="use --adapter lora, rslora, pissa or loftq",
+        )
+    if "lora" in _KERNELS[setup.kernels].parts:
+        raise SetupError(f"kernels {setup.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger")
+    if setup.num_gpus > 1 and setup.parallel != "ddp":
+        raise SetupError(
+            f"adapter {row.name!r} is planned for one GPU or for ddp, got parallel {setup.parallel!r}",
+            hint="lora, rslora, pissa and loftq take every way of sharing",
+        )
+    if (
+        row.form in ("norms", "shared")
+        and not setup.autocast_dtype
+        and setup.resolved_adapter_dtype != setup.weight_dtype
+    ):
+        raise SetupError(
+            f"adapter {row.name!r} computes in {setup.resolved_adapter_dtype} beside {setup.weight_dtype} weights, "
+            "which only autocast can bring together",
+            hint="use --precision bf16-autocast",
+        )
+
+
+def _check_images(setup: SetupValues) -> None:
+    """What pictures leave of the other fields."""
+    for name, allowed in WITH_IMAGES.items():
+        if (value := getattr(setup, name)) not in allowed:
+            raise SetupError(
+                f"images are not planned with {name} {value!r}", hint=f"planned: {', '.join(map(str, allowed))}"
+            )
+
+
+def _check_objective(setup: SetupValues) -> None:
+    """What another objective than supervised training leaves of the other fields."""
+    row = setup.aim
+    if setup.loss not in row.losses:
+        raise SetupError(
+            f"no trainer of objective {setup.objective!r} has loss {setup.loss!r}",
+            hint=f"use --loss {' or '.join(row.losses)}",
+        )
+    if setup.packing and not row.packs:
+        raise SetupError(f"objective {setup.objective!r} trains on {row.sample}s, which no trainer packs")
+    if setup.num_gpus > 1 and (refused := row.layout_refusal(setup.parallel, split=setup.is_split)):
+        raise SetupError(refused, hint="leave --gpus out" if row.alone else "leave --parallel and degrees out")
+    if setup.precomputed_reference and not row.reference:
+        raise SetupError(f"objective {setup.objective!r} asks no reference that could be computed beforehand")
+    if (setup.hard_negatives or setup.cached_seqs) and not row.whole_batch:
+        raise SetupError(
+            f"objective {setup.objective!r} contrasts no samples: no hard negatives, no gradient cache",
+            hint="use --objective embedding",
+        )
+    if row.rolls_out:
+        _check_rollout(setup, setup.rolls)
+    elif setup.rollout is not None:
+        raise SetupError(f"objective {setup.objective!r} generates nothing, got a rollout")
+
+
+def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
+    """How completions are generated, beside how they are trained on."""
+    if rolls.completion_tokens >= setup.seq_len_tokens:
+        raise SetupError(
+            f"completions of {rolls.completion_tokens} tokens leave no room for a prompt in {setup.seq_len_tokens}",
+            hint="give a longer --seq-len or a shorter --completion-len",
+        )
+    if rolls.generation_batch_seqs % setup.micro_batch_seqs:
+        raise SetupError(
+            f"a generation of {rolls.generation_batch_seqs} completions is not cut into micro-batches of "
+            f"{setup.micro_batch_seqs}"
+        )
+    if setup.num_gpus > 1 and (not rolls.by_vllm or setup.parallel == "zero3"):
+        # trl 1.16 generation/vllm_generation.py, _iter_named_params: adapters are merged into a whole gathered model
+        raise SetupError(
+            f"how generation by {rolls.generator} gathers what GPUs share under {setup.parallel} is not modelled",
+            hint="use --generator vllm-sleep under ddp, fsdp2, zero1 or zero2",
+        )
+    if rolls.by_vllm and setup.quantization != "none":
+        # github.com/huggingface/trl/issues/4973, open in trl 1.16; of 8 bits its VLLMGeneration says so itself
+        raise SetupError(
+            "TRL hands vLLM the weights of a quantized base in another shape than vLLM holds them, and stops",
+            hint="use --method lora, or --generator transformers",
+        )

@@ -1,0 +1,155 @@
+"""The time of what runs beside the text at lengths of its own: a vision encoder's pictures, an encoder's clips."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from planner.core.errors import SetupError
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.modality_encoder import asks_gradients, encoder_adapted, encoder_setup
+from planner.memory.states import frozen_below
+from planner.models.encoders import encoder_of
+from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
+from planner.models.vision_encoders.mobilenet import FLOPS, PICTURE_BYTES
+from planner.setup import TrainSetup
+from planner.speed.roofline.family import Family, family_of
+from planner.speed.roofline.model import SpeedModel
+from planner.speed.roofline.rented import BACKWARD_S, FORWARD_S
+
+
+class Layers(NamedTuple):
+    """Layers of one kind: `length` tokens attend to each other, in `rows` sequences for each sample; `both_ways`: over
+    twice the pairs of a text."""
+
+    family: Family
+    length: int
+    rows: int
+    both_ways: bool
+
+
+class EncoderTime(NamedTuple):
+    """GPU and host seconds of the pictures or clips of a micro-batch.
+
+    Measured: no run with either; counted from the same constants as the text's layers. Not counted: projectors, the
+    convolutions before layers (Whisper large: 0.8 % of the encoder's products), making of pictures and frames on the
+    host.
+
+    Attributes:
+        name: of the part of a step.
+        gradients: whether the backward reaches them; adapts: whether anything of them trains.
+        fixed_s: seconds of the GPU for each sample, and of the host for each micro-batch, that no layer takes.
+    """
+
+    name: str
+    note: str
+    layers: tuple[Layers, ...]
+    gradients: bool
+    adapts: bool
+    fixed_s: tuple[float, float] = (0.0, 0.0)
+
+    def seconds(self, samples: int) -> float:
+        """GPU seconds of one micro-batch."""
+        total = samples * self.fixed_s[0]
+        for one in self.layers:
+            rows = samples * one.rows
+            if not self.gradients:
+                total += one.family.work.forward_s(rows, one.length)
+                continue
+            parts = one.family.parts(rows)
+            total += sum(parts.values()) - (0.0 if self.adapts else parts["lora"])
+            total += parts["attention"] * one.both_ways
+        return total
+
+    @property
+    def host_s(self) -> float:
+        """Host seconds to issue one micro-batch's kernels."""
+        each = (one.family.host_s if self.gradients else one.family.forward_host_s for one in self.layers)
+        return self.fixed_s[1] + sum(each)
+
+    def flops(self, samples: int, *, full: bool) -> float:
+        """Floating-point operations that the clips of one micro-batch need; those of pictures are not counted."""
+        if self.name != "encoder":
+            return 0.0
+        ((family, length, _, _),) = self.layers
+        inv = family.work.speed.inv
+        weights = sum(group.weights for group in inv.groups) + sum(one.num_weights for one in inv.outer)
+        passes = 2.0 if not self.gradients else 6.0 if full else 4.0
+        return samples * (passes * weights * length + (1 + 2 * self.gradients) * family.work.attention_flops)
+
+
+def clips(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
+    """An encoder of clips, with the keys and values that the decoder's layers make of its output."""
+    model, length = _encoder_alone(speed.model), speed.model.encoder_tokens
+    adapts = setup.method == "full" or _matches(model, setup)
+    targets = {} if adapts else {"lora_targets": "all-linear"}
+    own = setup.replace_trusted(frozen_encoder=False, seq_len_tokens=length, **targets)
+    layers = Layers(_family(speed, model, own), length, 1, both_ways=False)
+    note = (
+        "No training run with sound has been compared in speed: the encoder's time is counted from the constants of "
+        "text's layers, without its convolutions; reading sound on the host is not counted."
+    )
+    return EncoderTime("encoder", note, (layers,), frozen_below(speed.model, setup) == 0, adapts)
+
+
+def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
+    """The layers of a vision encoder, each kind as a model of its own."""
+    assert setup.images is not None
+    encoder, adapted = encoder_of(speed.model, setup.images), encoder_adapted(speed.model, setup)
+    own, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
+    layers = []
+    for kind, num in () if encoder.convolves else encoder.model.layer_counts:
+        length = min(encoder.window_patches if kind.kind == "vision-window" else encoder.patches, encoder.patches)
+        part = replace(encoder.model, layer_kinds=(kind,), layer_order=(0,) * num)
+        family = _family(speed, part, own.replace_trusted(seq_len_tokens=length))
+        layers.append(Layers(family, length, images * -(-encoder.patches // length), both_ways=True))
+    note = (
+        "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
+        "layers, without its projector; reading and resizing pictures on the host is not counted."
+    )
+    fixed_s = _convolutions(speed, setup, images) if encoder.convolves else (0.0, 0.0)
+    return EncoderTime("tower", note, tuple(layers), asks_gradients(encoder, setup, adapted), bool(adapted), fixed_s)
+
+
+def _family(speed: SpeedModel, model: ModelSpec, setup: TrainSetup) -> Family:
+    return family_of(SpeedModel(model, speed.gpu, speed.calibration, speed.conditions), setup)
+
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 2600, 4900
+"""Of MobileNet-V5 under autocast, counted by running timm 1.0.31's on meta tensors."""
+
+
+def _convolutions(speed: SpeedModel, setup: TrainSetup, images: int) -> tuple[float, float]:
+    """From the multiplications at the rate of the text's matrices, and what its backward would keep, written and read
+    once; trained, three times that."""
+    dtypes = dtype_policy_of(setup)
+    trained, narrow = setup.method == "full", SIZE_BYTES[dtypes.autocast or dtypes.table]
+    once = FLOPS / speed.rates.matmul[dtypes.autocast or dtypes.compute]
+    once += 2.0 * PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow].kept / speed.bandwidth
+    host = FORWARD_KERNELS * FORWARD_S + trained * BACKWARD_KERNELS * BACKWARD_S
+    return images * (1 + 2 * trained) * once, host * speed.host_scale
+
+
+def _matches(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether any of these matrices is adapted."""
+    try:
+        return bool(lora_linears(model, setup.lora_targets))
+    except SetupError:
+        return False
+
+
+def _encoder_alone(model: ModelSpec) -> ModelSpec:
+    """The encoder as a model without a head; the decoder's matrices that take its output stand outside its layers."""
+    order = model.layer_order[: model.num_encoder_layers]
+    crossed = [one for kind in model.layer_order for one in model.layer_kinds[kind].linears if one.of_encoder]
+    return replace(
+        model,
+        layer_kinds=tuple(replace(one, fixed_tokens=0) for one in model.layer_kinds[: max(order, default=-1) + 1]),
+        layer_order=order,
+        embeddings=(),
+        head=None,
+        tied=False,
+        outer_linears=tuple(replace(one, of_encoder=False) for one in crossed),
+        outer_norms=model.outer_norms[:1],
+        is_encoder_decoder=False,
+        front_end=None,
+    )

@@ -1,0 +1,309 @@
+"""`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.options.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
+from planner.setup import TrainSetup
+from planner.speed.roofline.family import Family, family_of
+from planner.speed.roofline.model import SpeedModel
+from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, collated_s
+from planner.speed.roofline.types import WITHOUT_GRADIENTS, StepTime
+from planner.speed.roofline.work import Work, trained_share
+
+if TYPE_CHECKING:
+    from planner.speed.roofline.encoders import EncoderTime
+    from planner.speed.roofline.rollout import Generation
+
+EXPERTS_BAND = 0.5
+"""Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
+HOST_SAID = 0.1
+"""Share of a step that such a host would add from which it is said."""
+
+
+def profile_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -> "ThroughputProfile":
+    """The (remembered) profile of a setup; `work`: its own, where that is known."""
+    family = family_of(speed, setup, work)
+    alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
+    found: ThroughputProfile | None = alike.get(setup.optimizer)
+    if found is None:
+        times = next(iter(alike.values())).times if alike else None
+        found = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
+    return found
+
+
+class ThroughputProfile:
+    """Step times of all setups that differ only in micro-batch and accumulation.
+
+    Attributes:
+        times: seconds of a micro-batch by its samples, which all optimizers of a loss share.
+    """
+
+    __slots__ = (
+        "_encoder",
+        "_family",
+        "_generation",
+        "_parts",
+        "_setup",
+        "_speed",
+        "times",
+    )
+
+    def __init__(
+        self, speed: SpeedModel, setup: TrainSetup, family: Family | None = None, times: dict[int, float] | None = None
+    ) -> None:
+        self._speed, self._setup = speed, setup
+        self._family = family if family is not None else family_of(speed, setup)
+        self._parts: dict[int, dict[str, float]] = {}
+        self.times: dict[int, float] = {} if times is None else times
+        self._encoder = _encoder_time(speed, setup)
+        self._generation = _generation(speed, self._family, setup) if setup.aim.rolls_out else None
+
+    def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
+        """GPU and host seconds of an optimizer's step."""
+        family = self._family
+        return self._speed.optimizer_s(optimizer, family.trained_params, family.trained_bytes, family.trained_tensors)
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds after the last backward."""
+        return max(self._optimizer_s(self._setup.optimizer)) + self._family.trainer_s
+
+    def beside(self, setup: TrainSetup) -> "ThroughputProfile":
+        """The profile of a setup with all else the same but what is recomputed, loss and optimizer."""
+        return profile_of(self._speed, setup, self._family.work)
+
+    @property
+    def speed(self) -> SpeedModel:
+        """Of its model on its GPU."""
+        return self._speed
+
+    @property
+    def family(self) -> Family:
+        """What the layers of this profile cost."""
+        return self._family
+
+    @property
+    def encoder_host_s(self) -> float:
+        """Host seconds to issue the kernels of a micro-batch's pictures or sound."""
+        return self._encoder.host_s if self._encoder is not None else 0.0
+
+    def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
+        """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
+        parts = self._parts.get(micro_batch_seqs)
+        if parts is None:
+            parts = self._parts[micro_batch_seqs] = self._family.parts(micro_batch_seqs)
+            parts["loss"] = self._family.work.loss_s(self._setup.loss, micro_batch_seqs)
+            if self._encoder is not None:
+                parts[self._encoder.name] = self._encoder.seconds(micro_batch_seqs)
+        return dict(parts)
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds and tokens/s of one GPU."""
+        pair = (micro_batch_seqs, accumulation_steps)
+        step = self._steps_s(self._step_s, (pair,))[0]
+        return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        seconds = self._steps_s(max(self._optimizer_s(optimizer)) + self._family.trainer_s, pairs)
+        one = self._tokens(1)
+        return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
+
+    def _steps_s(self, step_s: float, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Seconds of each step, of which `step_s` after the last backward."""
+        times, add_s, found = self.times, self._family.add_s, []
+        for samples, steps in pairs:
+            micro = times.get(samples)
+            if micro is None:
+                busy = self._family.busy_s(samples) + self._family.work.loss_s(self._setup.loss, samples)
+                busy += self._encoder.seconds(samples) if self._encoder is not None else 0.0
+                micro = times[samples] = self._with_host(busy, samples) + self._family.trainer_micro_s
+            found.append(steps * micro + (steps - 1) * add_s + step_s + self._collated_s(samples, steps))
+        if self._generation is not None:
+            found = [
+                one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)
+            ]
+        return found
+
+    def generation_s(self, step_seqs: int) -> float:
+        """Seconds of generating an optimizer step's completions; 0 of objectives that are given theirs."""
+        return self._generation.seconds(step_seqs) if self._generation is not None else 0.0
+
+    def _tokens(self, samples: int) -> int:
+        return samples * self._family.work.seqs_per_sample * self._setup.seq_len_tokens
+
+    def _collated_s(self, samples: int, steps: int) -> float:
+        """Seconds of the trainer between two steps that their tokens take."""
+        family = self._family
+        return collated_s(self._tokens(samples) * steps) if family.trainer_micro_s else 0.0
+
+    def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
+        """GPU and a host so many times slower run side by side: about the larger of the two."""
+        power, host = self._family.work.power, self._family.host_s
+        host += self.encoder_host_s
+        return float((busy**power + (slower * host) ** power) ** (1.0 / power))
+
+    def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
+        """Floating-point operations that the step needs on one GPU: recomputation and unpacking not counted."""
+        inv, setup = self._speed.inv, self._setup
+        full = setup.method == "full"
+        tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.work.seqs_per_sample
+        weights = sum(g.count * g.linear.num_active * g.linear.in_features * g.linear.out_features for g in inv.groups)
+        weights += sum(one.num_weights for one in inv.outer)
+        head = inv.head.num_weights if inv.head is not None else 0
+        share = trained_share(self._speed, setup)
+        inputs = 2.0 * self._family.above  # of the activations' gradients; the weights' where they train
+        needed = (2.0 + inputs + (2.0 * share if full else 0.0)) * weights * tokens
+        needed += self.head_flops(micro_batch_seqs, 1)
+        needed += (1.0 + inputs) * self._family.work.attention_flops * seqs
+        if not full and setup.kind.like_lora:
+            needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.dtypes)[1] * tokens
+        needed += setup.extra_forwards * (2.0 * (weights + head) * tokens + self._family.work.attention_flops * seqs)
+        if self._encoder is not None:
+            needed += self._encoder.flops(micro_batch_seqs, full=full)
+        return needed * accumulation_steps
+
+    def head_flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
+        """Of these those of the head, which any number of layers needs; an extra forward's are not counted."""
+        head, setup = self._speed.inv.head, self._setup
+        passes = 6.0 if setup.method == "full" and not setup.trained_layers else 4.0
+        weights = head.num_weights if head is not None else 0
+        return passes * weights * self._tokens(micro_batch_seqs) * accumulation_steps
+
+    def mfu_fraction(self, flops: float, seconds: float) -> float:
+        """`flops` in so many seconds against the data sheet's rate for the compute type, 0 where there is none."""
+        nominal = self._speed.rates.nominal.get(self._family.dtypes.compute, 0.0)
+        return flops / seconds / nominal if nominal else 0.0
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup of this profile."""
+        steps, seqs = setup.accumulation_steps, setup.micro_batch_seqs
+        micro = self.micro_parts(seqs)
+        busy = sum(micro.values())
+        micro["host"] = self._with_host(busy, seqs) - busy
+        parts = {name: seconds * steps for name, seconds in micro.items()}
+        gpu, host = self._optimizer_s(self._setup.optimizer)
+        family = self._family
+        paging = self._speed.paging_s(setup.optimizer, family.trained_params, family.trained_bytes)
+        unpaged = gpu - paging
+        parts["optimizer"] = unpaged + (steps - 1) * family.add_s
+        parts["host"] += max(host - unpaged, 0.0)
+        if paging:
+            parts["paging"] = max(gpu, host) - max(unpaged, host)
+        parts["trainer"] = steps * family.trainer_micro_s + self._step_s - max(gpu, host)
+        parts["trainer"] += self._collated_s(seqs, steps)
+        if generation := self.generation_s(seqs * steps):
+            parts["generation"] = generation
+        total = sum(parts.values())
+        flops = self.flops(seqs, steps)
+        beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
+        beside = parts[self._encoder.name] if self._encoder is not None else 0.0
+        unmeasured = self._family.unmeasured_s(seqs) * steps + generation + beside
+        if not setup.aim.supervised:
+            unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
+        unmeasured = unmeasured / total + beyond
+        own = self._with_host(busy, seqs)
+        slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
+        slow_host = steps * (self._with_host(busy, seqs, slower) - own) / total
+        faster = steps * (own - self._with_host(busy, seqs, 1 / HOST_FASTER))
+        unsure_host = max(slow_host, total / (total - faster) - 1)
+        return StepTime(
+            step_time_s=total,
+            parts_s=parts,
+            flops=flops,
+            mfu_fraction=self.mfu_fraction(flops, total),
+            tokens_per_s=setup.tokens_per_step / total,
+            band_fraction=self._band(unmeasured, unsure_host),
+            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host, slower)),
+        )
+
+    def _band(self, unmeasured: float, slow_host: float) -> float:
+        """Half-width of the speed's band: the card's, with what no run of the setup's kind has shown."""
+        setup, speed = self._setup, self._speed
+        card = speed.calibration.band_for(speed.gpu)
+        band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
+        return max(band, EXPERTS_BAND if setup.quantize_experts else 0.0, slow_host)
+
+    def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
+        """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
+        if not KERNELS[self._setup.kernels].parts:
+            return 0.0
+        plain = ThroughputProfile(self._speed, self._setup.replace_trusted(kernels="eager"))
+        steps = (micro_batch_seqs, accumulation_steps)
+        return plain.at(*steps)[0] / self.at(*steps)[0] - 1.0
+
+    def _one_gpu_notes(self) -> list[str]:
+        return ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
+
+    def notes(self) -> list[str]:
+        """What a person must know of the card and of the model, one sentence each."""
+        speed, notes = self._speed, self._uncompared()
+        compute = self._family.dtypes.compute
+        if compute in speed.rates.emulated:
+            notes.append(f"{speed.gpu.name} has no {compute} units: it is emulated at fp32 speed; use fp16.")
+        if speed.rates.share_source != "gpu":
+            source = speed.rates.share_source
+            notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compiled):
+            notes.append(unmeasured)
+        if self._setup.compile and not self._setup.compiled:
+            notes.append(f"torch.compile gains nothing: {COMPILES_NOTHING}.")
+        if self._setup.quantize_experts:
+            notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
+        if speed.inv.mixer_width:
+            notes.append("Linear-attention layers are approximated by the bytes they move.")
+        return notes
+
+    def _uncompared(self) -> list[str]:
+        """What of the setup no measured run has been compared with."""
+        notes = []
+        if self._setup.method != "full" and not self._setup.kind.like_lora:
+            name = self._setup.kind.title
+            notes.append(
+                f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
+                "wider by all of it."
+            )
+        if not self._setup.aim.supervised:
+            notes.append(
+                f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
+                "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
+            )
+        if self._encoder is not None:
+            notes.append(self._encoder.note)
+        if self._generation is not None:
+            notes.append(
+                "No run with generation has been compared: it is counted from the bytes of each token and the host's "
+                "time to issue its kernels, for prompts of one length and completions that all reach theirs."
+            )
+        return notes
+
+
+def _generation(speed: SpeedModel, family: Family, setup: TrainSetup) -> "Generation":
+    from planner.speed.roofline.rollout import Generation  # late: what is given its completions needs none of it
+
+    return Generation(speed, family, setup)
+
+
+def _encoder_time(speed: SpeedModel, setup: TrainSetup) -> "EncoderTime | None":
+    if setup.images is None and not speed.model.encoder_tokens:
+        return None
+    from planner.speed.roofline import encoders  # late: text alone needs none of it
+
+    return encoders.clips(speed, setup) if speed.model.encoder_tokens else encoders.pictures(speed, setup)
+
+
+def _host_note(slow_host: float, slower: float) -> list[str]:
+    """One sentence where the host's kernel launches set the pace."""
+    if slow_host < HOST_SAID:
+        return []
+    words = f"a CPU {slower:.2g} times slower adds {slow_host:.0%}"
+    return [f"Launching kernels takes the host much of this step: {words}."]
+
+
+def _beyond_note(beyond: float) -> list[str]:
+    """One sentence where the gain of fused kernels is predicted to be larger than any that was measured."""
+    if not beyond:
+        return []
+    gain = LARGEST_GAIN + beyond
+    return [f"Their predicted gain of {gain:.0%} is above the largest measured ({LARGEST_GAIN:.0%}): a wider band."]

@@ -1,0 +1,151 @@
+"""Seconds of collectives, of a pipeline's schedule, and of the host's link."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from planner.core.records import dataclass
+from planner.hardware.cluster import Cluster, Link, host_link
+from planner.options.optimizers import OPTIMIZERS
+from planner.setup import TrainSetup
+from planner.speed.roofline.calibration import LayoutConstants
+
+# Seconds of collectives over a `Cluster`: a ring over all ranks, links within a node and between nodes.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that exchange something with each other.
+
+    Attributes:
+        size: ranks of the group.
+        per_node: of them in one node.
+        sharing: like groups that use the same node's network at the same time.
+    """
+
+    size: int
+    per_node: int
+    sharing: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group touches."""
+        return ceil(self.size / self.per_node)
+
+
+def group_of(cluster: Cluster, size: int, stride: int = 1) -> Group:
+    """The group of ranks 0, stride, 2 stride, ...: consecutive ranks fill a node before the next one begins.
+
+    Source: the order of dimensions of torch's `init_device_mesh` and of Megatron-LM (tensor innermost, then data, then
+    pipeline).
+    """
+    per_node = max(1, min(size, cluster.gpus_per_node // stride))
+    return Group(size=size, per_node=per_node, sharing=max(1, cluster.gpus_per_node // per_node))
+
+
+def gather_volume(size: int) -> float:
+    """Bytes that each rank sends in a ring all-gather or reduce-scatter, per byte of the whole tensor: (N - 1) / N."""
+    return (size - 1) / size
+
+
+def reduce_volume(size: int) -> float:
+    """The same for a ring all-reduce, a reduce-scatter and an all-gather: 2 (N - 1) / N."""
+    return 2.0 * (size - 1) / size
+
+
+class Collectives:
+    """Times on one cluster with the fitted shares of its links' nominal rates."""
+
+    __slots__ = ("_between", "_constants", "_within", "cluster")
+
+    def __init__(self, cluster: Cluster, constants: LayoutConstants) -> None:
+        self.cluster = cluster
+        self._constants = constants
+        self._within = link_rate(cluster, cluster.within, constants)
+        self._between = link_rate(cluster, cluster.between, constants) if cluster.between is not None else 0.0
+
+    def all_gather_s(self, size_bytes: float, group: Group) -> float:
+        """Everyone receives what the others hold of `size_bytes`; a reduce-scatter, an exchange from all to all and a
+        gather by one rank send as much over the busiest link."""
+        return self._ring_s(size_bytes * gather_volume(group.size), group)
+
+    def all_reduce_s(self, size_bytes: float, group: Group) -> float:
+        """A reduce-scatter and an all-gather. NCCL's trees, faster for small messages, change no measured step."""
+        return self._ring_s(size_bytes * reduce_volume(group.size), group, rounds=2)
+
+    def send_s(self, size_bytes: float, group: Group) -> float:
+        """From each rank of the group to the next one, or from one through all of them (broadcast)."""
+        return self._ring_s(size_bytes, group)
+
+    def _ring_s(self, sent_bytes: float, group: Group, rounds: int = 1) -> float:
+        """Every rank sends so many bytes, in `rounds` along the ring."""
+        if group.size == 1:
+            return 0.0
+        between = self.cluster.between.latency_s if self.cluster.between is not None else 0.0
+        across = group.nodes - 1
+        latency = (group.size - 1 - across) * self.cluster.within.latency_s + across * between
+        return self._constants.collective_s + rounds * latency + self._move_s(sent_bytes, group)
+
+    def _move_s(self, sent_bytes: float, group: Group) -> float:
+        """Seconds for every rank of a ring to send so many bytes: the slower of the two kinds of link."""
+        within = sent_bytes / self._within if group.per_node > 1 else 0.0
+        if group.nodes == 1:
+            return within
+        return max(within, sent_bytes * group.sharing / self._between)
+
+
+def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float:
+    """Bytes per second that collectives reach on a link: of one GPU within a node, of a whole node between nodes.
+
+    GeForce cards exchange nothing directly over PCIe: the driver stages it in the host's memory.
+    """
+    if link.kind == "nvlink":
+        return link.bytes_per_s * constants.nvlink_share
+    if link.kind == "network":
+        return link.bytes_per_s * constants.network_share
+    staged = "GeForce" in cluster.gpu.driver_name
+    return link.bytes_per_s * (constants.pcie_staged_share if staged else constants.pcie_share)
+
+
+# Pipeline schedules: how long one step takes, and how much of it is bubble. What is in flight: `rank.in_flight`.
+
+
+def pipeline_s(schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
+    """Seconds of one step over stages of unequal length: fill, then the slowest stage sets the pace, then drain.
+
+    Each of m equal jobs passes all stages in order: sum + (m - 1) x longest. GPipe does so twice (all forwards, then
+    all backwards), 1F1B once with forward and backward together. Equal stages give m (f + b) / (1 - bubble fraction).
+    """
+    if schedule == "gpipe":
+        return _flow_s(forward_s, micro_batches) + _flow_s(backward_s, micro_batches)
+    return _flow_s([one + other for one, other in zip(forward_s, backward_s, strict=True)], micro_batches)
+
+
+def _flow_s(stage_s: Sequence[float], jobs: int) -> float:
+    return sum(stage_s) + (jobs - 1) * max(stage_s)
+
+
+# Offloading: the link to the host, and the optimizer step on its CPUs.
+
+
+CPU_ADAM_BYTES = 30.0
+"""Per parameter: fp32 gradient, weight and two moments read, three written, a 16-bit copy written."""
+
+
+def host_rate(cluster: Cluster, constants: LayoutConstants) -> float:
+    """Bytes per second of pinned copies between one GPU and its host, one direction."""
+    return host_link(cluster.gpu).bytes_per_s * constants.host_copy_share
+
+
+def optimizer_s(setup: TrainSetup, params: float, cluster: Cluster, constants: LayoutConstants) -> float:
+    """Seconds of the optimizer step over `params` parameters per GPU, all GPUs of a node sharing its CPUs.
+
+    DeepSpeed runs its vectorised CPU-Adam; FSDP2 runs PyTorch's optimizer on CPU tensors, fused or a loop.
+    """
+    seconds = params * cluster.gpus_per_node * CPU_ADAM_BYTES / constants.cpu_adam_bytes_per_s
+    looped = setup.parallel == "fsdp2" and OPTIMIZERS[setup.optimizer].cpu_looped
+    return seconds * (constants.cpu_adam_loop if looped else 1.0)
+
+
+def back_s(setup: TrainSetup, weight_bytes: float, rate: float) -> float:
+    """Seconds to bring this GPU's share of the new 16-bit weights back; weights that stay on the host need none."""
+    return weight_bytes / rate if setup.offload == "optimizer" else 0.0

@@ -1,0 +1,341 @@
+"""The step time of a job on several GPUs: compute of the slowest rank, and what communication adds to it.
+
+Compute is the one-GPU speed model's for the part of the model that a rank holds. Communication is hidden behind compute
+where the engine prefetches or reduces in the background, unit by unit; what is not hidden, and a share of what is
+(`overlap_cost`), lengthens the step. `spread_profile(...).at(micro, accumulation)` ranks whole spaces.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.memory.rank_part import rank_parts
+from planner.models.spec import ModelSpec
+from planner.options.kernels import speed_band
+from planner.setup import FIELDS, TrainSetup
+from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, StepTime
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.roofline.rented import collated_s
+from planner.speed.roofline.types import WITHOUT_GRADIENTS
+from planner.speed.several_gpus import collectives as offload
+from planner.speed.several_gpus.collectives import Collectives, pipeline_s
+from planner.speed.several_gpus.compute import Rank
+from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
+from planner.speed.several_gpus.traffic import traffic_of
+
+LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
+"""communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
+stages; offload: copies to and from the host, and the optimizer step on its CPUs."""
+
+DEALT_BAND = 0.5
+"""Half-width of the band of speeds with experts dealt out over GPUs. Judgement: transformers' own exchange was measured
+nowhere; with other kernels six runs were 6 to 16 % slower than counted, one 2.1 times as fast (benchmarks/
+dealt_experts.py)."""
+
+
+class Stage(NamedTuple):
+    """One micro-batch on one rank with all that it waits for.
+
+    Attributes:
+        parts: seconds by part, communication of every micro-batch included.
+        forward_s, backward_s: their sum, split.
+        reducing: further seconds by part of the micro-batch whose gradients are reduced.
+    """
+
+    parts: Mapping[str, float]
+    forward_s: float
+    backward_s: float
+    reducing: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+class Links:
+    """What the ranks of one layout exchange, whatever their layers cost.
+
+    Attributes:
+        parts: the distinct parts of the model; `order` says which of them every stage holds.
+        wires: data-parallel communication of each part, and the same with offloading in between.
+    """
+
+    __slots__ = ("cluster", "collectives", "constants", "order", "parts", "wires")
+
+    def __init__(self, model: ModelSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions):
+        self.cluster, self.constants = cluster, used.layout_constants
+        self.collectives = Collectives(cluster, self.constants)
+        alike: dict[ModelSpec, int] = {}  # most pipeline stages hold the same
+        self.order = [alike.setdefault(part.model, len(alike)) for part in rank_parts(model, setup)]
+        self.parts = tuple(alike)
+        rates = [0.0] if setup.offload == "none" else [0.0, self.host_rate]
+        self.wires = [
+            [
+                DataParallel(setup, self.collectives, traffic, self.constants, fsdp_1=stack.fsdp_1, host_rate=rate)
+                for rate in rates
+            ]
+            for traffic in [traffic_of(part, setup, stack) for part in self.parts]
+        ]
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second between one GPU and its host, one direction."""
+        return offload.host_rate(self.cluster, self.constants)
+
+
+_layout = attrgetter("loss", "checkpointing", "activation_offload", "selective_checkpointing")
+
+
+class Loop:
+    """All setups of a layout that differ only in optimizer, micro-batch and accumulation: the distinct ranks, what each
+    waits for, and what follows the last backward."""
+
+    __slots__ = (
+        "_after", "_beside", "_collates", "_given", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order",
+        "ranks",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        links: Links,
+        gpu: GpuSpec,
+        setup: TrainSetup,
+        used: Calibration,
+        stack: Conditions,
+        like: "Loop | None" = None,
+    ) -> None:
+        self._given, self._beside = (gpu, used, stack), {_layout(setup): self}
+        self._setup, self._links, self.order = setup, links, links.order
+        known = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
+        pairs = zip(links.parts, known, strict=True)
+        self.ranks: list[Rank] = [Rank(part, gpu, setup, used, stack, profile) for part, profile in pairs]
+        families = [rank.profile.family for rank in self.ranks]
+        self._micro_s = max(one.trainer_micro_s for one in families)
+        self._step_s = max(one.trainer_s for one in families)
+        self._collates = any(one.trainer_micro_s for one in families)
+        self._stages: dict[int, list[Stage]] = {}
+        self._after: dict[str, Mapping[str, float]] = {}
+
+    def beside(self, setup: TrainSetup) -> "Loop":
+        """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
+        key = _layout(setup)
+        found = self._beside.get(key)
+        if found is None:
+            gpu, used, stack = self._given
+            found = self._beside[key] = Loop(self._links, gpu, setup, used, stack, self)
+        return found
+
+    def at(self, seqs: int) -> list[Stage]:
+        """Every distinct rank's micro-batch of so many sequences."""
+        found = self._stages.get(seqs)
+        if found is None:
+            pairs = zip(self.ranks, self._links.wires, strict=True)
+            found = self._stages[seqs] = [self._stage(rank, wires, seqs) for rank, wires in pairs]
+        return found
+
+    def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
+        setup, collectives = self._setup, self._links.collectives
+        micro = rank.micro(seqs)
+        forward, backward = tensor_s(rank.part, setup, collectives, seqs)
+        ahead, back = context_s(rank.part, setup, collectives, seqs)
+        forward, backward = forward + ahead, backward + back
+        ahead, back = experts_s(rank.part, setup, collectives, rank.bandwidth, seqs)
+        forward, backward = forward + ahead, backward + back
+        if len(self.order) > 1:
+            over = hand_over_s(setup, rank.part.hidden_size, collectives, seqs)
+            forward, backward = forward + over, backward + over
+        exposed = wires[0].micro(micro, seqs)
+        parts = {**micro.parts, "trainer": self._micro_s, "communication": forward + backward + exposed.quiet_s}
+        reducing = {"communication": exposed.reducing_s - exposed.quiet_s}
+        if len(wires) > 1:  # what the copies to and from the host add to the communication
+            hosted = wires[1].micro(micro, seqs)
+            parts["offload"] = hosted.quiet_s - exposed.quiet_s
+            reducing["offload"] = hosted.reducing_s - hosted.quiet_s - reducing["communication"]
+        forward_s = micro.forward_s + forward
+        return Stage(parts, forward_s, sum(parts.values()) - forward_s, reducing)
+
+    def total_s(self, stages: list[Stage], steps: int) -> float:
+        """Seconds of `steps` micro-batches: in turn, through the GPUs one by one, or through a pipeline."""
+        if len(self.order) == 1:
+            return steps * stages[0].total_s
+        if self._setup.parallel == "device-map":
+            return steps * sum(stages[index].total_s for index in self.order)
+        forward = [stages[index].forward_s for index in self.order]
+        backward = [stages[index].backward_s for index in self.order]
+        return pipeline_s(self._setup.pipeline_schedule, forward, backward, steps)
+
+    def after(self, optimizer: str) -> Mapping[str, float]:
+        """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer."""
+        found = self._after.get(optimizer)
+        if found is None:
+            each = [
+                self._rank_after(rank, wires, optimizer)
+                for rank, wires in zip(self.ranks, self._links.wires, strict=True)
+            ]
+            longest = max(reversed(each), key=lambda parts: sum(parts.values()))
+            found = self._after[optimizer] = {**longest, "trainer": self._step_s}
+        return found
+
+    def _rank_after(self, rank: Rank, wires: list[DataParallel], optimizer: str) -> dict[str, float]:
+        parts = {"communication": wires[0].step_s()}
+        if self._setup.offload != "none":
+            return {**parts, "offload": self._offloaded_s(rank, optimizer)}
+        gpu_s, host_s = rank.optimizer_s(optimizer)
+        return {**parts, "optimizer": gpu_s, "host": max(host_s - gpu_s, 0.0)}
+
+    def _offloaded_s(self, rank: Rank, optimizer: str) -> float:
+        links, setup = self._links, self._setup.replace_trusted(optimizer=optimizer)
+        seconds = offload.optimizer_s(setup, rank.traffic.trained_params / setup.shards, links.cluster, links.constants)
+        return seconds + offload.back_s(setup, rank.traffic.gradient_bytes / setup.shards, links.host_rate)
+
+    def step_s(self, optimizer: str, micro_batch_seqs: int, steps: int) -> float:
+        """Seconds of an optimizer step of so many micro-batches."""
+        stages = self.at(micro_batch_seqs)
+        index = _slowest(stages)
+        seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
+        seconds += self.between_s(micro_batch_seqs, steps)
+        seconds += self.ranks[index].profile.generation_s(micro_batch_seqs * steps)
+        return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
+
+    def between_s(self, micro_batch_seqs: int, steps: int) -> float:
+        """Seconds in which a rank makes its next step's batch."""
+        setup = self._setup
+        tokens = micro_batch_seqs * setup.seqs_per_sample * setup.seq_len_tokens * steps
+        return collated_s(tokens) if self._collates else 0.0
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of all GPUs together at every (micro-batch, accumulation)."""
+        setup = self._setup
+        tokens = setup.seqs_per_sample * setup.seq_len_tokens * setup.data_degree
+        return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]
+
+
+class LayoutProfile:
+    """Step times of all setups that differ only in micro-batch and accumulation."""
+
+    __slots__ = ("_calibration", "_cluster", "_loop", "_setup")
+
+    def __init__(self, loop: Loop, setup: TrainSetup, cluster: Cluster, used: Calibration) -> None:
+        self._loop, self._setup, self._cluster, self._calibration = loop, setup, cluster, used
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds, and tokens/s of all GPUs together."""
+        optimizer, pair = self._setup.optimizer, (micro_batch_seqs, accumulation_steps)
+        return self._loop.step_s(optimizer, *pair), self._loop.tokens_per_s(optimizer, [pair])[0]
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup of this profile: the parts are those of the slowest rank."""
+        loop, steps = self._loop, setup.accumulation_steps
+        stages = loop.at(setup.micro_batch_seqs)
+        index = _slowest(stages)
+        parts: dict[str, float] = {}
+        for turn in loop.order if setup.parallel == "device-map" else (index,):
+            _add(parts, stages[turn].parts, steps)
+        if setup.pipeline_degree > 1:
+            parts["bubble"] = loop.total_s(stages, steps) - sum(parts.values())
+        _add(parts, stages[index].reducing)
+        _add(parts, {"optimizer": (steps - 1) * loop.ranks[index].add_s})
+        _add(parts, loop.after(setup.optimizer))
+        _add(parts, {"trainer": loop.between_s(setup.micro_batch_seqs, steps)})
+        profile = loop.ranks[index].profile
+        if generation := profile.generation_s(setup.micro_batch_seqs * steps):
+            parts["generation"] = generation
+        total = sum(parts.values())
+        flops = profile.flops(setup.micro_batch_seqs, steps)
+        band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
+        unmeasured = 0.0
+        if not setup.aim.supervised:
+            unmeasured = (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0) + generation) / total
+        return StepTime(
+            step_time_s=total,
+            parts_s=parts,
+            flops=flops,
+            mfu_fraction=profile.mfu_fraction(flops, total),
+            tokens_per_s=setup.tokens_per_step / total,
+            band_fraction=speed_band(
+                max(band, self._calibration.bands.get("spread", band)),
+                setup.kernels,
+                self._cluster.gpu.key,
+                compiled=setup.compiled,
+            )
+            + unmeasured,
+            notes=(*profile.notes(), *self._notes()),
+        )
+
+    def _notes(self) -> list[str]:
+        if self._setup.expert_degree > 1:
+            return [
+                "Nobody has published a speed of transformers' own exchange of tokens: it is counted at the links' "
+                "rate with balanced routing, the band is judgement. Fused kernels (DeepEP) are about twice as fast."
+            ]
+        if self._setup.offload == "none":
+            return []
+        rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
+        return [f"The optimizer runs on the CPUs of each node, taken to move {rate / 1e9:.0f} GB/s."]
+
+
+def _slowest(stages: list[Stage]) -> int:
+    if len(stages) == 1:
+        return 0
+    return max(range(len(stages)), key=lambda index: stages[index].total_s)
+
+
+def _add(parts: dict[str, float], more: Mapping[str, float], times: int = 1) -> None:
+    for name, seconds in more.items():
+        parts[name] = parts.get(name, 0.0) + seconds * times
+
+
+_OPEN = ("optimizer", "micro_batch_seqs", "accumulation_steps")
+_OF_LAYERS = ("attention", "kernels", "checkpointing", "activation_offload", "selective_checkpointing", "loss")
+_loop_key = attrgetter(*[name for name in FIELDS if name not in _OPEN], "extra_forwards", "num_forwards")
+_links_key = attrgetter(*[name for name in FIELDS if name not in (*_OPEN, *_OF_LAYERS)], "extra_forwards")
+
+
+def layout_loop(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, conditions: Conditions
+) -> Loop:
+    """The loop of a setup on a cluster: the same for every optimizer, micro-batch and accumulation."""
+    parties = ("spread", id(gpu), id(cluster), id(used), conditions)
+
+    def links(one: ModelSpec) -> Links:
+        one.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
+        return Links(one, setup, cluster, used, conditions)
+
+    def loop(one: ModelSpec) -> Loop:
+        return Loop(one.once((*parties, _links_key(setup)), links), gpu, setup, used, conditions)
+
+    return model.once((*parties, "loop", _loop_key(setup)), loop)
+
+
+def layout_profile(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: Cluster,
+    *,
+    calibration: Calibration | None = None,
+    conditions: Conditions = CURRENT,
+) -> LayoutProfile:
+    """The family of `setup` on a cluster, for every micro-batch and accumulation of it."""
+    used = calibration if calibration is not None else load_calibration()
+    return LayoutProfile(layout_loop(model, gpu, setup, cluster, used, conditions), setup, cluster, used)
+
+
+def layout_step_time(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: Cluster,
+    *,
+    calibration: Calibration | None = None,
+    conditions: Conditions = CURRENT,
+) -> StepTime:
+    """Predicted time of one optimizer step of a job on several GPUs; `tokens_per_s` is of all of them.
+
+    Measured: docs/accuracy/multi-gpu.md.
+    """
+    profile = layout_profile(model, gpu, setup, cluster, calibration=calibration, conditions=conditions)
+    return profile.step_time(setup)

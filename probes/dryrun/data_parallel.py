@@ -1,0 +1,241 @@
+"""A rank of DDP and of FSDP2: PyTorch's own code in a fake process group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.core.records import dataclass
+from planner.setup import TrainSetup
+from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.repetitions import flat
+from probes.dryrun.full_step import Shards
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
+from probes.dryrun.repeat_layers import repeat_layers
+from probes.dryrun.trace import Owners, Trace, Trainable, load_all
+from probes.dryrun.tracker import Origin, Tracker
+from probes.stack.parallelize import Layout, data_mesh, layout_model, share_reference
+
+# A rank of a DDP job, traced: PyTorch's own `DistributedDataParallel`, its buckets those of the full model.
+
+
+BUCKETS = "DDP buckets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """A parameter or buffer of the module that DDP wraps."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    trained: bool
+
+
+class DdpWorld:
+    """A job of DDP ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+
+    tracker = LayoutTracker
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
+        self._states: list[_State] = []
+        self._order: list[str] = []
+
+    @contextmanager
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
+        """See `probes.dryrun.trace.World`."""
+        self._states = [
+            _State(name=name, shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
+            for name, one in (*model.named_parameters(), *model.named_buffers())
+        ]
+        self._order = []
+        hooks = [
+            one.register_post_accumulate_grad_hook(partial(self._ready, name))
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        ]
+        owners = load_all(tracker, model, reference)
+        with tracker, tracker.labelled(BUCKETS):
+            layout = layout_model(model, self._setup, device=next(model.parameters()).device)
+        plain = layout.module._pre_forward
+
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
+            with tracker.labelled(BUCKETS):  # the buckets are made anew once, in the order of the gradients
+                return plain(*args, **kwargs)
+
+        layout.module._pre_forward = pre_forward
+        try:
+            yield layout, owners
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _ready(self, name: str, parameter: torch.Tensor) -> None:
+        if name not in self._order:
+            self._order.append(name)
+
+    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
+        """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
+        full = repeat_layers(_without(trace, BUCKETS), layers, self._setup).flat()
+        states = _repeated(self._states, trace, layers)
+        holder = torch.nn.Module()
+        holder.parts = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.trained)
+            for one in states
+        )
+        made = LayoutTracker("meta")
+        for part in holder.parts:
+            made.seen(part)
+        made.events.clear()
+        with made, made.labelled(BUCKETS):
+            wrapped = layout_model(holder, self._setup, device=torch.device("meta")).module
+        by_name = {one.name: one for one in self._states}
+        order = _repeated([by_name[name] for name in self._order], trace, layers)
+        first = list(made.events)
+        made.events.clear()
+        del wrapped
+        freed = list(made.events)
+        made.close()
+        return _with_buckets(full, first, [*freed, *_rebuilt(order, len(made.origins))])
+
+
+def _without(trace: Trace, label: str) -> Trace:
+    """`trace` without the allocations of one label."""
+    dropped = {number for number, origin in trace.origins.items() if origin.op == label}
+    events = [one for one in flat(trace.events) if isinstance(one, Phase) or getattr(one, "id", None) not in dropped]
+    return replace(trace, events=events)
+
+
+def _repeated(states: list[_State], trace: Trace, layers: LayerMap) -> list[_State]:
+    """The full model's states in order."""
+    return [one for one, _ in layers.unrolled(states, lambda one: trace.layer_of(one.name))]
+
+
+def _rebuilt(order: list[_State], number: int) -> list[Event]:
+    """The buckets that DDP makes after its first backward, in the order in which the gradients came; numbers from
+    `number` on.
+
+    Source: PyTorch 2.13 torch/csrc/distributed/c10d/reducer.cpp `rebuild_buckets`.
+    """
+    import torch.distributed as dist
+
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    sizes = [sum(tensors[index].numel() * tensors[index].element_size() for index in one) for one in buckets]
+    return [Alloc(number + index, size) for index, size in enumerate(sizes)]
+
+
+_BUCKET_BYTES = 25 * 1024**2
+
+
+def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace:
+    """`trace` with the buckets' events `first` after the weights are loaded and `again` as the second step begins."""
+    origins = dict(trace.origins)
+    events: list[Event] = []
+    numbers: dict[int, int] = {}
+    phase = "load"
+
+    def insert(bucket_events: list[Event]) -> None:
+        for event in bucket_events:
+            if isinstance(event, Alloc):
+                numbers[event.id] = len(origins)
+                origins[len(origins)] = Origin(phase, None, BUCKETS, event.size_bytes)
+                events.append(Alloc(numbers[event.id], event.size_bytes))
+            elif isinstance(event, Free):
+                events.append(Free(numbers.pop(event.id)))
+
+    for event in flat(trace.events):
+        if isinstance(event, Phase):
+            before, phase = phase, event.name.partition("/")[0]
+            events.append(event)
+            if phase == "forward" and before == "step":
+                insert(again)
+                again = []
+        else:
+            if phase == "load" and isinstance(event, Alloc) and event.id not in trace.owners:
+                insert(first)  # after the weights, before the batches
+                first = []
+            events.append(event)
+    return replace(trace, events=events, origins=origins)
+
+
+# A rank of an FSDP2 job, traced: PyTorch's own `fully_shard` as Accelerate wraps the model.
+
+
+class FsdpWorld:
+    """A job of FSDP2 ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+
+    tracker = LayoutTracker
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
+        self._mesh: Any = None
+
+    @contextmanager
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
+        """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
+        receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
+        weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
+        setup, device = self._setup, next(model.parameters()).device
+        with tracker.following_shards():
+            layout = layout_model(model, setup, device=device)
+            if reference is not None:
+                share_reference(reference, setup, device=device)
+            if setup.offload == "parameters" and device.type == "meta":
+                tracker.keep_all_on_host((*model.parameters(), *(() if reference is None else reference.parameters())))
+            owners = load_all(tracker, model, reference)
+            weight = max(model.parameters(), key=lambda one: one.numel() * one.element_size())
+            largest = weight.numel() * weight.element_size()
+            twice = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False)) > 1
+            if twice or setup.offload == "parameters":
+                largest += -(-weight.shape[0] // setup.shards) * (largest // weight.shape[0])
+            tracker.release(tracker.allocate(largest, "load"))
+            yield layout, owners
+
+    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return repeat_layers(trace, layers, self._setup, OnHost(self) if self._setup.offload == "parameters" else self)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `full_step.Shards`: the norm of all gradients is summed up over the ranks as DTensor does it,
+        from one stack of the parts' norms."""
+        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor._ops._math_ops import _NormPartial
+        from torch.nn.utils import clip_grad
+
+        if self._mesh is None:
+            self._mesh = data_mesh(self._setup, torch.device("meta"))
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [_NormPartial(2.0)]
+
+        def total_norm(tensors: Any, norm_type: float = 2.0, *_: Any) -> Any:
+            norms = torch._foreach_norm(list(tensors), norm_type)
+            stacked = DTensor.from_local(torch.stack(norms), self._mesh, placements, run_check=False)
+            return torch.linalg.vector_norm(stacked, norm_type)
+
+        with mock.patch.object(clip_grad, "_get_total_norm", total_norm), untracked_trials():
+            yield
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        """See `full_step.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
+        it: DTensor's own rules take seconds for the lists of a deep model."""
+        rows = -(-one.shape[0] // self._setup.shards)
+        return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+
+
+class OnHost:
+    """See `full_step.Shards`: the step happens in the host's memory, its trained parameters have no gradient
+    on the device."""
+
+    tracker = Tracker
+    stepping = staticmethod(nullcontext)
+
+    def __init__(self, world: Shards) -> None:
+        self.parameter = world.parameter

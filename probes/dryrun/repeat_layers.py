@@ -1,0 +1,387 @@
+"""The full depth from a truncated run: the events of its layers, repeated.
+
+Layers that are alike, between neighbours that are alike, do the same to memory. A run that holds one of each kind of
+layer therefore holds every kind of event of the full model; for each of the full model's layers the events of the run's
+layer that stands for it are emitted, in the forward, in the backward and among the loaded weights, with storages of its
+own. The optimizer is run for real on the full model's list of
+trained parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which
+is then analysed and replayed like a real one.
+
+Every reference is checked: a layer may only release what its neighbour at the same distance allocated, alike in every
+size, once, and nothing that the run released may be left. Where a model breaks that (a storage shared between far
+layers that several stand for), `RepetitionError` says so and the caller runs the full depth.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field, replace
+from itertools import groupby
+
+from planner.core.records import dataclass
+from planner.setup import TrainSetup
+from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.repetitions import Pattern, Repetition, Step, flat
+from probes.dryrun.full_step import OptimizerRun, Shards, StepEvents, Whole
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.trace import Trace
+from probes.dryrun.tracker import WORKSPACE, Origin
+
+_ELSEWHERE, _ONCE = -1, -2
+
+
+class RepetitionError(ValueError):
+    """The run's layers are not copies of one another."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Segment:
+    """What happened between two marks.
+
+    Attributes:
+        pattern: what it does to its own allocations, of which `numbers` are the run's.
+        holes: between the pattern's runs, releases of others' storages as (number, `_ELSEWHERE`), and libraries'
+            workspaces, which are made once, as (number, `_ONCE`).
+        nth: how many segments of the same phase and layer came before in the same pass.
+    """
+
+    phase: str
+    layer: int | None
+    occurrence: int
+    nth: int
+    events: list[Event]
+    pattern: Pattern
+    holes: list[list[tuple[int, int]]]
+    numbers: list[int]
+
+
+def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards | None = None) -> Trace:
+    """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
+
+    Raises:
+        SpliceError: a reference between layers does not repeat.
+    """
+    return _Splicer(trace, layers, setup, shards or Whole()).run()
+
+
+class _Splicer:
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
+        self.trace, self.layers, self.setup, self.shards = trace, layers, setup, shards
+        self.segments = _split(trace)
+        self.home: dict[int, tuple[_Segment, int]] = {}
+        self.duplicates: dict[tuple[int, str, int, int | None], _Segment] = {}
+        for segment in self.segments:
+            self.duplicates[segment.occurrence, segment.phase, segment.nth, segment.layer] = segment
+            for place, number in enumerate(segment.numbers):
+                self.home[number] = (segment, place)
+        self.released = {event.id for event in flat(trace.events) if isinstance(event, Free)}
+        self.events: list[Event | Repetition] = []
+        self.next = 0
+        self.origins: dict[int, Origin] = {}
+        self.owners: dict[int, tuple[str, str]] = {}
+        self.first: dict[tuple[int, int | None], int] = {}
+        """Segment and layer of the full model -> the number of its first allocation."""
+        self.single: dict[tuple[int, int | None], int] = {}
+        """Number in the run and layer of the full model -> number, of what was loaded or made by the optimizer."""
+        self.open: dict[int, int] = {}
+        """Numbers of what the run releases and nobody has released yet, with the run's."""
+        self._graph_ends: dict[int, bool] = {}
+        self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
+
+    def run(self) -> Trace:
+        steps = iter(OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
+        step = 0
+        for (phase, _, in_layers), group in groupby(
+            self.segments, lambda one: (one.phase, one.occurrence, one.layer is not None)
+        ):
+            self.events.append(Phase(phase))
+            if in_layers:
+                self._repeat(list(group))
+                continue
+            for segment in group:
+                if phase == "load":
+                    self._load(segment)
+                elif phase == "step":
+                    self._step(segment, next(steps), step)
+                    step += 1
+                else:
+                    self._emit(segment, None, last=True)
+        if self.open:
+            raise RepetitionError(f"a copy of a storage of {self._op(self.open[min(self.open)])} is never released")
+        return replace(
+            self.trace,
+            events=self.events,
+            origins=self.origins,
+            owners=self.owners,
+            num_layers=len(self.layers.of),
+            parameter_bytes=self._parameter_bytes(),
+        )
+
+    def _repeat(self, group: list[_Segment]) -> None:
+        """One pass through the layers, of the full model now."""
+        missing = {one.layer for one in group} ^ set(range(len(self.layers.full)))
+        if missing:
+            raise RepetitionError(f"{group[0].phase} passes through some layers only: not {missing}")
+        descends = (group[0].layer or 0) > (group[-1].layer or 0)
+        for segment, layer in self.layers.unrolled(group, lambda one: one.layer):
+            copies = self.layers.full[self.layers.of[layer or 0]]
+            self._emit(segment, layer, last=layer == (copies[0] if descends else copies[-1]))
+
+    # Single events
+
+    def _new(self, number: int, layer: int | None) -> int:
+        """The number of the run's storage `number` in the full model."""
+        single = self.single.get((number, layer))
+        if single is not None:
+            return single
+        home, place = self.home[number]
+        if home.layer is None:
+            layer = None
+        elif layer is None and len(self.layers.full[home.layer]) == 1:
+            layer = self.layers.full[home.layer][0]
+        first = self.first.get((id(home), layer))
+        if first is None:
+            raise RepetitionError(f"a storage of {self._op(number)} is released before it exists")
+        return first + place
+
+    def _op(self, number: int) -> str:
+        return self.trace.origins[number].op
+
+    def _allocate(self, number: int, layer: int | None) -> Event:
+        new = self.single[number, layer] = self._made(self.trace.origins[number], self.trace.owners.get(number))
+        if number in self.released:
+            self.open[new] = number
+        return Alloc(new, self.origins[new].size_bytes)
+
+    def _made(self, origin: Origin, owner: tuple[str, str] | None) -> int:
+        """The number of a storage that belongs to no stretch."""
+        new = self.next
+        self.next += 1
+        self.origins[new] = origin
+        if owner is not None:
+            self.owners[new] = owner
+        return new
+
+    def _release(self, number: int, layer: int | None) -> Event:
+        return self._end(self._new(number, layer), number)
+
+    def _end(self, new: int, number: int) -> Event:
+        if self.open.pop(new, None) is None:
+            raise RepetitionError(f"a storage of {self._op(number)} is released twice")
+        return Free(new)
+
+    def _emit(self, segment: _Segment, layer: int | None, *, last: bool) -> None:
+        pattern, numbers = segment.pattern, segment.numbers
+        first = self.first[id(segment), layer] = self.next
+        self.next += len(numbers)
+        for place in pattern.left:
+            if numbers[place] in self.released:
+                self.open[first + place] = numbers[place]
+        holes = [[*self._outside(hole, segment, layer, last=last)] for hole in segment.holes]
+        if numbers or holes:
+            self.events.append(Repetition(pattern, first, holes))
+
+    def _outside(
+        self, hole: list[tuple[int, int]], segment: _Segment, layer: int | None, *, last: bool
+    ) -> Iterator[Event]:
+        """What happens to others' storages; `last`: no copy of the segment follows."""
+        for_all = layer is None or self._ends_the_graph(segment)
+        for (number, kind), made_by in self._of_every_layer(hole) if for_all else ((one, None) for one in hole):
+            if made_by is not None:
+                yield self._release(number, made_by)
+            elif kind == _ONCE:
+                if last:
+                    yield self._allocate(number, None)
+            elif (number, layer) in self.single:  # a loaded weight of this layer that another replaces
+                yield self._release(number, layer)
+            elif self.home[number][0].layer is not None:
+                yield from self._of_neighbours(number, segment, layer or 0, last=last)
+            elif last:
+                yield self._release(number, None)
+
+    def _of_every_layer(self, hole: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
+        """`hole` with a release of what a layer made as those of all its copies, each with its layer."""
+
+        def layer_of(one: tuple[int, int]) -> int | None:
+            return self.home[one[0]][0].layer if one[1] == _ELSEWHERE else None
+
+        return self.layers.unrolled(hole, layer_of)
+
+    def _of_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> Iterator[Event]:
+        """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
+        home, place = self.home[number]
+        assert home.layer is not None
+        assert segment.layer is not None
+        distance = home.layer - segment.layer
+        if abs(distance) <= 1:
+            yield self._release(self._twin(home, place, layer + distance), layer + distance)
+            return
+        copies = self.layers.full[home.layer]
+        if len(copies) != 1:
+            raise RepetitionError(
+                f"layer {segment.layer} releases what layer {home.layer} made, which stands for several"
+            )
+        if last:
+            yield self._release(number, copies[0])
+
+    def _twin(self, home: _Segment, place: int, layer: int) -> int:
+        """The number in the run of what a layer of the full model made where the layer of `home` made its own."""
+        run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
+        duplicate = self.duplicates.get((home.occurrence, home.phase, home.nth, run))
+        if duplicate is None or (duplicate is not home and duplicate.pattern.sizes != home.pattern.sizes):
+            raise RepetitionError(f"layer {run} allocates otherwise than layer {home.layer} in {home.phase}")
+        return duplicate.numbers[place]
+
+    def _ends_the_graph(self, segment: _Segment) -> bool:
+        """Whether the first layer releases what layers beyond its neighbour made: the backward's last segment,
+        when the graph dies and with it what its nodes hold themselves (int8 layers: their inputs). Such a release
+        means every copy, while others mean the neighbour at the same distance."""
+        if segment.layer != 0 or segment.phase != "backward":
+            return False
+        if id(segment) not in self._graph_ends:
+            homes = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _ELSEWHERE]
+            self._graph_ends[id(segment)] = any((home.layer or 0) > 1 for home in homes)
+        return self._graph_ends[id(segment)]
+
+    # Segments that are no layer's
+
+    def _load(self, segment: _Segment) -> None:
+        """Weights of each layer of the full model."""
+
+        def layer_of(event: Event) -> int | None:
+            owner = self.trace.owners.get(event.id) if isinstance(event, Alloc) else None
+            return None if owner is None else self.trace.layer_of(owner[1])
+
+        for event, layer in self.layers.unrolled(segment.events, layer_of):
+            if isinstance(event, Alloc):
+                self.events.append(self._allocate(event.id, layer))
+            elif isinstance(event, Free):
+                self.events.append(self._release(event.id, None))
+
+    def _step(self, segment: _Segment, optimizer: StepEvents, step: int) -> None:
+        of_parameter = self.gradients[step]
+        gradients = set(of_parameter.values())
+        before: list[int] = []
+        after: list[int] = []
+        place = before
+        for event in segment.events:
+            if isinstance(event, Alloc):
+                place = after
+            elif isinstance(event, Free) and event.id not in gradients and self.home[event.id][0].phase != "step":
+                place.append(event.id)
+        self.events.extend(self._release_all(before))
+        for event in optimizer.events:
+            if isinstance(event, Alloc):
+                new = self._made(optimizer.origins[event.id], optimizer.owners.get(event.id))
+                optimizer.numbers[event.id] = new
+                self.events.append(Alloc(new, event.size_bytes))
+            elif isinstance(event, Free):
+                if event.id in optimizer.gradients:
+                    self.events.append(self._release_gradient(of_parameter, *optimizer.gradients[event.id]))
+                else:
+                    self.events.append(Free(optimizer.numbers.pop(event.id)))
+        self.events.extend(self._release_all(after))
+
+    def _release_all(self, numbers: list[int]) -> Iterator[Event]:
+        for (number, _), layer in self._of_every_layer([(number, _ELSEWHERE) for number in numbers]):
+            yield self._release(number, layer)
+
+    def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> Event:
+        """A layer's gradient may be made while its neighbour runs."""
+        home, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
+        if layer is not None and home is not None and run is not None:
+            layer += home - run
+        return self._release(of_parameter[name], layer)
+
+    def _parameter_bytes(self) -> int:
+        return sum(
+            self.origins[new].size_bytes
+            for new, (category, name) in self.owners.items()
+            if category in ("weights", "adapters") and name in self.trace.parameter_names
+        )
+
+
+def _split(trace: Trace) -> list[_Segment]:
+    repetitions: list[tuple[str, int | None, list[Event]]] = []
+    for event in flat(trace.events):
+        if isinstance(event, Phase):
+            phase, _, name = event.name.partition("/")
+            repetitions.append((phase, int(name) if name else None, []))
+        else:
+            repetitions[-1][-1].append(event)
+    segments: list[_Segment] = []
+    occurrence = 0
+    seen: Counter[tuple[int, str, int | None]] = Counter()
+    for phase, layer, events in repetitions:
+        occurrence += layer is None and phase in ("forward", "step")
+        segments.append(_segment(trace, phase, layer, occurrence, seen[occurrence, phase, layer], events))
+        seen[occurrence, phase, layer] += 1
+    return segments
+
+
+@dataclass
+class _Parting:
+    """What a segment does to its own storages apart from what it does to others'."""
+
+    runs: list[list[Step]] = field(default_factory=lambda: [[]])
+    holes: list[list[tuple[int, int]]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+
+    def add(self, event: Event, origins: Mapping[int, Origin]) -> None:
+        """The next event."""
+        if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
+            self._beside(event.id, _ONCE)
+        elif isinstance(event, Alloc):
+            self.places[event.id] = len(self.numbers)
+            self.runs[-1].append((len(self.numbers), event.size_bytes))
+            self.numbers.append(event.id)
+        elif isinstance(event, Free):
+            place = self.places.pop(event.id, None)
+            if place is None:
+                self._beside(event.id, _ELSEWHERE)
+            else:
+                self.runs[-1].append((place, None))
+
+    def _beside(self, number: int, kind: int) -> None:
+        if self.runs[-1] or not self.holes:
+            self.holes.append([])
+            self.runs.append([])
+        self.holes[-1].append((number, kind))
+
+
+def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
+    parted = _Parting()
+    for event in events:
+        parted.add(event, trace.origins)
+    found = [trace.origins[number] for number in parted.numbers]
+    owners = {place: trace.owners[one] for place, one in enumerate(parted.numbers) if one in trace.owners}
+    return _Segment(
+        phase=phase,
+        layer=layer,
+        occurrence=occurrence,
+        nth=nth,
+        events=events,
+        pattern=Pattern(
+            runs=parted.runs,
+            sizes=[one.size_bytes for one in found],
+            left=[*parted.places.values()],
+            origins=found,
+            owners=owners,
+        ),
+        holes=parted.holes,
+        numbers=parted.numbers,
+    )
+
+
+def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str, int]]:
+    """For each optimizer step, parameter name -> storage of its gradient."""
+    found: list[dict[str, int]] = [{}]
+    for segment in segments:
+        if segment.phase == "step":
+            found.append({})
+            continue
+        for number in segment.numbers:
+            owner = trace.owners.get(number)
+            if owner is not None and owner[0] == "gradients":
+                found[-1][owner[1]] = number
+    return found[:-1]
