@@ -97,8 +97,8 @@ def test_the_first_button_finds_what_plan_chooses(browser: Browser, address: str
 
 
 def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: str) -> None:
+    from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
-    from selenium.webdriver.common.trainer import By
 
     browser.visit(address)
     box = browser.driver.find_element(By.ID, "model")
@@ -144,8 +144,8 @@ def test_a_slider_moves_the_figures_at_once_and_asks_nobody(browser: Browser, si
 
 
 def test_the_keyboard_is_enough(browser: Browser, site: Path) -> None:
+    from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
-    from selenium.webdriver.common.trainer import By
 
     browser.open(site)
     box = browser.driver.find_element(By.ID, "length")
