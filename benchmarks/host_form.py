@@ -66,11 +66,11 @@ def called_s(program: Program, setup: TrainSetup) -> float:
     """Host seconds of the calls of a micro-batch."""
     rates = card_rates(GPU, setup.attention)
     prices = [price(one, rates) for one in program.operators]
-    checkpointed = any(call % len(ISSUERS) == 4 for one in program.repetitions for call in one.calls)
+    checkpointed = any(call % len(ISSUERS) == 4 for one in program.segments for call in one.calls)
     known: dict[int, float] = {}
     total = 0.0
     for place in program.micro_batch:
-        for call in program.repetitions[place].calls:
+        for call in program.segments[place].calls:
             seconds = known.get(call)
             if seconds is None:
                 number, issuer = divmod(call, len(ISSUERS))

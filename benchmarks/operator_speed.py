@@ -171,7 +171,7 @@ def predicted_device_s(program: Program, gpu: GpuSpec, setup: TrainSetup) -> dic
     times = Counter({place: setup.accumulation_steps * n for place, n in Counter(program.micro_batch).items()})
     times.update(program.step)
     for place, repeats in times.items():
-        for number, count in Counter(call // 5 for call in program.repetitions[place].calls).items():
+        for number, count in Counter(call // 5 for call in program.segments[place].calls).items():
             name = program.operators[number].name.partition(".")[2].partition(".")[0]
             found[FAMILIES.get(name, name)] += repeats * count * price(program.operators[number], rates).seconds
     return found

@@ -152,7 +152,7 @@ def _show(
 ) -> None:
     """The estimate for a person, with what alone would be enough where it does not fit."""
     notes: tuple[str, ...] = ()
-    step = predict(spec, card, result.setup, cluster)
+    step = result.formula if eval_batch is None else predict(spec, card, result.setup, cluster)
     decides = result.formula.peak_device_bytes > step.peak_device_bytes
     if cluster is not None:
         from planner.planning.answer import cluster_notes

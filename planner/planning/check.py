@@ -14,6 +14,7 @@ from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.tools import changed_fields
+from planner.hardware.cluster import GPUS_PER_NODE
 from planner.hardware.gpu import GpuSpec
 from planner.memory import around
 from planner.memory.dtypes import SIZE_BYTES
@@ -23,8 +24,6 @@ from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 
-MAX_ON_NODE = 8
-"""GPUs of a node where nobody says more: the table's boxes have no more."""
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
 
@@ -256,7 +255,7 @@ def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwa
     """What loading takes of the host where several processes do it, and a second model after the training."""
     found = []
     setup, where = config.setup, config.loaded_again[0]
-    on_node = min(setup.num_gpus, MAX_ON_NODE)
+    on_node = min(setup.num_gpus, GPUS_PER_NODE)
     if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
         whole = around.loading_host_bytes(model, setup, 1)
         who = "its first process" if loading == whole else f"each of its {on_node} processes"

@@ -85,7 +85,7 @@ C++ (the nodes of a backward), Python under the engine (what a checkpoint comput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repetition:
+class Segment:
     """What is issued between two marks of a run.
 
     Attributes:
@@ -103,7 +103,7 @@ class Program:
 
     Attributes:
         operators: each kind of call once.
-        stretches: each once; `micro_batch` and `step` name them by their places, in order, layer after layer.
+        segments: each once; `micro_batch` and `step` name them by their places, in order, layer after layer.
         micro_batch: one micro-batch; step: clipping, optimizer, release.
         added: operators by which later micro-batches add their gradients to the first one's, and how often, where
             `micro_batch` found none.
@@ -111,7 +111,7 @@ class Program:
     """
 
     operators: Sequence[Operator]
-    repetitions: Sequence[Repetition]
+    segments: Sequence[Segment]
     micro_batch: Sequence[int]
     step: Sequence[int]
     added: Mapping[int, int]
@@ -121,7 +121,7 @@ class Program:
         """As plain lists, for a file."""
         return {
             "operators": self.operators,
-            "stretches": [(one.phase, one.calls) for one in self.repetitions],
+            "stretches": [(one.phase, one.calls) for one in self.segments],
             "micro_batch": self.micro_batch,
             "step": self.step,
             "added": [*self.added.items()],
@@ -140,7 +140,7 @@ def program_of(rows: Mapping[str, Any]) -> Program:
             Operator(name, layouts(inputs), layouts(outputs), tuple(numbers), listed)
             for name, inputs, outputs, numbers, listed in rows["operators"]
         ],
-        repetitions=[Repetition(phase=phase, calls=calls) for phase, calls in rows["stretches"]],
+        segments=[Segment(phase=phase, calls=calls) for phase, calls in rows["stretches"]],
         micro_batch=rows["micro_batch"],
         step=rows["step"],
         added=dict(rows["added"]),

@@ -1,7 +1,7 @@
 """The speed of a setup by its structure's step program: the dry run's prices and timelines without a dry run.
 
 What setups share is worked out once: prices of operators at one micro-batch, length and rank on one card, courses of
-stretches, and of whole micro-batches.
+segments, and of whole micro-batches.
 """
 
 from collections import Counter, defaultdict
@@ -84,13 +84,13 @@ class _Issues:
 
     Attributes:
         ranked: operators whose sizes depend on the rank of adapters.
-        tiled: stretches that come by tiles of the loss.
+        tiled: segments that come by tiles of the loss.
     """
 
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
         self.ranked = {place for place, one in enumerate(programs.operators) if _has_rank(one)}
-        self.tiled = {place for place, one in enumerate(programs.repetitions) if any(r.per == TILES for r in one.runs)}
+        self.tiled = {place for place, one in enumerate(programs.segments) if any(r.per == TILES for r in one.runs)}
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
 
@@ -182,10 +182,10 @@ class Sized:
             return Tiles(tiles.tokens, max(0, turns), filled)
         return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
 
-    def _stretch(self, place: int, courses: "_Courses") -> Course:
-        """The course of a stretch."""
+    def _segment(self, place: int, courses: "_Courses") -> Course:
+        """The course of a segment."""
         found: Course | None = None
-        for run in self._programs.repetitions[place].runs:
+        for run in self._programs.segments[place].runs:
             tile, turns, filled = self.loop(run, courses.tiles)
             issue = self._issues.of(run.calls, courses.checkpointed, courses.scale)
             own = course_of(issue, self.device(tile), filled)
@@ -194,7 +194,7 @@ class Sized:
         return found or IDLE
 
     def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
-        """The course of stretches."""
+        """The course of segments."""
         key = checkpointed, tiles, scale
         courses = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
         found = courses.whole.get(id(blocks))
@@ -206,7 +206,7 @@ class Sized:
         found = courses.blocks.get(id(block))
         if found is None:
             places, times = block
-            known, own = courses.repetitions, list[Course]()
+            known, own = courses.segments, list[Course]()
             for place in places:
                 one = known.get(place)
                 if one is None:
@@ -217,14 +217,14 @@ class Sized:
         return found
 
     def _found(self, place: int, courses: "_Courses") -> Course:
-        """The course of a stretch; those that no tile cuts are the same whatever the tiles."""
+        """The course of a segment; those that no tile cuts are the same whatever the tiles."""
         if place in self._issues.tiled or courses.tiles is UNCUT:
-            return self._stretch(place, courses)
+            return self._segment(place, courses)
         key = courses.checkpointed, UNCUT, courses.scale
         shared = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
-        found = shared.repetitions.get(place)
+        found = shared.segments.get(place)
         if found is None:
-            found = shared.repetitions[place] = self._stretch(place, shared)
+            found = shared.segments[place] = self._segment(place, shared)
         return found
 
     def counted(self, counts: Counts, scale: float) -> Course:
@@ -248,15 +248,15 @@ class Sized:
                 times[place] += repeats
         num_calls = 0
         for place, repeats in times.items():
-            own, calls = self._stretch_parts(place, tiles)
+            own, calls = self._segment_parts(place, tiles)
             num_calls += repeats * calls
             for name, seconds in own.items():
                 parts[name] += repeats * seconds
         return parts, num_calls
 
-    def _stretch_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
-        """The device's seconds of a stretch by part, and how many calls it is."""
-        runs, tiles = self._programs.repetitions[place].runs, tiles if place in self._issues.tiled else UNCUT
+    def _segment_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
+        """The device's seconds of a segment by part, and how many calls it is."""
+        runs, tiles = self._programs.segments[place].runs, tiles if place in self._issues.tiled else UNCUT
         found = self._parts.get((place, tiles))
         if found is None:
             parts: dict[str, float] = defaultdict(float)
@@ -265,19 +265,19 @@ class Sized:
                 tile, turns, filled = self.loop(run, tiles)
                 num_calls += turns * len(run.calls)
                 for number, count in Counter(call // _NUM for call in run.calls).items():
-                    phase = self._programs.repetitions[place].phase
+                    phase = self._programs.segments[place].phase
                     add_parts(parts, phase, self.price(number, tile), turns * count * filled)
             found = self._parts[place, tiles] = parts, num_calls
         return found
 
 
 class _Courses:
-    """Courses of stretches, of blocks of them and of several blocks (by their identity: `ModelPrograms` has each once),
+    """Courses of segments, of blocks of them and of several blocks (by their identity: `ModelPrograms` has each once),
     where the loss is so cut and the host so fast."""
 
     def __init__(self, checkpointed: bool, tiles: Tiles, scale: float) -> None:
         self.checkpointed, self.tiles, self.scale = checkpointed, tiles, scale
-        self.repetitions: dict[int, Course] = {}
+        self.segments: dict[int, Course] = {}
         self.blocks: dict[int, Course] = {}
         self.whole: dict[int, Course] = {}
 

@@ -3,7 +3,7 @@
 A structure is everything of a setup but micro-batch, length, rank, accumulation and optimizer
 (`planner.memory.profiles.structure_key`). Its operators' shapes are polynomials in those; which operators come in
 which order does not depend on them, but for a loss that cuts its tokens into tiles. One compressed file a model, made
-by `probes.tracing.programs`; operators, stretches and steps that several structures share are written once.
+by `probes.tracing.programs`; operators, segments and steps that several structures share are written once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class Run(NamedTuple):
     calls: tuple[int, ...]
 
 
-class SizedStretch(NamedTuple):
+class SizedSegment(NamedTuple):
     """A `planner.speed.operators.Stretch` of any size."""
 
     phase: str
@@ -79,10 +79,10 @@ Counts = tuple[tuple[int, int], ...]
 
 
 class StepProgram(NamedTuple):
-    """The program of one structure; calls and stretches are places in `ModelPrograms`.
+    """The program of one structure; calls and segments are places in `ModelPrograms`.
 
     Attributes:
-        ahead, behind: a micro-batch's stretches until its backward begins, and from then on.
+        ahead, behind: a micro-batch's segments until its backward begins, and from then on.
         added: operators that add a later micro-batch's gradients to the first one's.
         steps: by optimizer, what clipping, optimizer and release issue.
         num_modules: of the model's module tree.
@@ -102,7 +102,7 @@ class ModelPrograms:
 
     Attributes:
         versions: of what was run.
-        operators, stretches: what programs name by their places.
+        operators, segments: what programs name by their places.
         worked_out: of them (`planner.speed.sized`).
     """
 
@@ -129,8 +129,8 @@ class ModelPrograms:
             )
             for name, inputs, outputs, numbers, listed in raw["operators"]
         ]
-        self.repetitions = [
-            SizedStretch(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
+        self.segments = [
+            SizedSegment(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
             for phase, runs in raw["stretches"]
         ]
         self._steps = [tuple((call, times) for call, times in one) for one in raw["steps"]]
@@ -210,15 +210,15 @@ class Tables:
 
     def __init__(self) -> None:
         self.operators: dict[SizedOperator, int] = {}
-        self.repetitions: dict[SizedStretch, int] = {}
+        self.segments: dict[SizedSegment, int] = {}
 
     def operator(self, one: SizedOperator) -> int:
         """Its place."""
         return self.operators.setdefault(one, len(self.operators))
 
-    def repetition(self, one: SizedStretch) -> int:
+    def segment(self, one: SizedSegment) -> int:
         """Its place."""
-        return self.repetitions.setdefault(one, len(self.repetitions))
+        return self.segments.setdefault(one, len(self.segments))
 
 
 def save_programs(
@@ -246,7 +246,7 @@ def save_programs(
         (number("names", one.name), [*map(layout, one.inputs)], [*map(layout, one.outputs)], one.numbers, one.listed)
         for one in tables.operators
     ]
-    repetitions = [(one.phase, one.runs) for one in tables.repetitions]
+    segments = [(one.phase, one.runs) for one in tables.segments]
     found = {
         key: (
             one.ahead,
@@ -260,7 +260,7 @@ def save_programs(
     }
     raw = {
         "schema": SCHEMA, "versions": dict(versions), "sizes": dict(sizes or {}), "operators": operators,
-        "stretches": repetitions,
+        "stretches": segments,
         **{name: [*table] for name, table in shared.items()}, "programs": found,
     }  # fmt: skip
     write_packed(path, raw)

@@ -1,8 +1,8 @@
 """A step's time from its operators: the host issues them, the device runs them in order, and what waits joins the
 two.
 
-What a stretch of calls does to the two clocks is the larger of sums (`Course`), so it is worked out once however often
-the stretch repeats.
+What a segment of calls does to the two clocks is the larger of sums (`Course`), so it is worked out once however often
+the segment repeats.
 """
 
 from collections import Counter, defaultdict
@@ -311,7 +311,7 @@ def run_time(program: Program, rates: CardRates, loop: Loop, host: Host | None =
     """The time of a step of `program`."""
     host = host or Host()
     priced = _Priced(program, rates)
-    num_calls = sum(len(program.repetitions[place].calls) for place in program.micro_batch)
+    num_calls = sum(len(program.segments[place].calls) for place in program.micro_batch)
     return timed(priced.timeline, priced.parts(loop), loop, num_calls, host)
 
 
@@ -385,7 +385,7 @@ class _Priced:
         self.program = program
         self.prices = [price(call, rates) for call in program.operators]
         self._device = dict(enumerate(map(device_s, self.prices)))
-        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.repetitions for call in one.calls)
+        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.segments for call in one.calls)
         self._issued = Issued(program.operators, [bool(one.kernels) for one in self.prices], checkpointed=checkpointed)
 
     def _course(self, calls: Iterable[int], scale: float) -> Course:
@@ -398,17 +398,17 @@ class _Priced:
         ahead: list[Stage] = []
         order: list[Stage] = []
         for place in (*program.micro_batch, *program.step):
-            repetition = program.repetitions[place]
+            segment = program.segments[place]
             if place not in courses:
-                calls = repetition.calls
-                if not ahead and repetition.phase not in ("forward", "step"):
+                calls = segment.calls
+                if not ahead and segment.phase not in ("forward", "step"):
                     first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         before, calls = calls[:first], calls[first:]
-                        ahead = [*order, Stage(repetition.phase, self._course(before, scale))]
+                        ahead = [*order, Stage(segment.phase, self._course(before, scale))]
                         order = []
                 courses[place] = self._course(calls, scale)
-            order.append(Stage(repetition.phase, courses[place]))
+            order.append(Stage(segment.phase, courses[place]))
         added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
         end = len(order) - len(program.step)
         timeline = Timeline(
@@ -426,9 +426,9 @@ class _Priced:
         times = Counter({place: loop.accumulation * n for place, n in Counter(self.program.micro_batch).items()})
         times.update(self.program.step)
         for place, repeats in times.items():
-            repetition = self.program.repetitions[place]
-            for call, count in Counter(call // _NUM for call in repetition.calls).items():
-                add_parts(parts, repetition.phase, self.prices[call], repeats * count)
+            segment = self.program.segments[place]
+            for call, count in Counter(call // _NUM for call in segment.calls).items():
+                add_parts(parts, segment.phase, self.prices[call], repeats * count)
         for call, count in self.program.added.items():
             parts["optimizer"] += (loop.accumulation - 1) * count * device_s(self.prices[call])
         return dict(parts)

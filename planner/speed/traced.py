@@ -85,7 +85,7 @@ def _times(program: Program) -> dict[int, int]:
     """How often each call comes in the step."""
     found: dict[int, int] = defaultdict(int)
     for place in (*program.micro_batch, *program.step):
-        for call in program.repetitions[place].calls:
+        for call in program.segments[place].calls:
             found[call] += 1
     return found
 
@@ -105,9 +105,9 @@ def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_
     host: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     names = [name_of(line, module) for line, module in rows["names"]]
-    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.repetitions for call in one.calls)
-    for repetition in (*program.micro_batch, *program.step):
-        for call, place in zip(program.repetitions[repetition].calls, rows["places"][repetition], strict=True):
+    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.segments for call in one.calls)
+    for segment in (*program.micro_batch, *program.step):
+        for call, place in zip(program.segments[segment].calls, rows["places"][segment], strict=True):
             number, issuer = divmod(call, _NUM)
             name = names[place]
             device[name] += prices[number].seconds

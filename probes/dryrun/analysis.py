@@ -112,7 +112,7 @@ class Curve:
             self._rise(self._total, len(self.totals))
         self.totals.append(self._total)
 
-    def add_stretch(self, repetition: Repetition) -> None:
+    def add_repetition(self, repetition: Repetition) -> None:
         """Its events."""
         pattern = repetition.pattern
         for place in pattern.left:
@@ -141,7 +141,7 @@ def curve_of(trace: Trace) -> Curve:
     curve = Curve()
     for item in trace.events:
         if isinstance(item, Repetition):
-            curve.add_stretch(item)
+            curve.add_repetition(item)
         else:
             curve.add(item)
     return curve
@@ -210,7 +210,7 @@ def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:
     width = max(1, len(totals) // points)
     found = []
     for start in range(0, len(totals) - width + 1, width):
-        repetition = totals[start : start + width]
-        highest = max(repetition)
-        found.append((start + repetition.index(highest), highest))
+        part = totals[start : start + width]
+        highest = max(part)
+        found.append((start + part.index(highest), highest))
     return tuple(found)

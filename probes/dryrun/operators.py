@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.speed.operators import ISSUERS, Layout, Operator, Program, Repetition
+from planner.speed.operators import ISSUERS, Layout, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.layer_map import LayerMap
 from probes.stack.kernels import listening
@@ -135,13 +135,13 @@ class OperatorLog:
             stack.callback(hook.remove)
             yield
 
-    def repetitions(self, first: int, last: int) -> list[tuple[int | None, Repetition]]:
+    def segments(self, first: int, last: int) -> list[tuple[int | None, Segment]]:
         """What was issued from one place to another, by layer."""
         before = [mark for mark in self.marks if mark[0] <= first][-1:]
         marks = [*before, *(mark for mark in self.marks if first < mark[0] < last)]
         ends = [*(mark[0] for mark in marks[1:]), last]
         return [
-            (layer, Repetition(phase=phase, calls=self.calls[max(begin, first) : end]))
+            (layer, Segment(phase=phase, calls=self.calls[max(begin, first) : end]))
             for (begin, phase, layer), end in zip(marks, ends, strict=True)
             if end > max(begin, first)
         ]
@@ -184,8 +184,8 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
         return None
     layers = log.layers
     begin, step = log.micro_batches[-1], next(place for place, phase, _ in log.marks if phase == "step")
-    micro = log.repetitions(begin, step)
-    optimizer = log.repetitions(step if log.full_step is None else log.full_step, len(log.calls))
+    micro = log.segments(begin, step)
+    optimizer = log.segments(step if log.full_step is None else log.full_step, len(log.calls))
     sums: Mapping[int, int] = {}
     if len(log.micro_batches) == 1:
         counts = Counter(_gradient_layouts(trainables, layers))
@@ -194,7 +194,7 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
     held = (None, *(layers.of if layers else (one for one in log.modules if one is not None)))
     return Program(
         operators=log.operators,
-        repetitions=[one for _, one in (*micro, *optimizer)],
+        segments=[one for _, one in (*micro, *optimizer)],
         micro_batch=[*(range(len(micro)) if layers is None else _unrolled(micro, layers))],
         step=[*range(len(micro), len(micro) + len(optimizer))],
         added=sums,
@@ -202,11 +202,11 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
     )
 
 
-def _unrolled(repetitions: Sequence[tuple[int | None, Repetition]], layers: LayerMap) -> Iterator[int]:
-    """The places of the run's stretches in the order of the full model."""
-    places = range(len(repetitions))
-    for _, group in groupby(places, lambda place: (repetitions[place][1].phase, repetitions[place][0] is not None)):
-        for place, _ in layers.unrolled(group, lambda place: repetitions[place][0]):
+def _unrolled(segments: Sequence[tuple[int | None, Segment]], layers: LayerMap) -> Iterator[int]:
+    """The places of the run's segments in the order of the full model."""
+    places = range(len(segments))
+    for _, group in groupby(places, lambda place: (segments[place][1].phase, segments[place][0] is not None)):
+        for place, _ in layers.unrolled(group, lambda place: segments[place][0]):
             yield place
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from planner.speed.operators import ISSUERS, TRAINER, WAIT, Operator, Program, Repetition
+from planner.speed.operators import ISSUERS, TRAINER, WAIT, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.operators import ENGINE, RECOMPUTE, OperatorLog
 from probes.phantom.origins import Origins, user_line
@@ -135,7 +135,7 @@ class Issued(OperatorLog):
         begin = earlier[-1][2] if earlier else max(self._training, 0)
         stepping = self._last_gradient(begin, stepping)
         self.places += [self.places[-1] if self.places else 0] * (len(self.calls) - len(self.places))
-        repetitions: list[Repetition] = []
+        segments: list[Segment] = []
         places: list[list[int]] = []
         order: list[int] = []
         known: dict[tuple[int, int], list[int]] = {}
@@ -143,15 +143,15 @@ class Issued(OperatorLog):
             if (first, last) not in known:
                 known[first, last] = []
                 for phase, start, stop in self._phases(first, last):
-                    known[first, last].append(len(repetitions))
-                    repetitions.append(Repetition(phase=phase, calls=self.calls[start:stop]))
+                    known[first, last].append(len(segments))
+                    segments.append(Segment(phase=phase, calls=self.calls[start:stop]))
                     places.append(self.places[start:stop])
             order += known[first, last]
-        step = [len(repetitions)]
-        repetitions.append(Repetition(phase="step", calls=self.calls[stepping:end]))
+        step = [len(segments)]
+        segments.append(Segment(phase="step", calls=self.calls[stepping:end]))
         places.append(self.places[stepping:end])
         program = Program(
-            operators=self.operators, repetitions=repetitions, micro_batch=order, step=step, added={}, num_modules=0
+            operators=self.operators, segments=segments, micro_batch=order, step=step, added={}, num_modules=0
         )
         return {**program.rows(), "places": places, "names": [*self.names]}
 

@@ -137,9 +137,9 @@ def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, st
     points: list[tuple[float, int, str]] = []
     phase = "load"
     for start in range(0, len(totals), width):
-        repetition = totals[start : start + width]
+        part = totals[start : start + width]
         for event in phantom.memory.events[start : start + width]:
             if isinstance(event, Alloc):
                 phase = phantom.origins.found[event.id].phase
-        points.append((start / len(totals), max(repetition), phase))
+        points.append((start / len(totals), max(part), phase))
     return tuple(points)

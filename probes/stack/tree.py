@@ -225,9 +225,9 @@ def _outside(model: Any, inside: set[int], path: str, hidden: int, unseen: Count
         elif idle or not _is_norm(module):
             sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
         elif size or not list(module.parameters()):
-            within = (one.out_features for one in linears if _size(module) not in (0, hidden))
-            rows = next((size // _size(module) for size in within if size % _size(module) == 0), 1)
-            norms.append(_norm(leaf, module, (_size(module), rows)))
+            width = _size(module)  # less than a token's: of each part of what a matrix beside it gives
+            parts = [one.out_features // width for one in linears if width and one.out_features % width == 0]
+            norms.append(_norm(leaf, module, (width, parts[0] if parts and width != hidden else 1)))
     found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
     return {**found, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
 

@@ -17,7 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
-from planner.speed.operators import ISSUERS, TRAINER, Layout, Operator, Program, Repetition
+from planner.speed.operators import ISSUERS, TRAINER, Layout, Operator, Program, Segment
 from planner.speed.step_program import (
     ONCE,
     TILES,
@@ -26,7 +26,7 @@ from planner.speed.step_program import (
     Run,
     SizedLayout,
     SizedOperator,
-    SizedStretch,
+    SizedSegment,
     StepProgram,
     Tables,
     flat,
@@ -209,7 +209,7 @@ class ProgramBuilder:
     def _with_loss(
         self, kept: Mapping[tuple[str, int], StepProgram | None], loss: str, every: int
     ) -> StepProgram | None:
-        """The program that another loss has with this checkpointing, with the stretches of its own; None where it is
+        """The program that another loss has with this checkpointing, with the segments of its own; None where it is
         not known which they are."""
         first = next(iter(kept), (loss, 0))[0]
         own, base, like = kept.get((loss, 0)), kept.get((first, 0)), kept.get((first, every))
@@ -220,13 +220,13 @@ class ProgramBuilder:
         for mine, others in zip(flat_base, flat_own, strict=False):
             if swaps.setdefault(mine, others) != others:
                 return None
-        repetitions = [*self.tables.repetitions]
+        segments = [*self.tables.segments]
         changed = {one for one, other in swaps.items() if one != other}
         if len(flat_base) != len(flat_own) or any(
-            repetitions[one].phase == "loss" and one not in swaps for one in flat_like
+            segments[one].phase == "loss" and one not in swaps for one in flat_like
         ):
             return None
-        if any(repetitions[one].phase != "loss" and one not in flat_like for one in changed):
+        if any(segments[one].phase != "loss" and one not in flat_like for one in changed):
             return None
 
         def swapped(blocks: Blocks) -> Blocks:
@@ -265,33 +265,32 @@ class ProgramBuilder:
     def _sized(self, found: Program, setup: TrainSetup, steps: Mapping[str, Counts]) -> StepProgram:
         tile, num_tiles = self._tiles(setup)
         sized = _Sized(found, self._primes, self.tables, tile)
-        repetitions: list[int] = []
+        segments: list[int] = []
         places: dict[int, list[int]] = {}
         ahead: list[int] = []
         order: list[int] = []
         for place in found.micro_batch:
             if place not in places:
-                repetition = found.repetitions[place]
-                parts = [repetition]
-                if not ahead and repetition.phase != "forward":
-                    first = next((at for at, call in enumerate(repetition.calls) if call % _NUM == _ENGINE), None)
+                segment = found.segments[place]
+                parts = [segment]
+                if not ahead and segment.phase != "forward":
+                    first = next((at for at, call in enumerate(segment.calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         parts = [
-                            replace(repetition, calls=part)
-                            for part in (repetition.calls[:first], repetition.calls[first:])
+                            replace(segment, calls=part) for part in (segment.calls[:first], segment.calls[first:])
                         ]
-                        ahead = [*order, self.tables.repetition(sized.repetition(parts[0], num_tiles))]
+                        ahead = [*order, self.tables.segment(sized.segment(parts[0], num_tiles))]
                         order, parts = [], parts[1:]
-                places[place] = [self.tables.repetition(sized.repetition(one, num_tiles)) for one in parts]
+                places[place] = [self.tables.segment(sized.segment(one, num_tiles)) for one in parts]
             order += places[place]
-        looped = {run.per for one in (*ahead, *order) for run in [*self.tables.repetitions][one].runs}
+        looped = {run.per for one in (*ahead, *order) for run in [*self.tables.segments][one].runs}
         if num_tiles > 2 and TILES not in looped:
             raise NoProgram("the loop over the loss's tiles was not found")
-        repetitions = order
-        calls = [call for one in found.repetitions for call in one.calls]
+        segments = order
+        calls = [call for one in found.segments for call in one.calls]
         return StepProgram(
             ahead=_repeated(ahead),
-            behind=_repeated(repetitions),
+            behind=_repeated(segments),
             added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in found.added.items()),
             steps=steps,
             num_modules=found.num_modules,
@@ -321,7 +320,7 @@ class ProgramBuilder:
         log = OperatorLog()
         OptimizerRun(replace(trace, operators=log), layers, setup, Whole()).steps(2)
         program = Program(
-            operators=log.operators, repetitions=[Repetition(phase="step", calls=log.calls)], micro_batch=[], step=[0],
+            operators=log.operators, segments=[Segment(phase="step", calls=log.calls)], micro_batch=[], step=[0],
             added={}, num_modules=0,
         )  # fmt: skip
         sized = _Sized(program, self._primes, self.tables, 0, step=True, adapted=setup.method != "full")
@@ -381,11 +380,11 @@ class _Sized:
             return ((MONOMIALS.index((0, 0, 1, 0)), size / rank),)
         return ((0, float(size)),) if size else ()
 
-    def repetition(self, repetition: Repetition, num_tiles: int) -> SizedStretch:
-        """A stretch with its loops told apart: over tiles of the loss, and over chunks of a sequence."""
-        calls = [call for call in repetition.calls if not self._aligns(call)]
-        runs = self._tiled(calls, num_tiles) if repetition.phase == "loss" else self._chunked([*map(self.call, calls)])
-        return SizedStretch(repetition.phase, tuple(one for one in runs if one.calls))
+    def segment(self, segment: Segment, num_tiles: int) -> SizedSegment:
+        """A segment with its loops told apart: over tiles of the loss, and over chunks of a sequence."""
+        calls = [call for call in segment.calls if not self._aligns(call)]
+        runs = self._tiled(calls, num_tiles) if segment.phase == "loss" else self._chunked([*map(self.call, calls)])
+        return SizedSegment(segment.phase, tuple(one for one in runs if one.calls))
 
     def _tiled(self, calls: Sequence[int], num_tiles: int) -> list[Run]:
         """Calls with their loops over tiles told apart; a first tile that does more is none of the loop's."""

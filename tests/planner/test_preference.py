@@ -221,12 +221,12 @@ def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: s
     num_compared = 0
     for (shared, *at), point in points.items():
         lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
-        duplicate = points.get((lean, *at))
-        if lean == shared or duplicate is None:  # its rival outran it
+        counterpart = points.get((lean, *at))
+        if lean == shared or counterpart is None:  # its rival outran it
             continue
         num_compared += 1
-        assert duplicate.peak_device_bytes <= point.peak_device_bytes
-        assert duplicate.tokens_per_s >= point.tokens_per_s
+        assert counterpart.peak_device_bytes <= point.peak_device_bytes
+        assert counterpart.tokens_per_s >= point.tokens_per_s
     assert num_compared > 1000
     values = dimension_values(asked)
     assert (len(values["lora_rank"]), len(values["kbit_fp32_cast"])) == (2, 2)

@@ -49,7 +49,7 @@ def flops(model: ModelSpec, setup: TrainSetup) -> float:
     calls = (
         call
         for place in flat((*program.ahead, *program.behind))
-        for run in known.repetitions[place].runs
+        for run in known.segments[place].runs
         for call in run.calls
         if call % len(ISSUERS)
     )

@@ -9,7 +9,7 @@ import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.speed.host import Host
-from planner.speed.operators import ISSUERS, WAIT, Layout, Operator, Program, Repetition, program_of
+from planner.speed.operators import ISSUERS, WAIT, Layout, Operator, Program, Segment, program_of
 from planner.speed.prices import ROWS, price
 from planner.speed.rates import card_rates
 from planner.speed.timeline import Loop, run_time
@@ -121,7 +121,7 @@ def program(num: int, shape: int, *, waits: int = 0) -> Program:
     calls = [5 + FORWARD] * num + [10 + FORWARD] * waits
     return Program(
         operators=[Operator("module call"), Operator("aten.mm.default", (matrix, matrix), (matrix,)), Operator(WAIT)],
-        repetitions=[Repetition(phase="forward", calls=calls), Repetition(phase="backward", calls=[5 + ENGINE] * num)],
+        segments=[Segment(phase="forward", calls=calls), Segment(phase="backward", calls=[5 + ENGINE] * num)],
         micro_batch=[0, 1],
         step=[],
         added={},

@@ -19,7 +19,7 @@ from planner.speed.step_program import (
     Run,
     SizedLayout,
     SizedOperator,
-    SizedStretch,
+    SizedSegment,
     StepProgram,
     Tables,
     load_programs,
@@ -154,17 +154,15 @@ def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
     layout = SizedLayout((((1, 1.0),), ((0, 64.0),)), (), True, (), "bfloat16")
     place = tables.operator(SizedOperator("aten.mul.Tensor", (layout, layout), (layout,)))
     assert tables.operator(SizedOperator("aten.mul.Tensor", (layout, layout), (layout,))) == place
-    repetition = tables.repetition(
-        SizedStretch("forward", (Run(ONCE, 0, (5 * place + 1,)), Run(TILES, 0, (5 * place + 1,))))
-    )
-    program = StepProgram((((repetition,), 3),), (((repetition,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
+    segment = tables.segment(SizedSegment("forward", (Run(ONCE, 0, (5 * place + 1,)), Run(TILES, 0, (5 * place + 1,)))))
+    program = StepProgram((((segment,), 3),), (((segment,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
     save_programs(tmp_path / "one.gz", tables, {"a key": program}, {"torch": "2"})
     found = load_programs(tmp_path / "one.gz")
     assert found is not None
     assert found.versions == {"torch": "2"}
     assert found.get("a key") == program
     assert found.operators == [*tables.operators]
-    assert found.repetitions == [*tables.repetitions]
+    assert found.segments == [*tables.segments]
     assert found.get("another") is None
     (tmp_path / "two.gz").write_bytes(b"no file of programs")
     assert load_programs(tmp_path / "two.gz") is None

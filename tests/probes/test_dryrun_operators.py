@@ -43,7 +43,7 @@ def counted(program: Program, places: Any) -> Counter[tuple[Any, int]]:
     """How often each operator with its layouts is issued, by whom."""
     found: Counter[tuple[Any, int]] = Counter()
     for place in places:
-        for call in program.repetitions[place].calls:
+        for call in program.segments[place].calls:
             found[program.operators[call // len(ISSUERS)], call % len(ISSUERS)] += 1
     return found
 

@@ -58,31 +58,24 @@ def squares(width: int, height: int, patch: int, square: int, patches: int) -> t
 
 
 def _layer(field: Mapping[str, Any], *, padded: bool) -> LayerSpec:
+    """One layer: every matrix lies in a wrapper that clips."""
     hidden, inner, head = field["hidden_size"], field["intermediate_size"], field["head_dim"]
     heads, kv_heads = field["num_attention_heads"], field["num_key_value_heads"]
-    layer = vision_layer(hidden, inner, head, heads, kv_heads)
-    return replace(
-        layer,
-        norms=(*layer.norms, norm("self_attn.v_norm", head, rows=kv_heads, weight=False)),
-        attention=replace(attention(heads, hidden, rotary=True), num_kv_heads=kv_heads, padded=padded),
-        mlp=gated(inner, field["hidden_activation"]),
-    )
-
-
-def vision_layer(hidden: int, inner: int, head: int, heads: int, kv_heads: int, *, bias: bool = False) -> LayerSpec:
-    """The matrices and norms of one layer: every matrix lies in a wrapper that clips."""
     roles: tuple[tuple[Role, int], ...] = (("q", heads), ("k", kv_heads), ("v", kv_heads))
     return LayerSpec(
         kind="vision",
         linears=(
-            *(linear(f"self_attn.{role}_proj.linear", role, hidden, num * head, bias) for role, num in roles),
-            linear("self_attn.o_proj.linear", "o", heads * head, hidden, bias),
+            *(linear(f"self_attn.{role}_proj.linear", role, hidden, num * head) for role, num in roles),
+            linear("self_attn.o_proj.linear", "o", heads * head, hidden),
             *mlp(tuple(f"mlp.{name}_proj.linear" for name in ("gate", "up", "down")), hidden, inner, bias=False),
         ),
         norms=(
             *(norm(name, hidden) for name in SANDWICH),
             norm("self_attn.q_norm", head, rows=heads),
             norm("self_attn.k_norm", head, rows=kv_heads),
+            norm("self_attn.v_norm", head, rows=kv_heads, weight=False),
         ),
+        attention=replace(attention(heads, hidden, rotary=True), num_kv_heads=kv_heads, padded=padded),
+        mlp=gated(inner, field["hidden_activation"]),
         path="model.vision_tower.encoder.layers",
     )

@@ -60,8 +60,8 @@ def test_the_last_step_has_a_speed_lines_and_modules(phantom: Phantom) -> None:
     rows = summary(phantom, "done").program
     assert rows is not None
     program = program_of(rows)
-    assert [[len(calls) for calls in rows["places"]]] == [[len(one.calls) for one in program.repetitions]]
-    assert {one.phase for one in program.repetitions} == {"forward", "backward", "step"}
+    assert [[len(calls) for calls in rows["places"]]] == [[len(one.calls) for one in program.segments]]
+    assert {one.phase for one in program.segments} == {"forward", "backward", "step"}
     speed = traced_speed(rows, GPU)
     assert speed.tokens_per_s == pytest.approx(SEQS * TOKENS / speed.step_time_s)
     assert sum(speed.parts_s.values()) == pytest.approx(speed.step_time_s)
@@ -86,7 +86,7 @@ def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
     program = program_of(summary(phantom, "done").program or {})
     waits = {number for number, one in enumerate(program.operators) if one.name == WAIT}
     (step,) = program.step  # what follows the last backward is the step's
-    assert sum(call // 5 in waits for call in program.repetitions[step].calls) == 1
+    assert sum(call // 5 in waits for call in program.segments[step].calls) == 1
 
 
 def test_what_did_not_train_has_no_step(phantom: Phantom) -> None:
@@ -127,7 +127,7 @@ def test_micro_batches_that_were_left_out_count() -> None:
     names = [
         program.operators[call // 5].name
         for place in (*program.micro_batch, *program.step)
-        for call in program.repetitions[place].calls
+        for call in program.segments[place].calls
     ]
     assert names.count(f"{TRAINER}micro-batch") == 4
     assert names.count(f"{TRAINER}step") == 1
