@@ -1,6 +1,6 @@
 """The stacks: whose training step a figure is for, and what each does otherwise than another; and the launch targets,
 most of them stacks too: what each calls things. To add one, add its row; a target's files are
-`planner/exporters/NAME.py`.
+`planner/frameworks/exporters/NAME.py`.
 
 A `TrainSetup` says what is trained; its `stack` says by whose code. What a field of the setup says itself (precision,
 loss, adapters' type where it is not "auto") is never changed by the stack: a row holds what no field says, and the
