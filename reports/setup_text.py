@@ -6,12 +6,17 @@ from planner.options.kernels import KERNELS
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.setup import TrainSetup
+from planner.setup.allowed import EXPERT_TARGETS
 from reports.plain import clean, joined, plural
 
 METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-TARGET_WORDS = {"all-linear": "all linear layers", "attention": "the attention layers"}
+TARGET_WORDS = {
+    "all-linear": "all linear layers",
+    "attention": "the attention layers",
+    EXPERT_TARGETS: "attention and experts",
+}
 
 
 def method_words(setup: TrainSetup, *, short: bool = False) -> str:
@@ -52,10 +57,11 @@ def checkpointing_words(setup: TrainSetup) -> str:
 
 def quantization_words(setup: TrainSetup) -> str:
     """How the frozen base is stored, empty for an unquantized one."""
+    experts = f"experts of 4 bits{' in the host memory' * setup.trainer.streams_experts}"
     if not setup.quantized:
-        return ""
+        return experts if setup.quantize_experts else ""
     more = " with fp32 cast" if setup.kbit_fp32_cast else " and experts" if setup.quantize_experts else ""
-    return f"{setup.quantization} base{more}"
+    return f"{setup.quantization} base{more}{' in the host memory' * setup.trainer.streams_experts}"
 
 
 def batch_words(setup: TrainSetup) -> str:

@@ -234,7 +234,7 @@ def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:
     """
     if not has_expert_stacks(model):
         return f"{model.model_id} has no experts in stacked parameters: there is nothing to quantize beside the base"
-    if adapts_expert_stacks(model, setup.lora_targets):
+    if adapts_expert_stacks(model, setup.lora_targets) and not setup.trainer.grouped_experts:
         return "experts in 4 bits are planned without adapters of their own: use --targets attention"
     return ""
 

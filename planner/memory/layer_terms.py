@@ -522,7 +522,9 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * multiplied
-    if context.setup.quantize_experts:
+    if context.setup.trainer.grouped_experts:
+        pass  # its kernels read the stacks as they lie
+    elif context.setup.quantize_experts:
         kept += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
     elif context.stacks or (multiplied != size and not context.trained):
         kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")

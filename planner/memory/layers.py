@@ -519,9 +519,50 @@ def stack_temporary(layer: LayerSpec, context: LayerContext) -> int:
     Source: peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `_grouped_mm`'s backward.
     Shapes: [experts, out_features, in_features].
     """
+    if context.setup.trainer.grouped_experts:
+        return grouped_temporary(layer, context)
     stacks = {one.role: one.num_weights for one in layer.linears if one.is_stack} if context.stacks else {}
     down = stacks.pop("down", 0)
     return SIZE_BYTES[context.dtypes.table] * max(down, max(stacks.values(), default=0) - down)
+
+
+PADDED_MOST_BYTES = 2 << 30
+PADDED_BUCKETS_ROWS = 16384
+GROUPED_BUFFERS = 5
+"""Of the kernels for groups of experts: a padded block's limit, the rows from which on buckets are padded instead (to
+twice the rows at most), buffers of a first product's size that are alive at once."""
+
+
+def grouped_temporary(layer: LayerSpec, context: LayerContext) -> int:
+    """What the backward of a layer's experts holds at most beside what it keeps: every expert's rows padded to those of
+    the busiest, and buffers of the kernels. A bound: routing decides. What one sequence needs is taken for each of a
+    micro-batch, so that it is a straight line in it.
+
+    Source: experts4bit-qlora 0.58.1 `recipe.py` grouped_nf4_padded_rows_bound, _grouped_nf4_backward; grouped-nf4-gemm
+    `nf4_qlora.py` (the limit is on 16-bit elements; fp32 adapters round both edges up to a quarter of a power of two).
+    Measured: benchmarks/streamed_experts.py.
+    """
+    if layer.mlp is None or layer.mlp.kind != "moe" or not context.setup.quantize_experts:
+        return 0
+    tokens, rows = context.setup.seq_len_tokens, context.tokens * layer.mlp.num_active_experts
+    first = (1 + layer.mlp.gated_experts) * layer.mlp.intermediate_size
+    buffers = GROUPED_BUFFERS * rows * first * SIZE_BYTES[context.dtypes.table]
+    if not context.stacks:
+        return buffers
+    edges = context.hidden + layer.mlp.intermediate_size
+    experts, each = layer.mlp.num_experts, tokens * layer.mlp.num_active_experts
+    padded = min(experts * tokens, PADDED_MOST_BYTES // (2 * min(context.hidden + first, edges)))
+    if context.dtypes.adapter == "fp32":
+        padded = min(_rung(experts) * _rung(tokens), -(-padded * 25 // 16))
+    if each >= PADDED_BUCKETS_ROWS:
+        padded = 2 * each
+    return buffers + padded * context.tokens // tokens * (edges + first) * SIZE_BYTES[context.dtypes.adapter]
+
+
+def _rung(number: int) -> int:
+    """The next of four steps between two powers of two."""
+    step = 1 << max(0, number.bit_length() - 3)
+    return -(-number // step) * step
 
 
 def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
@@ -530,7 +571,7 @@ def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
     Source: peft 0.21 ParamWrapper: `parametrize.cached` holds the merged parameter while the module runs; bitsandbytes
     0.50 `nn/parametrize.py` does the same to unpacked ones.
     """
-    if not (context.stacks or context.setup.quantize_experts):
+    if not (context.stacks or context.setup.quantize_experts) or context.setup.trainer.grouped_experts:
         return 0
     size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.dtypes.table]
     return size * sum(one.num_weights for one in layer.linears if one.is_stack)

@@ -60,7 +60,8 @@ def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
     if setup.quantize_experts and linear.is_stack:
         rows = linear.num * linear.out_features
-        eight, double = setup.quantization == "int8", setup.quantization == "nf4-double"
+        eight, streams = setup.quantization == "int8", setup.trainer.streams_experts
+        double = setup.quantization == "nf4-double" and not streams
         stack = int8_bytes(linear.num_weights, rows) if eight else nf4_bytes(linear.num_weights, double=double)
         return stack + linear.num_bias * plain
     if not setup.quantized or not linear.quantizes:
@@ -80,6 +81,33 @@ def layer_weight_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     return sum(linear_bytes(linear, setup) for linear in layer.linears) + rest * plain
 
 
+def streamed_stacks(model: ModelSpec, setup: TrainSetup) -> list[int]:
+    """Bytes of every layer's stacks of experts that lie in the host's memory, the largest layer's first, which is what
+    the card holds of them; empty where none are streamed.
+
+    Source: experts4bit-qlora 0.58.1 `engines/offload.py` (one resident layer; blocks' fp32 scales are not quantized).
+    """
+    if not (setup.trainer.streams_experts and setup.quantize_experts):
+        return []
+    each = [
+        sum(linear_bytes(one, setup) for one in layer.linears if one.is_stack)
+        for layer, num in model.layer_counts
+        for _ in range(num)
+    ]
+    return sorted(each, reverse=True)
+
+
+def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the host's memory that streamed stacks take: codes and scales of each are pinned by themselves, and
+    PyTorch rounds what it pins up to a power of two.
+
+    Source: PyTorch 2.13 `CachingHostAllocator.h`.
+    """
+    stacks = [one for layer, num in model.layer_counts for one in layer.linears if one.is_stack for _ in range(num)]
+    sizes = [size for one in stacks for size in (one.num_weights // 2, 4 * -(-one.num_weights // NF4_BLOCK))]
+    return sum(1 << (size - 1).bit_length() for size in sizes) if streamed_stacks(model, setup) else 0
+
+
 def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
 
@@ -88,7 +116,8 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
 
     Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
     """
-    what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts)
+    streams = setup.trainer.streams_experts and setup.quantize_experts
+    what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts, streams)
     widened = setup.trained_layers if setup.widens_trained else 0
     return model.once(("weight bytes", *what, widened), lambda one: _weight_bytes(one, setup))
 
@@ -103,7 +132,8 @@ def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     idle = sum(layer_weight_bytes(layer, setup) * num for layer, num in model.idle_layers)
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
-        + ((4 - plain) * layers_alone(model, setup.trained_layers).num_params if setup.widens_trained else 0),
+        + ((4 - plain) * layers_alone(model, setup.trained_layers).num_params if setup.widens_trained else 0)
+        - sum(streamed_stacks(model, setup)[1:]),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
         "outer": outer,

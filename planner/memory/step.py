@@ -147,6 +147,13 @@ def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micr
 # The loss chain: logits, their fp32 copies, log-softmax and gradients. It dominates for modern vocabularies.
 
 
+CUT_FROM_BYTES, CUT_TOKENS, CUT_LOGIT_BYTES = 1 << 30, 512, 12
+"""fp32 logits from which on experts4bit-qlora goes over pieces of so many tokens, three fp32 tensors at once.
+
+Source: experts4bit-qlora 0.58.1 `engines/chunked_lm_loss.py` AUTO_MIN_LOGITS_BYTES, DEFAULT_CHUNK, chunked_loss_bytes.
+"""
+
+
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, aim = step_dtype_policy(model, setup), setup.trainer, setup.aim
@@ -173,6 +180,10 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
         return aim.whole_logits(shape, setup.stack)
+    if by.grouped_experts and 4 * shape.tokens * shape.vocab_size >= CUT_FROM_BYTES:
+        piece = CUT_LOGIT_BYTES * min(shape.tokens, CUT_TOKENS) * shape.vocab_size
+        rows = shape.hidden_bytes * shape.tokens * shape.hidden_size
+        return LossChain(loss_bytes=piece + rows, backward_bytes=piece + rows)
     chain = LOSSES[setup.loss].memory(shape)
     if not (setup.use_cache and by.keeps_outputs):
         return chain

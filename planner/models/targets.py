@@ -10,11 +10,12 @@ Measured: counts equal real PEFT on meta for all 44 types (tests/probes/test_lor
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from planner.core.errors import SetupError
 from planner.models.matching import full_matches
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
-from planner.setup.allowed import TARGET_SETS
+from planner.setup.allowed import EXPERT_TARGETS, TARGET_SETS
 
 Targets = str | tuple[str, ...]
 Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]
@@ -53,6 +54,8 @@ def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
             (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES and not one.refused))
             for layer, num in model.layer_counts
         ]
+    elif targets == EXPERT_TARGETS:
+        groups = [(layer, num, tuple(_with_experts(layer))) for layer, num in model.layer_counts]
     elif isinstance(targets, str) and targets == "all-linear":
         groups = _all_linear(model)
     elif isinstance(targets, str):
@@ -71,6 +74,18 @@ def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
             hint=f"available: {', '.join(available_names(model))}; or attention, all-linear",
         )
     return found
+
+
+def _with_experts(layer: LayerSpec) -> Iterator[LinearSpec]:
+    """The layer's attention, and its stacks of experts, whose fused half-and-half matrix counts as one.
+
+    Source: experts4bit-qlora 0.58.1 `lora.py` ExpertsLoRA.
+    """
+    for one in layer.linears:
+        if one.role in ATTENTION_ROLES and not one.refused:
+            yield one
+        elif one.is_stack:
+            yield replace(one, role="up") if one.role == "gate_up" else one
 
 
 def lora_params(linear: LinearSpec, rank: int) -> int:

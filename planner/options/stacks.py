@@ -52,6 +52,9 @@ class Stack:
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
+        grouped_experts: kernels of its own multiply with 4-bit stacks of experts where they lie, adapters beside them:
+            nothing is unpacked whole, and a stack can carry adapters of its own (target set EXPERT_TARGETS).
+        streams_experts: those stacks lie in the host's memory, one layer's at a time on the card.
         source: where all this was read.
     """
 
@@ -79,6 +82,8 @@ class Stack:
     packs_rows: bool = False
     wide_embedding_states: bool = False
     torch_nf4: bool = False
+    grouped_experts: bool = False
+    streams_experts: bool = False
     source: str
 
     @property
@@ -271,6 +276,29 @@ _ROWS = (
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf; peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
+        name="loggetta",
+        title="Loggetta",
+        quantized_adapters="bf16",
+        plain_adapters="bf16",
+        packs_rows=True,
+        grouped_experts=True,
+        streams_experts=True,
+        trainer_overhead=False,
+        source="loggetta 0.7.0 backends/experts4bit_train.py; experts4bit-qlora 0.58.1 recipe.py (QLoRASetup, "
+        "estimate_qlora_footprint), engines/offload.py (one layer's stacks on the card, copied for its forward and "
+        "again for its backward), engines/chunked_lm_loss.py",
+    ),
+    Stack(
+        name="loggetta-resident",
+        title="Loggetta with all experts on the card",
+        quantized_adapters="bf16",
+        plain_adapters="bf16",
+        packs_rows=True,
+        grouped_experts=True,
+        trainer_overhead=False,
+        source='as loggetta, expert_residency "device"',
+    ),
+    Stack(
         name="mlx",
         title="MLX-LM",
         traces_masks=False,
@@ -353,6 +381,7 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     "accelerate": TargetRow(title="Accelerate", objectives=_SUPERVISED),
     "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
     "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
+    "loggetta": TargetRow(title="Loggetta", objectives=_SUPERVISED, kernels=("eager",)),
     "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
     **{name: TargetRow(**row) for name, row in plugins.loaded("targets")},
 }

@@ -88,7 +88,7 @@ def plan_workload(
             the job suits the number of GPUs, the global batch and the options given.
     """
     known = known if known is not None else WalkCache()
-    if not corrections and _packed(workload) is not None and _weights_alone_exceed(workload):
+    if not corrections and _packed(workload) and _weights_alone_exceed(workload):
         packed = _with_packed_experts(workload, corrections, known)
         if packed is not None:
             return packed
@@ -241,13 +241,21 @@ def _one_gpu(workload: Workload, known: WalkCache) -> OneGpu:
         return None
 
 
-def _packed(workload: Workload) -> Workload | None:
-    """The same work with a mixture's experts in 4 bits too, which Axolotl alone trains; None where that is no way."""
-    if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or workload.targets not in ((), ("axolotl",)):
-        return None
-    if not has_expert_stacks(workload.model):
-        return None
-    return replace(workload, targets=("axolotl",), fixed={**workload.fixed, "quantize_experts": (True,)})
+def _packed(workload: Workload) -> list[Workload]:
+    """The same work with a mixture's experts in 4 bits too, by the programs that train them, on the card and then in
+    the host's memory; empty where that is no way."""
+    if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or not has_expert_stacks(workload.model):
+        return []
+    fixed = {**workload.fixed, "quantize_experts": (True,)}
+    named = [(name,) for name in PACKING if workload.targets in ((), (name,))]
+    return [replace(workload, targets=target, fixed=fixed) for target in named]
+
+
+PACKING = {
+    "axolotl": "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)",
+    "loggetta": "nothing fits with the experts on the card: Loggetta keeps them in the host's memory, in 4 bits",
+}
+"""Targets that train beside experts of 4 bits -> what a plan says that takes one unasked."""
 
 
 def _weights_alone_exceed(workload: Workload) -> bool:
@@ -265,18 +273,13 @@ def _with_packed_experts(
     workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
-    request = _packed(workload)
-    if request is None:
-        return None
-    try:
-        walked = _Walked.all(request, corrections, known)
-    except UsageError:
-        return None
-    if walked.node is None or walked.best is None:
-        return None
-    plan = _plan(walked, walked.node, walked.best)
-    note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
-    return replace(plan, notes=(risk(note), *plan.notes))
+    for request in _packed(workload):
+        with suppress(UsageError):
+            walked = _Walked.all(request, corrections, known)
+            if walked.node is not None and walked.best is not None:
+                plan = _plan(walked, walked.node, walked.best)
+                return replace(plan, notes=(risk(PACKING[request.targets[0]]), *plan.notes))
+    return None
 
 
 def _of_some_target(
@@ -331,8 +334,7 @@ def _chosen(workload: Workload) -> Candidate | None:
         return None
     if best is not None:
         return candidate(workload, best.setup)
-    packed = _packed(workload)
-    return _chosen(packed) if packed is not None else None
+    return next((found for packed in _packed(workload) if (found := _chosen(packed)) is not None), None)
 
 
 def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
@@ -343,7 +345,8 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     chosen = _chosen(replace(workload, model=replace(workload.model, config=config)))
     if chosen is None:
         return ()
-    experts = ", experts too, in Axolotl" if chosen.setup.quantize_experts else ""
+    title = chosen.setup.trainer.title
+    experts = f", experts too, in {title}" if chosen.setup.quantize_experts else ""
     words = f"name a 16-bit copy of it: it trains in {chosen.setup.quantization}{experts}"
     saved = nearest.formula.peak_device_bytes - chosen.formula.peak_device_bytes
     return (Remedy(action=words, saves_bytes=saved, fits=True),)

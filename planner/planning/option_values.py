@@ -81,7 +81,7 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
 
 def parse_targets(value: str) -> str | tuple[str, ...]:
     """`attention`, `all-linear`, or a comma-separated list of module names."""
-    if value in fields.TARGET_SETS:
+    if value in (*fields.TARGET_SETS, fields.EXPERT_TARGETS):
         return value
     names = tuple(part.strip() for part in value.split(",") if part.strip())
     for name in names:

@@ -14,7 +14,7 @@ from planner.memory.attention_kernels import (
 )
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
-from planner.memory.states import linear_bytes, paged_bytes, trained_parameters
+from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.models.stored import (
@@ -181,6 +181,10 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
             notes.append(found(f"this cannot run: {beyond}, which {model.built_class} refuses"))
         else:
             notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
+    if streamed := streamed_stacks(model, setup):
+        pinned = pinned_bytes(model, setup)
+        words = f"{gib(pinned)} of the host's memory, pinned, hold {gib(sum(streamed))} of experts in 4 bits"
+        notes.append(risk(f"{words}; one layer's {gib(streamed[0])} are on the card"))
     plain = unquantized_expert_bytes(model, setup)
     if plain:
         stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"

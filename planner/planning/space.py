@@ -23,10 +23,11 @@ from planner.options.optimizers import PLANNED_OPTIMIZERS
 from planner.options.precisions import PRECISIONS, precision_of
 from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
+from planner.options.stacks import STACKS
 from planner.planning.expressed import branches_as_run
 from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
-from planner.setup.allowed import METHODS
+from planner.setup.allowed import EXPERT_TARGETS, METHODS
 from planner.setup.packages import PACKAGED
 
 if TYPE_CHECKING:
@@ -169,10 +170,11 @@ def _keep_as_stored(values: Values, workload: Workload) -> None:
 
 def _keep_for_experts(values: Values, workload: Workload) -> None:
     if "lora_targets" not in workload.fixed:
-        values["lora_targets"] = ("attention",)
+        grouped = STACKS[_own_stack(workload)].grouped_experts
+        values["lora_targets"] = (EXPERT_TARGETS if grouped else "attention",)
     attention = supported_attentions(workload.model, workload.gpu)[0]
     fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
-    packed = TrainSetup(method="qlora", attention=attention, **fields)
+    packed = TrainSetup(method="qlora", attention=attention, stack=_own_stack(workload), **fields)
     if reason := missing_kernels(workload.model, workload.gpu, packed):
         raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
 
@@ -267,12 +269,18 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
         "seq_len_tokens": workload.seq_len_tokens,
         "packing": bool(values.get("packing", (objective.packed,))[0]),
         "objective": name,
-        "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(DEFAULT_STACK),
+        "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(_own_stack(workload)),
         "loss": "full" if objective.supervised else values["loss"][0],
         "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
         "checkpointing": 0 if values["checkpointing"] == (0,) else 1,
         "quantize_experts": values["quantize_experts"][0],
     }
+
+
+def _own_stack(workload: Workload) -> str:
+    """The stack that a branch is made for before its target runs it: another's where the default has no such setup."""
+    own = [name for name in workload.targets if name in STACKS and STACKS[name].grouped_experts]
+    return own[0] if own else DEFAULT_STACK
 
 
 def kinds(

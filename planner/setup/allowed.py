@@ -37,6 +37,8 @@ OBJECTIVE_NAMES = tuple(_OBJECTIVES)
 ADAPTER_KINDS = tuple(_ADAPTERS)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
+EXPERT_TARGETS = "attention-experts"
+"""Attention and every stacked expert, each matrix with adapters of the asked rank: where a stack has kernels for it."""
 SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 SAVED_HEADS = ("lm_head", "embed_out")
 SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
@@ -142,7 +144,13 @@ def _check_values(setup: SetupValues) -> None:
     if not 0.0 <= setup.lora_dropout < 1.0:
         raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
     if isinstance(setup.lora_targets, str):
-        one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
+        if setup.lora_targets != EXPERT_TARGETS:
+            one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
+        elif not setup.trainer.grouped_experts:
+            raise SetupError(
+                f"stack {setup.stack!r} has no adapters on experts of 4 bits (lora_targets {EXPERT_TARGETS!r})",
+                hint="use --target loggetta, or --targets attention",
+            )
     elif not setup.lora_targets or not all(isinstance(name, str) and name for name in setup.lora_targets):
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
@@ -170,7 +178,8 @@ def _check_base(setup: SetupValues) -> None:
         )
     if setup.selective_checkpointing:
         _check_selective(setup)
-    if setup.quantize_experts and (not setup.quantized or setup.kbit_fp32_cast):
+    alone = setup.trainer.grouped_experts and setup.method == "lora"
+    if setup.quantize_experts and not alone and (not setup.quantized or setup.kbit_fp32_cast):
         raise SetupError(
             f"quantize_experts stores experts in the base's bits, got quantization {setup.quantization!r}"
             + (" with kbit_fp32_cast" if setup.kbit_fp32_cast else ""),

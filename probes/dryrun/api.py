@@ -170,6 +170,8 @@ def _refusal(setup: TrainSetup) -> str:
         return (
             "it runs the installed libraries, without a key-value cache: not the older ones or the cache of this setup"
         )
+    if setup.trainer.grouped_experts:
+        return "experts4bit-qlora's kernels and loader are not installed here"
     if setup.quantize_experts and setup.quantization == "int8":
         return "bitsandbytes has no parametrization of stacked experts in 8 bits, Axolotl's own is not installed"
     pieces = setup.loss == "chunked" or bool(setup.trainer.loss_chunk_tokens)

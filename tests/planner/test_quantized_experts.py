@@ -105,7 +105,7 @@ def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by
     assert "quantize_moe_experts: true" in text
     assert read_text(text, "axolotl.yaml", model=load(QWEN)).setup.quantize_experts
     for target in ("trl", "hf", "llamafactory", "unsloth"):
-        assert "Axolotl alone" in EXPORTERS[target](asked).refused
+        assert "Axolotl and Loggetta alone" in EXPORTERS[target](asked).refused
     assert EXPORTERS["torchtitan"](asked).refused
 
 

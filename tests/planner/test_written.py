@@ -160,6 +160,13 @@ OF_ONE_FILE: dict[str, dict[str, Fact]] = {
     "hf": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
     "unsloth": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
     "llamafactory": {"prompt": lambda one: "prompt"},
+    "loggetta": {
+        "seq": lambda one: one.runs.seq_len_tokens,
+        "micro-batch": lambda one: one.runs.micro_batch_seqs,
+        "grad-accum": lambda one: one.runs.accumulation_steps,
+        "learning-rate": lambda one: one.hyper.learning_rate,
+        "r": lambda one: one.runs.lora_rank,
+    },
 }
 """Facts of a key that says another thing elsewhere."""
 
@@ -200,6 +207,9 @@ def said(path: str, text: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(json.loads(text))
     elif path.endswith(".toml"):
         yield from leaves(tomllib.loads(text))
+    elif path.endswith(".sh"):
+        for key, value in re.findall(r"(?:--|--fix )([a-z-]+)[ =]([\d.e-]+)\b", text):
+            yield key, float(value)
     elif path.endswith(".py"):
         tree = ast.parse(text)
         assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
@@ -237,7 +247,11 @@ def cases() -> list[ExportRequest]:
 PRECISIONS = ("bf16-autocast", "bf16-pure", "fp16-autocast")
 
 
-OWN = {"torchtitan": "Qwen/Qwen3-8B", "sentence-transformers": "Qwen/Qwen3-Embedding-0.6B"}
+OWN = {
+    "torchtitan": "Qwen/Qwen3-8B",
+    "loggetta": "Qwen/Qwen3-30B-A3B",
+    "sentence-transformers": "Qwen/Qwen3-Embedding-0.6B",
+}
 """Models of targets that train few."""
 
 
@@ -253,6 +267,11 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 pairs = {"objective": "embedding", "loss": "full", "packing": False, "micro_batch_seqs": 4}
                 with suppress(SetupError):
                     asked = replace(asked, setup=asked.setup.replace(**pairs), dataset=None)
+            if target == "loggetta" and asked.setup.alone:
+                packed = {"method": "qlora", "quantization": "nf4-double", "quantize_experts": True}
+                packed |= {"lora_rank": 4, "lora_targets": "attention", "optimizer": "adamw-8bit"}
+                with suppress(SetupError):
+                    asked = replace(asked, setup=asked.setup.replace(**packed), dataset=None)
         launch = EXPORTERS[target](asked)
         if not launch.refused:
             found.append((Case(asked=asked, runs=launch.runs_as(asked.setup)), launch))

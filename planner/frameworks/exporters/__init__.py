@@ -22,8 +22,9 @@ from planner.frameworks.exporters.types import (
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.images import IMAGE_TARGETS
-from planner.options.stacks import TARGET_ROWS
+from planner.options.stacks import STACKS, TARGET_ROWS
 from planner.setup import TrainSetup
+from planner.setup.allowed import EXPERT_TARGETS
 
 Exporter = Callable[[ExportRequest], Launch]
 """A target's files for one request: the same text for the same request, always."""
@@ -52,6 +53,9 @@ class Target:
             )
         if gpu is not None and gpu.vendor != "Apple" and self.name == "mlx":
             return f"MLX-LM's file is written for Apple's GPUs, not for {gpu.name}"
+        grouped = self.name in STACKS and STACKS[self.name].grouped_experts
+        if (setup.lora_targets == EXPERT_TARGETS or setup.trainer.grouped_experts) and not grouped:
+            return "adapters beside experts in 4 bits, or in the host's memory, are Loggetta's: use --target loggetta"
         if self.name not in setup.aim.targets:
             others = ", ".join(setup.aim.targets)
             return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"

@@ -204,8 +204,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return reason
     if setup.frozen_encoder and (model is None or model.front_end is None):
         return "only models that hear have an encoder to freeze"
-    if setup.quantize_experts and tool != "axolotl":
-        return "experts in 4 bits (quantize_experts) are written for Axolotl alone: plan with --target axolotl"
+    if setup.quantize_experts and tool not in ("axolotl", "loggetta"):
+        return "experts in 4 bits (quantize_experts) are written for Axolotl and Loggetta alone: use --target axolotl"
     if model is None:
         return ""
     if setup.quantize_experts and (reason := experts_refusal(model, setup)):

@@ -11,6 +11,7 @@ from importlib.resources import files
 from planner.frameworks.exporters import chat
 from planner.frameworks.exporters.text import comments, constant, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, LaunchFile
+from planner.options.stacks import TARGET_ROWS
 from planner.samples.dataset import SUPERVISED
 from planner.samples.rows import SUFFIXES
 
@@ -25,6 +26,7 @@ FORMS = {
     "axolotl": "tokens",
     "torchtitan": "text",
     "mlx": "answers",
+    "loggetta": "chats",
 }
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
 
@@ -46,7 +48,7 @@ def form(request: ExportRequest, target: str) -> str:
         return "rows"
     if target == "llamafactory":
         return "text" if request.columns == "text" else "chats"
-    if target == "mlx" and (request.columns == "text" or request.loss_on == "all"):
+    if target in ("mlx", "loggetta") and (request.columns == "text" or request.loss_on == "all"):
         return "text"
     return FORMS.get(target, "")
 
@@ -68,8 +70,9 @@ def refusal(request: ExportRequest, target: str) -> str:
     answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
     if target == "torchtitan" and answered and request.setup.aim.supervised:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
-    if target == "mlx" and answered and request.columns == "prompt-completion" and request.setup.aim.supervised:
-        return "MLX-LM puts a chat template around prompts and completions: plan with --loss-on all"
+    if target in ("mlx", "loggetta") and answered and request.columns == "prompt-completion":
+        title = TARGET_ROWS[target].title
+        return f"{title} puts a chat template around prompts and completions: plan with --loss-on all"
     return ""
 
 

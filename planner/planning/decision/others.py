@@ -239,7 +239,6 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
     yield from _relaxed(workload, nearest)
     yield from _by_another_program(workload, nearest)
     yield from _offloaded(workload, nearest)
-    yield from _streamed_experts(workload, nearest)
     yield from _smaller_batch(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
@@ -300,33 +299,6 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
         words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
         yield Remedy(action=f"--offload {offload}: {words}", saves_bytes=saved, fits=True)
-
-
-STREAMED_EXPERTS = {"Qwen/Qwen3-30B-A3B": (2048, 10_463_000_000)}
-"""Models that experts4bit-qlora trains with 4-bit experts in the host's memory, one layer's on the card: at most so
-many tokens in so many bytes (allocated, micro-batch 1, rank 16 on attention and experts, fp32 adapters).
-
-Source: experts4bit-qlora 0.58.1 on PyPI, description, e4b.train.frontier.qwen3.a2000-12gb.2026-10-02: one run on an RTX
-A2000 12 GB. Its 7.16 GB of an earlier version was not reproduced, it says. Its own trainer reads tatsu-lab/alpaca
-alone; loggetta 0.7.0 (PyPI, `loggetta train`) runs it on anybody's data, with a plan of its own and no file to write.
-"""
-
-
-def _streamed_experts(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """A tool that no plan is made for, where it published a run that this card holds."""
-    tokens, peak_bytes = STREAMED_EXPERTS.get(workload.model.model_id, (0, 0))
-    gpu, restricted = workload.gpu, workload.targets or {"method", "quantization"} & set(workload.fixed)
-    runs_there = gpu.vendor == "NVIDIA" and (gpu.compute_capability or (0, 0)) >= (8, 0) and workload.num_gpus == 1
-    if restricted or not runs_there or not workload.aim.supervised:
-        return
-    if workload.seq_len_tokens <= tokens and peak_bytes <= workload.budget_bytes:
-        command = f"loggetta train {workload.model.model_id} --dataset FILE --seq {workload.seq_len_tokens}"
-        action = (
-            f"{command} --experts host, no target here: experts4bit-qlora keeps 4-bit experts in the host's memory; "
-            f"published: rank 16, {tokens:,} tokens in {gib(peak_bytes)}"
-        )
-        saved = nearest.formula.peak_device_bytes - peak_bytes
-        yield Remedy(action=action, saves_bytes=saved, fits=True)
 
 
 def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:

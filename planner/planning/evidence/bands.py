@@ -69,9 +69,10 @@ over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back bef
 runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
 fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
 
-ENGINE_BANDS = {"unsloth": 0.10}
+ENGINE_BANDS = {"unsloth": 0.10, "loggetta": 0.14, "loggetta-resident": 0.14}
 """The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
-ours (benchmarks/longest_context.py)."""
+ours (benchmarks/longest_context.py); nine runs of experts4bit-qlora are -12 to +4 % of what is said, their device
+memory on fixed segments up to 13 % above (benchmarks/streamed_experts.py)."""
 
 APPLE_BAND = 0.12
 """The least band on an Apple GPU, whose kernels and allocator no run here has shown: that of TRL's published runs on a

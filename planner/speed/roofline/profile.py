@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 EXPERTS_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
+STREAMED_BAND = 1.1
+"""Of experts that come from the host's memory: 1.6 and 2.1 times as long as said on links of half the rate taken
+(`python -m benchmarks.streamed_experts`)."""
 HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 
@@ -223,7 +226,8 @@ class ThroughputProfile:
         setup, speed = self._setup, self._speed
         card = speed.calibration.band_for(speed.gpu)
         band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
-        return max(band, EXPERTS_BAND if setup.quantize_experts else 0.0, slow_host)
+        experts = STREAMED_BAND if setup.trainer.streams_experts else EXPERTS_BAND
+        return max(band, experts if setup.quantize_experts else 0.0, slow_host)
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
         """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
@@ -249,7 +253,9 @@ class ThroughputProfile:
             notes.append(unmeasured)
         if self._setup.compile and not self._setup.compiled:
             notes.append(f"torch.compile gains nothing: {COMPILES_NOTHING}.")
-        if self._setup.quantize_experts:
+        if self._setup.trainer.streams_experts:
+            notes.append("Every micro-batch fetches the experts twice over PCIe, which a slower slot shows.")
+        elif self._setup.quantize_experts:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
-from planner.memory.states import kind_linears, layer_numbers, trained_parameters
+from planner.memory.states import kind_linears, layer_numbers, streamed_stacks, trained_parameters
 from planner.setup import TrainSetup
 from planner.speed.roofline.counts import SINGLE_WEIGHT, Moved
 from planner.speed.roofline.model import LayerMatmuls, SpeedModel
@@ -266,6 +266,7 @@ def _unpacked(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Unp
         again += 0.0 if setup.quantization == "int8" else once
     if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
         once = speed.experts_s(dtypes)
+        once += sum(streamed_stacks(speed.model, setup)) / speed.host_rate  # copied to the card, on its own stream
         dequantization += once
         again += once
     if dtypes.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
