@@ -42,7 +42,7 @@ SPACE: dict[str, BaseDistribution] = {
     "lora_dropout": optuna.distributions.FloatDistribution(0.0, 1.0),
     "adapter_dtype": CategoricalDistribution(ADAPTER_DTYPES),
     "optimizer": CategoricalDistribution(OPTIMIZERS),
-    "attention": CategoricalDistribution(ATTENTIONS),
+    "attention": CategoricalDistribution(ATTENTIONS[:3]),  # those that transformers has, which a probe runs
     "checkpointing": IntDistribution(0, _MAX),
     "loss": CategoricalDistribution(LOSSES),
     **dict.fromkeys(

@@ -11,6 +11,7 @@ from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.sound import WITH_SOUND, WITH_TWO_HALVES
 from planner.setup import TrainSetup
+from planner.setup.allowed import XFORMERS
 from planner.setup.packages import CHUNKED_TYPES, DELTA
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
@@ -140,6 +141,8 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
     """Why an attention implementation of a setup cannot train this model on any card, "" where it can."""
     if attention == "flash-attention-2":
         return flash_refusal(model)
+    if attention == XFORMERS:
+        return "" if model.model_type in XFORMERS_TYPES else f"xformers was read with no class of {model.model_type}"
     if attention not in model.attentions:
         return f"transformers has no {attention} attention for {model.model_type}"
     return ""
@@ -188,6 +191,8 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return f"{KERNELS[setup.kernels].words} are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
+    if setup.attention == XFORMERS and (gpu.vendor != "NVIDIA" or gpu.flash_attention_2):
+        return f"xformers is planned on NVIDIA's cards before Ampere; {gpu.name} has SDPA's faster kernels"
     return ""
 
 
@@ -252,10 +257,13 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
         masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
+    xformers gets the samples' lengths instead.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
     """
+    if setup.attention == XFORMERS:
+        return False
     pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
     traced = setup.compiled and setup.trainer.traces_masks
     if (setup.packing and masks_packed) or setup.adapter == "prefix" or pictures or traced:
@@ -291,7 +299,8 @@ def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
 
 
 XFORMERS_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose attention Unsloth runs itself, without a mask in training, where it is neither capped nor sunk."""
+"""Model types whose attention Unsloth runs itself, without a mask in training, where it is neither capped nor sunk;
+Axolotl's function is handed no cap and no sink either."""
 
 
 def attention_kernel(
@@ -305,7 +314,8 @@ def attention_kernel(
     grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide.
 
     On Apple's GPUs training always takes the math kernel. Unsloth brings xformers and hands its memory-efficient kernel
-    keys and values repeated to all heads, so that grouped queries run fused on cards without flash attention.
+    keys and values repeated to all heads, so that grouped queries run fused on cards without flash attention; Axolotl
+    does where xformers is named (`XFORMERS`).
 
     Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13), `_fused_sdp_choice_mps`
     (pytorch pull request 182746: math for every shape); transformers 5.23 `integrations/sdpa_attention.py`,
@@ -316,6 +326,8 @@ def attention_kernel(
     if setup.attention == "flash-attention-2":
         taken = attention.head_dim <= FLASH_HEAD_DIM and not attention.sinks
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
+    if setup.attention == XFORMERS:
+        return "efficient"
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
     return _sdpa_kernel(model, setup, attention_generation(gpu), attention, qkv_dtype)

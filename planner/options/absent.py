@@ -52,7 +52,6 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("fa3", "flash-attention-3", "flash-attn-3"), (f"it {_FLASH_3}", "sdpa")),
     **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
     **dict.fromkeys(("flex", "flex-attention"), ("it is made by torch.compile, for masks that no plan has", "sdpa")),
-    "xformers": ("its kernel is the memory-efficient one of sdpa", "sdpa, or --target unsloth on a card before Ampere"),
     **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "nemo", "ms-swift"), (_MEGATRON, _SPLITS)),
     **dict.fromkeys(("verl", "openrlhf", "nemo-rl", "slime", "areal"), (_RL, "--target trl with --objective grpo")),
     "rloo": ("nothing here predicts it yet; its step is nearest to GRPO's", "--objective grpo"),

@@ -18,6 +18,7 @@ from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
 from planner.planning.space import branches, micro_batches, own_layers
 from planner.setup import TrainSetup
+from planner.setup.allowed import XFORMERS
 
 if TYPE_CHECKING:
     from planner.planning.decision.layouts import Layout
@@ -237,7 +238,7 @@ def same_kernels(
             attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
             for layer in model.layer_kinds
         )
-        alike = groups.setdefault(kernels, [])
+        alike = groups.setdefault((*kernels, *[attention] * (attention == XFORMERS)), [])  # SDPA's kernel has a mask
         if not (alike and takes_cudnn(gpu, alike[0])):  # the same bytes at a lower rate are not walked
             alike.append(attention)
     return groups

@@ -27,7 +27,7 @@ from planner.options.stacks import STACKS
 from planner.planning.expressed import branches_as_run
 from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
-from planner.setup.allowed import EXPERT_TARGETS, METHODS
+from planner.setup.allowed import EXPERT_TARGETS, METHODS, XFORMERS
 from planner.setup.packages import PACKAGED
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _open_values(workload: Workload) -> Values:
     gpu, floor = workload.gpu, workload.min_rank
     half = "bf16" if gpu.bf16 else "fp16"
     pairs = ((half, half), (half, None), ("fp32", half))
+    packed_by_axolotl = workload.targets[:1] == ("axolotl",) and workload.fixed.get("packing") == (True,)
+    xformers = [XFORMERS] if packed_by_axolotl and not gpu.flash_attention_2 else []
     values: Values = {
         "method": METHODS,
         "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
@@ -104,7 +106,7 @@ def _open_values(workload: Workload) -> Values:
         "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
         "lora_targets": ("all-linear",),
         "optimizer": PLANNED_OPTIMIZERS,
-        "attention": supported_attentions(workload.model, gpu),
+        "attention": (*supported_attentions(workload.model, gpu), *xformers),
         "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets, workload.aim.name),
@@ -181,12 +183,12 @@ def _keep_for_experts(values: Values, workload: Workload) -> None:
 
 def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     """Of one dimension the values that have kernels for this model on this GPU."""
-    usual = {
+    usual: dict[str, Any] = {
         "attention": supported_attentions(workload.model, workload.gpu)[0],
         "images": workload.images,
         **({"checkpointing": 0} if "checkpointing" in workload.model.lacks else {}),
     }
-    tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
+    tried = {value: TrainSetup(**usual).replace_trusted(**{name: value}) for value in values[name]}
     missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}
     values[name] = tuple(value for value in values[name] if not missing[value])
     if not values[name]:

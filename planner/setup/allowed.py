@@ -29,7 +29,13 @@ unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss 
 plan chooses, may also be fp16-pure: frozen fp16 weights without autocast."""
 QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
 OPTIMIZERS = tuple(_OPTIMIZERS)
-ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
+XFORMERS = "xformers"
+"""An attention of Axolotl's alone, planned where it is recommended: cards before Ampere, rows of packed samples (its
+form for padded ones hands transformers 5's `_upad_input` one argument too few).
+
+Source: axolotl@067b021 docs/attention.qmd; src/axolotl/monkeypatch/attention/xformers.py.
+"""
+ATTENTIONS = ("eager", "sdpa", "flash-attention-2", XFORMERS)
 LOSSES = tuple(_LOSSES)
 KERNEL_FAMILIES = tuple(_KERNELS)
 LINEAR_ATTENTIONS = ("torch", "fla")
@@ -190,6 +196,14 @@ def _check_base(setup: SetupValues) -> None:
             "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
             hint="use --attention sdpa, or a 16-bit precision",
         )
+    if setup.attention == XFORMERS:
+        if setup.stack != "axolotl" or not setup.packing or setup.compute_dtype != "fp16":
+            raise SetupError(
+                "xformers is planned in Axolotl's packed rows in fp16 alone; elsewhere SDPA has the same kernel",
+                hint="use --target axolotl --packing on a card before Ampere, or --attention sdpa",
+            )
+        if setup.selective_checkpointing:  # which knows SDPA's and flash attention's operations
+            raise SetupError("selective_checkpointing does not keep what xformers computes")
 
 
 def _check_full(setup: SetupValues) -> None:

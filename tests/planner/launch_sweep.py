@@ -38,7 +38,7 @@ def _all_values() -> Iterator[TrainSetup]:
             yield TrainSetup(method="full", precision=precision, lora_rank=0)
     for name, values in {
         "optimizer": OPTIMIZERS,
-        "attention": ATTENTIONS,
+        "attention": ATTENTIONS[:3],
         "loss": LOSSES,
         "checkpointing": (0, 1, 2, 5),
         "packing": (False, True),
@@ -56,6 +56,7 @@ def _all_values() -> Iterator[TrainSetup]:
     }.items():
         for value in values:
             yield TrainSetup(**{name: value})
+    yield TrainSetup(attention="xformers", stack="axolotl", packing=True, precision="fp16-autocast")
     for parallel in PARALLELS:
         num_gpus = 1 if parallel == "none" else 4
         yield TrainSetup(parallel=parallel, num_gpus=num_gpus)

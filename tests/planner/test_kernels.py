@@ -37,6 +37,9 @@ def kernel(name: str, gpu: str, dtype: str, **setup: object) -> str:
     return attention_kernel(model, TrainSetup(**setup), find_gpu(gpu), attention, dtype)
 
 
+XFORMERS = {"attention": "xformers", "stack": "axolotl", "packing": True, "precision": "fp16-autocast"}
+
+
 @pytest.mark.parametrize(
     ("model", "gpu", "dtype", "setup", "expected"),
     [
@@ -49,6 +52,7 @@ def kernel(name: str, gpu: str, dtype: str, **setup: object) -> str:
         ("meta-llama/llama-3.1-8b", "t4", "fp16", {}, "math"),
         ("meta-llama/llama-3.1-8b", "t4", "fp16", {"stack": "unsloth"}, "efficient"),  # by xformers, heads repeated
         ("meta-llama/llama-3.1-8b", "t4", "fp32", {"stack": "unsloth"}, "math"),
+        ("meta-llama/llama-3.1-8b", "t4", "fp16", XFORMERS, "efficient"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "eager"}, "eager"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "flash-attention-2"}, "flash"),
         ("google/gemma-2-2b", "a100-80gb", "bf16", {}, "eager"),  # the class has no SDPA path
@@ -179,3 +183,22 @@ def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings
     assert ("--packing" in fallback) == told
     packed = predict(model, gpu, TrainSetup(precision="fp16-autocast", packing=True)).notes
     assert any("math kernel" in note for note in packed) != told
+
+
+def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
+    """Axolotl docs/attention.qmd: recommended for Turing GPUs or below; SDPA has a mask there, or holds scores."""
+    model, gpu = load("meta-llama/llama-3.1-8b"), find_gpu("t4")
+    fixed = {"packing": (True,), "method": ("qlora",)}
+    workload = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32, targets=("axolotl",)).workload(model, gpu)
+    assert "xformers" in dimension_values(workload)["attention"]
+    unpacked = PlanRequest(fixed={"method": ("qlora",)}, targets=("axolotl",)).workload(model, gpu)
+    ampere = PlanRequest(fixed=fixed, targets=("axolotl",)).workload(model, find_gpu("rtx-3090"))
+    assert not any("xformers" in dimension_values(other)["attention"] for other in (unpacked, ampere))
+    by_xformers = TrainSetup(method="qlora", quantization="nf4", **XFORMERS)
+    by_sdpa = by_xformers.replace(attention="sdpa")
+    own, masked = (predict(model, gpu, one) for one in (by_xformers, by_sdpa))
+    assert own.peak_device_bytes < masked.peak_device_bytes
+    assert own.tokens_per_s > masked.tokens_per_s
+    files = EXPORTERS["axolotl"](request(by_xformers, model=model)).files
+    assert any("attn_implementation: xformers" in file.text for file in files)
+    assert "Axolotl alone" in EXPORTERS["trl"](request(by_xformers, model=model)).refused

@@ -24,7 +24,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import IMAGE_TARGETS
 from planner.options.stacks import STACKS, TARGET_ROWS
 from planner.setup import TrainSetup
-from planner.setup.allowed import EXPERT_TARGETS
+from planner.setup.allowed import EXPERT_TARGETS, XFORMERS
 
 Exporter = Callable[[ExportRequest], Launch]
 """A target's files for one request: the same text for the same request, always."""
@@ -56,6 +56,8 @@ class Target:
         grouped = self.name in STACKS and STACKS[self.name].grouped_experts
         if (setup.lora_targets == EXPERT_TARGETS or setup.trainer.grouped_experts) and not grouped:
             return "adapters beside experts in 4 bits, or in the host's memory, are Loggetta's: use --target loggetta"
+        if setup.attention == XFORMERS and self.name != "axolotl":
+            return "xformers attention is planned for Axolotl alone"
         if self.name not in setup.aim.targets:
             others = ", ".join(setup.aim.targets)
             return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"

@@ -10,6 +10,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.options.kernels import KERNELS, parts_of
 from planner.setup import TrainSetup
+from planner.setup.allowed import XFORMERS
 
 TARGET = "axolotl"
 FILE = "axolotl/axolotl.yaml"
@@ -183,6 +184,7 @@ def _optimization(request: ExportRequest) -> list[Line | None]:
 
 def _model(request: ExportRequest) -> list[Line | None]:
     setup, dequantizing = request.setup, dequantizing_class(request.model)
+    xformers = setup.attention == XFORMERS
     return [
         common.model_line("base_model", request),
         Line("load_in_8bit", setup.quantization == "int8"),
@@ -193,7 +195,7 @@ def _model(request: ExportRequest) -> list[Line | None]:
         Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
         if dequantizing
         else None,
-        common.attention_line(request),
+        said(AXOLOTL, setup, "attention", "for cards before Ampere") if xformers else common.attention_line(request),
         Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 

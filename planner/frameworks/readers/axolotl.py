@@ -12,6 +12,7 @@ from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
 from planner.options.precisions import PRECISIONS
+from planner.setup.allowed import XFORMERS
 
 FORMAT = "axolotl"
 ADAPTERS = ("lora", "qlora")
@@ -64,6 +65,9 @@ def read(settings: Settings) -> ReadConfig:
         fields |= _pairs(settings, fields["method"])
     fields["kernels"] = _kernels(settings, fields)
     fields["precision"] = _precision(settings, fields["method"])
+    named = settings.raw("attn_implementation") == XFORMERS or settings.raw("xformers_attention") is True
+    if named and fields["packing"] and fields["precision"].startswith("fp16"):
+        fields |= {"attention": XFORMERS, "stack": "axolotl"}
     fields["checkpointing"] = _checkpointing(settings)
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = _selects(settings, fields)

@@ -7,6 +7,7 @@ from planner.frameworks.tools.field import Field, Tool
 from planner.frameworks.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS
 from planner.options.kernels import FUSED_LORA, KERNELS, running
 from planner.setup import TrainSetup
+from planner.setup.allowed import XFORMERS
 
 LIGER_SWITCHES = {"rotary": "liger_rope", "norm": "liger_rms_norm", "gated": "liger_glu_activation"}
 """Part of a layer -> the switch of the Liger plugin that computes it. Source: 0.21 `integrations/liger/args.py`."""
@@ -67,7 +68,7 @@ AXOLOTL = Tool(
             key="attn_implementation",
             older=("flash_attention",),
             more=("sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
-            words=ATTENTIONS,
+            words={**ATTENTIONS, XFORMERS: "xformers"},
         ),
         Field(of="checkpointing", key="gradient_checkpointing", edit=_checkpointing),
         Field(

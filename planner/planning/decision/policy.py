@@ -158,7 +158,7 @@ def evaluation_note(workload: Workload, setup: TrainSetup) -> str:
 
 SIMPLE_FIRST = {
     "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
-    "attention": ("sdpa", "flash-attention-2", "eager"),
+    "attention": ("sdpa", "flash-attention-2", "xformers", "eager"),
     "quantization": ("none", "nf4-double", "nf4", "int8"),
 }
 """Values in the order of what runs in more tools, needs fewer extra packages and loses less; values not listed come
