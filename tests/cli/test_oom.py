@@ -182,11 +182,15 @@ def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
         ("  model.to(device)", "load"),
         ("  model.save_pretrained_merged(folder)", "save"),
         ("  return F.linear(x, w)", "forward"),
+        ("return cross_entropy_loss(x, y)   torch.cuda.OutOfMemoryError", "loss"),
+        ("h = (scores @ v).transpose(1, 2) RuntimeError", "attention"),
+        ("gpu-q-13: ret = input.softmax(dim)", "attention"),
+        (">       return F.cross_entropy(x, y)\nE       torch.cuda.OutOfMemoryError", "loss"),
         ("UserWarning: could not copy a tensor of state_dict(): Error", "save"),
     ],
 )
 def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
-    separator = ": " if "Warning" in code else "\n"
+    separator = ": " if "Warning" in code or "Error" in code else "\n"
     found = diagnose(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.")
     assert found.phase is not None
     assert found.phase.name == phase
@@ -203,6 +207,8 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
         ("accelerate/optimizer.py:step", "optimizer"),
         ("accelerate/utils/operations.py:_convert_to_fp32", "loss"),
         ("m/modeling_x.py:attention_fn", "attention"),
+        ("flash_attn/flash_attn_interface.py:_flash_attn_varlen_forward", "attention"),
+        ("m/mistral.py:MistralForCausalLM_fast_forward", "forward"),
         ("trainer/utils.py:unwrap_model_for_generation", "generation"),
         ("train/checkpoint.py:fsdp_save_folder", "save"),
         ("unsloth/save.py:merge_and_overwrite_lora", "save"),
@@ -236,6 +242,19 @@ def test_each_process_of_a_log_has_its_own_traceback() -> None:
     assert found.phase.name == "optimizer"
 
 
+def test_what_a_closure_calls_is_not_the_optimizers_and_a_launchers_handler_kills_no_host() -> None:
+    calls = (
+        f"{SITE}/torch/optim/adamw.py:step",
+        f"{SITE}/lightning/pytorch/loops/automatic.py:closure",
+        "m.py:forward",
+    )
+    launcher = "[launch.py:315:sigkill_handler] Killing subprocess 2442"
+    found = diagnose(f"{as_python(calls)}\n{OLD}\n{launcher}")
+    assert found.phase is not None
+    assert found.phase.name == "forward"
+    assert diagnose(f"CUDA out of memory\n{launcher}").message.where == "device"
+
+
 def test_the_engines_own_calls_are_read() -> None:
     inner = "At:\n  /opt/torch/nn/functional.py(12): linear\n  /opt/torch/utils/checkpoint.py(34): unpack_hook\n"
     found = diagnose(f"{as_python(CASES['backward'])}\n{OLD}\n\n{inner}")
@@ -266,6 +285,12 @@ def test_people_say_it_in_words(words: str) -> None:
         ("It was OOM. I fixed it, it got solved when I installed flash attention", "attention"),
         ("OOM after a validation", ""),
         ("gradient checkpointing does not help, still OOM", ""),
+        ("OOM on 32 GB; offloading of optimizer states yields the same OOM", ""),
+        ("per_device_eval_batch_size调到1了，还是显存不够", ""),
+        ("OOM at the beginning of a new epoch after saving checkpoint", ""),
+        ("Running out of memory when resuming the training from a checkpoint", "load"),
+        ("显存溢出: the error occurs in `rw_model.load_state_dict(torch.load(PATH))`", "load"),
+        ("我检索到占满显存的代码是 loss = model(image, caption)", "forward"),
         ("I load the model and save it. Then it is OOM.", ""),
     ],
 )
@@ -334,6 +359,9 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
         "['python', 'train.py'] exits with return code = -9",
         "RuntimeError: DataLoader worker (pid 5) is killed by signal: Killed.",
         "the node was running low on memory",
+        "killed by OOM killer",
+        "the validation leads to an increase in system memory, which leads to Out Of Memory",
+        "DataLoader worker (pid 5) is killed by signal: Killed\nIs there `cuda out of memory` in dmesg?",
     ],
 )
 def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:

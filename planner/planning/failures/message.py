@@ -23,7 +23,7 @@ _EDGE = r" {1,120}(?:│ {0,40}\n {0,40}│ {1,4})?"
 _FRAMES = (
     # Python's own; IPython's since 8; rich's boxes; IPython's before 8; pytest's, and chains with arrows
     re.compile(
-        r"(?:File \"|(?m:^)[ \t]{0,8})(?P<file>[^\"\n]{1,400})\", line (?P<line>\d{1,9}), in (?P<name>[^\s(]{1,200})"
+        r"(?:File \"|(?m:^)[ \t]{0,60})(?P<file>[^\"\n]{1,400})\", line (?P<line>\d{1,9}), in (?P<name>[^\s(]{1,200})"
         r"[^\n]{0,200}(?:\n(?![ \t]{0,60}File )[ \t]{0,60}(?P<code>[^\n]{1,300}))?"
     ),
     re.compile(r"File (?P<file>[^\"\s][^\n]{0,400}?):(?P<line>\d{1,9}), in (?P<name>[\w.<>]{1,200})"),
@@ -63,22 +63,36 @@ _FIGURES = {
 _DEVICE_ERRORS = re.compile(
     r"(?:CUDA|HIP|XPU|GPU)[: ]{1,2}(?:error: )?out[- ]of[- ](?:the )?memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
     r"|MPS backend out of memory|OutOfMemoryError|(?-i:Tried) to allocate \d|Failed to CUDA calloc"
-    r"|^Allocation on device\b|cudaErrorMemoryAllocation",
+    r"|^Allocation on device\b|cudaErrorMemoryAllocation|cuda runtime error \(2\)",
     re.IGNORECASE,
 )
+_RAISED = re.compile(r"Error|error:|Tried to allocate|^\W{0,8}(?:CUDA|HIP|XPU|MPS|Allocation)")
+"""Of a line with such an error: the program's own words, not those of who tells of it."""
 _SHARED_ERRORS = re.compile(r"killed by signal: Bus error|out of shared memory|No space left on device.{0,80}/dev/shm")
 _HOST_ERRORS = re.compile(
-    r"can't allocate memory|Cannot allocate memory|\bMemoryError|oom-kill|SIGKILL|OOMKilled|killed by signal: Killed"
-    r"|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b|running low on memory"
-    r"|ray-oom-prevention|\b(?:CPU|RAM|host|node)\b.{0,8}\bOOM\b",
+    r"can't allocate memory|Cannot allocate memory|\bMemoryError|\boom[-_ ]?kill|\bSIGKILL\b|OOMKilled"
+    r"|killed by signal: Killed|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b"
+    r"|running low on memory|ray-oom-prevention|\b(?:CPU|RAM|host|node)\b.{0,8}\bOOM\b",
     re.IGNORECASE,
 )
 _IN_WORDS = re.compile(
-    r"out[- _]of[- _]memory|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆)|爆显存|\bmemory crash", re.IGNORECASE
+    r"out[- _]of[- _](?:(?:GPU|CUDA|video)[- _])?memory|memory overflow"
+    r"|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆|被?占满)|爆显存"
+    r"|占满[显内]存|报错代码|\bmemory crash|\bexceeds? (?:the )?(?:GPU|CUDA) memory",
+    re.IGNORECASE,
 )
 """As people say it, where no error's own text was pasted."""
+_CARD_IN_WORDS = re.compile(r"\b(?:GPUs?|CUDA|VRAM|cards?)\b|显存|显卡", re.IGNORECASE)
+_HOST_IN_WORDS = re.compile(
+    r"\b(?:system|host|CPU)(?:'s)? (?:memory|RAM)\b|\bRAM\b|\b(?:tokeni[sz]|preprocess)ing\b"
+    r"|内存(?:不够|不足|溢出|爆|.{0,20}oom)|爆内存",
+    re.IGNORECASE,
+)
+"""Of whose memory people speak, where no error's own text tells."""
 _TOLD = re.compile(
-    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|\bcrash|\b(?:solved|fixed|resolved)\b", re.IGNORECASE
+    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|\bcrash|\b(?:solved|fixed|resolved)\b"
+    r"|\berror (?:is |was |has )?(?:occur|happen|raised|thrown)",
+    re.IGNORECASE,
 )
 _OTHER_ERRORS = re.compile(r"^\W{0,20}[A-Za-z_][\w.]{0,100}(?:Error|Exception)\b(?!.{0,20}Traceback)")
 CONTEXT_BYTES = GIB
@@ -153,14 +167,20 @@ def sentences_of(text: str) -> Iterator[str]:
 
 def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     """Where memory ran out, and the line that says so."""
-    for where, said in (("device", _DEVICE_ERRORS), ("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
+    device = _last(lines, _DEVICE_ERRORS)
+    if device is not None and _RAISED.search(lines[device]):
+        return "device", device
+    for where, said in (("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
         at = _last(lines, said)
         if at is not None:
             return where, at
+    if device is not None:
+        return "device", device
     if any(_OTHER_ERRORS.match(line) for line in lines):
         return "", None
     at = _last(lines, _IN_WORDS)
-    return ("device" if at is not None else ""), at
+    hosts = not any(map(_CARD_IN_WORDS.search, lines)) and any(map(_HOST_IN_WORDS.search, lines))
+    return ("" if at is None else "host" if hosts else "device"), at
 
 
 def _figures(lines: Sequence[str]) -> dict[str, int]:
@@ -202,12 +222,13 @@ def _frames_of_process(raw: Sequence[str], lines: Sequence[str], at: int) -> tup
 
 def _code(lines: Sequence[str], at: int) -> str:
     """The source line before the error, and what stands before the error on its own line."""
-    before = _DEVICE_ERRORS.split(lines[at], maxsplit=1)[0][:1000] if "Warning: " in lines[at] else ""
+    before = _DEVICE_ERRORS.split(lines[at], maxsplit=1)[0][-1000:]
     for line in reversed(lines[max(0, at - 12) : at]):
         marked = _ARROW.search(line)
         if marked:
             return f"{marked['code'] or marked['boxed']} {before}"
-        if "│" not in line and line.strip(" \t^~╯╰─-") and not line.startswith(" " * 3 + "  "):
+        of_pytest = lines[at].startswith("E  ")
+        if "│" not in line and line.strip(" \t^~╯╰─-") and (of_pytest or not line.startswith(" " * 5)):
             return f"{line.strip()[:300]} {before}"
     return before
 
@@ -413,7 +434,7 @@ _SAVES = (
 )
 _REFERENCE = "compute_reference_log_probs|compute_ref_log_probs|_get_per_token_logps_ref|compute_ref_logprobs"
 _LOSSES = (
-    "cross_entropy|\\w*log_softmax|ForCausalLMLoss|compute_log_probs|get_batch_logps|entropy_from_logits|logsumexp"
+    "cross_entropy|\\w*log_softmax|ForCausalLMLoss|compute_log_probs|get_batch_logps|entropy_from_logits|log_?sum_?exp"
 )
 _LOADS = (
     "from_pretrained|_load_pretrained_model|_load_state_dict_into_meta_model|_load_from_state_dict|load_shard_files?"
@@ -451,7 +472,11 @@ _RULES = (
         "attention",
         r":(?:\w*attention_forward|scaled_dot_product_attention|_flash_attention_forward|softmax|repeat_kv)$",
     ),
-    ("attention", r"attention\.py:|:_?(?:attn|attention)\w*$|:_make_causal_mask$|:_expand_mask$|:_update_causal_mask$"),
+    (
+        "attention",
+        r"attention\.py:|flash_attn_interface\.py:|xformers/ops/|:_?(?:attn|attention)\w*$"
+        r"|:_make_causal_mask$|:_expand_mask$|:_update_causal_mask$",
+    ),
     (
         "wrap",
         r"(?:parallel/distributed|fully_sharded_data_parallel|_init_utils|_?flat_param|fsdp2?_utils)\.py:_{0,2}init",
@@ -462,7 +487,7 @@ _RULES = (
         "load",
         rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$|torch/serialization\.py:",
     ),
-    ("forward", r":(?:training_step|compute_loss|_inner_training_loop|(?:new_|old_)?forward|train_step|forward_pass)$"),
+    ("forward", r":(?:training_step|compute_loss|_inner_training_loop|\w*forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
     ("forward", r"nn/modules/module\.py:(?:(?:_wrapped)?_call_impl|__call__)$"),
 )
@@ -476,9 +501,13 @@ _CODE_RULES = (
     ("backward", r"\.backward\(|run_backward"),
     (
         "attention",
-        r"att(?:entio)?n\w*\.softmax|attn_(?:weights|scores|probs) = |scaled_dot_product|matmul\(q|softmax\(att",
+        r"(?:att(?:entio)?n\w*|\binput)\.softmax|\w*attention\(|scores\.masked_fill"
+        r"|\b(?:att\w*|scores|probs) @ |attn_(?:weights|scores|probs) = |scaled_dot_product|matmul\(q|softmax\(att",
     ),
-    ("load", r"\.to\((?:self\.)?(?:args\.)?\w*device|\.cuda\(\)|from_pretrained\(|prepare_model\("),
+    (
+        "load",
+        r"\btorch\.load\(|load_state_dict\(|\.to\((?:self\.)?(?:args\.)?\w*device|\.cuda\(\)|from_pretrained\(|prepare_model\(",
+    ),
     ("forward", r"\bF\.\w+\(|\b_?(?:model|unet|transformer)\(|(?:loss|train|training|forward)_step\(|compute_loss\("),
 )
 _WHEN = r"\b(?:during|while|when|in|on|at|calling|doing)\s+(?:the\s|a\s|my\s|each\s|first\s|model\s){0,2}"
@@ -487,25 +516,39 @@ _SAID = (
     (
         "save",
         r"\bmodel checkpointing\b|\b(?:checkpoint|ckpt|model|weights?)[ -]sav(?:e|ing)\b"
-        r"|\bsav(?:e|ing)\b.{0,40}\b(?:model|checkpoint|ckpt|weights?|states?|adapter)|保存"
+        r"|(?<!after )\bsav(?:es?|ing)\b.{0,40}\b(?:model|checkpoint|ckpt|weights?|states?|adapter)|保存"
         r"|\bmerg(?:e|ing)\b.{0,40}\b(?:lora|models?|weights?|adapters?)|\b(?:lora|models?|weights?) merging|合并",
     ),
     ("optimizer", r"\boptim(?:i[sz]er)?(?:'s |\.|[ _])(?:step|states?)\b"),
+    ("reference", _WHEN + r".{0,20}\bref(?:erence)?[ _](?:model|policy|log)"),
+    ("loss", r"cross[- _]?entropy|\blog_?softmax\b|" + _WHEN + r"(?:comput|calculat)\w{1,5} (?:the )?(?:loss|log)"),
     ("backward", r"\bbackward(?:\(|[ -]pass|\b.{0,20}propagat)|" + _WHEN + r"`?(?:loss\.)?back(?:ward|-?prop)"),
     (
         "evaluation",
-        r"(?<![a-z])(?<!after )(?<!after a )(?<!after the )(?<!after each )(?:eval|validation|validating)|评估",
+        r"(?<![a-z])(?<!after )(?<!after a )(?<!after the )(?<!after each )(?:eval(?!\w*_batch)|validation|validating)"
+        r"|\bsanity[- ]check|评估|验证",
     ),
-    ("wrap", r"\binitiali[sz]\w{1,5} (?:ddp|fsdp|deepspeed|distributed)"),
+    (
+        "wrap",
+        r"\binit\w{0,8} .{0,10}\b(?:ddp|fsdp|deepspeed|distributed)|\b(?:ddp|fsdp) (?:init|wrap)"
+        r"|deepspeed\.initialize|accelerator\.prepare",
+    ),
     (
         "generation",
         r"cumem_allocator|" + _WHEN + r"(?:generat|rollouts?\b|rolling out|sampling|inference|decoding)|推理",
     ),
-    ("load", _WHEN + r"(?:load|initiali[sz])|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载"),
+    (
+        "load",
+        _WHEN + r"(?:load|initiali[sz])|\bresum(?:e|ing)\b.{0,40}\b(?:checkpoints?|ckpt|training)\b"
+        r"|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载",
+    ),
     ("forward", _WHEN + "`?forward"),
+    ("attention", _WHEN + r"`?(?:self[- _]?)?atten|forward_attention"),
     ("attention", r"\b(?:solved|fixed|resolved)\b.{0,60}\bflash[- _]?att|\bflash[- _]?att.{0,60}\b(?:solves|fixes)\b"),
 )
 """Where neither calls nor source lines are known: what its author says of the moment."""
+_NO_MOMENT = re.compile(r"\boffload|\b(?:does|did)(?:n't| not) help\b|\bno success\b", re.IGNORECASE)
+"""A sentence that tells of what was tried."""
 _REFINED = {
     None: {name for name, _ in _CODE_RULES},
     "forward": {"loss", "attention"},
@@ -521,6 +564,8 @@ def phase_of(frames: Iterable[Frame], code: str = "", words: Iterable[str] = ())
     A rule counts wherever it is met: an evaluation's forward pass is evaluation, a checkpointed layer's is recompute.
     """
     frames = list(frames)
+    inside = max((at + 1 for at, frame in enumerate(frames) if frame.function == "closure"), default=0)
+    frames = frames[inside:] or frames  # Lightning's optimizer.step() runs the forward and backward pass
     calls = (f"{frame.file.replace(chr(92), '/')}:{frame.function}" for frame in frames)
     first = min(map(_rule_of, calls), default=len(_RULES))
     found = _RULES[first][0] if first < len(_RULES) else None
@@ -532,8 +577,9 @@ def phase_of(frames: Iterable[Frame], code: str = "", words: Iterable[str] = ())
 
 
 def _in_words(sentences: Iterable[str]) -> str | None:
-    """The part of the run that the first sentence names which names any."""
-    found = (name for one in sentences for name, said in _SAID if re.search(said, one, re.IGNORECASE))
+    """The part of the run that the first sentence names which names any, or whose code it quotes."""
+    moments = [one for one in sentences if not _NO_MOMENT.search(one)]
+    found = (name for one in moments for name, said in (*_SAID, *_CODE_RULES) if re.search(said, one, re.IGNORECASE))
     return next(found, None)
 
 
