@@ -202,7 +202,13 @@ GLM-4.7-Flash is transformers 5.23's default of its type (vLLM's own tests name 
 Megatron-Bridge has it, whose class is Qwen2's but for a layer that predicts further tokens."""
 
 
+CARD_SAID = (
+    "its README of April 2024 says what a GPU must have (48, 11, 2 x 21 GB VRAM), no log; its LoRA file was Llama-2's"
+)
 OTHERWISE = {
+    **dict.fromkeys(
+        (f"examples/llama-3/{one}" for one in ("fft-8b.yaml", "lora-8b.yml", "qlora-fsdp-70b.yaml")), CARD_SAID
+    ),
     "examples/qwen3-next/qwen3-next-80b-a3b-qlora.yaml": "peft 0.21 moves the names of the shared expert's matrices "
     "onto all experts (utils/transformers_weight_conversion.py): with adapters there the README says ~71 GiB",
 }
@@ -324,6 +330,8 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
         "all": list(ratios),
         "kept out": [path for path in ratios if kept_out(path)],
         "one GPU": [path for path in ratios if path in alone],
+        "one GPU, kept out": [path for path in ratios if path in alone and kept_out(path)],
+        "several GPUs": [path for path in ratios if path not in alone],
     }
     for name, paths in halves.items():
         if not paths:
