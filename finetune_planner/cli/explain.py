@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from planner.core.errors import UsageError
+from planner.options.absent import absent
 
 WIDTH = 80
 
@@ -35,7 +36,12 @@ def explain(
         typer.echo(textwrap.fill(", ".join(sorted(words)), WIDTH))
         return
     asked = plain(" ".join(word))
-    found = [one for one in words if plain(one) == asked] or [one for one in words if asked in plain(one)]
+    found = [one for one in words if plain(one) == asked]
+    if not found and (row := absent(" ".join(word))):
+        text = f"{' '.join(word)}: no plan has it: {row[0]}. Use {row[1]}."
+        typer.echo(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+        return
+    found = found or [one for one in words if asked in plain(one)]
     if not found or not asked:
         from rapidfuzz import process
 

@@ -3,6 +3,7 @@
 docs/kernels.md, "Parts that are no choice", has the sources. To add one, add its row; once it is planned, take it out.
 """
 
+import re
 from collections.abc import Mapping
 
 _FP8 = (
@@ -18,7 +19,7 @@ _IN_BACKWARD = "steps inside the backward and so has neither accumulation nor gr
 _FLASH_3 = "is as fast as cuDNN's kernel on Hopper, which sdpa takes by itself without a package, and needs Hopper"
 _FLASH_4 = "no comparison of its training with sdpa's was found"
 _MEGATRON = (
-    "keeps weights, optimizer and pipeline in forms of its own: nothing here predicts its step or writes its files"
+    "it keeps weights, optimizer and pipeline in forms of its own: nothing here predicts its step or writes its files"
 )
 _RL = "it runs generation and training as one program of its own (Ray, vLLM or SGLang): nothing here predicts its step"
 _EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
@@ -29,10 +30,16 @@ _NF4 = "nf4-double, or int8"
 _SPLITS = "--target trl with --parallel fsdp2, --tensor-degree, --pipeline-degree or --expert-degree"
 
 ABSENT: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("fp8", "float8", "fp8-mixed", "mxfp8"), (_FP8, "bf16-autocast or bf16-mixed; for a base, nf4")),
+    **dict.fromkeys(
+        ("fp8", "float8", "fp8-mixed", "mxfp8", "te", "transformer-engine"),
+        (_FP8, "bf16-autocast or bf16-mixed; for a base, nf4"),
+    ),
     **dict.fromkeys(("nvfp4", "mxfp4", "fp4"), (_FP4, _NF4)),
     **dict.fromkeys(("gptq", "awq", "hqq", "aqlm"), ("its base was quantized beforehand and is not read here", _NF4)),
-    **dict.fromkeys(("muon", "shampoo", "soap", "sophia", "came", "prodigy"), (f"it {_OTHER_UPDATE}", "adamw-fused")),
+    **dict.fromkeys(
+        ("muon", "shampoo", "soap", "sophia", "came", "prodigy", "schedule-free"),
+        (f"it {_OTHER_UPDATE}", "adamw-fused"),
+    ),
     **dict.fromkeys(("galore", "apollo", "q-galore"), (f"it {_OTHER_UPDATE}", f"{_EIGHT_BIT}, or --method lora")),
     **dict.fromkeys(("lomo", "adalomo", "optimizer-in-backward"), (f"it {_IN_BACKWARD}", _EIGHT_BIT)),
     **dict.fromkeys(
@@ -52,9 +59,52 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("fa3", "flash-attention-3", "flash-attn-3"), (f"it {_FLASH_3}", "sdpa")),
     **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
     **dict.fromkeys(("flex", "flex-attention"), ("it is made by torch.compile, for masks that no plan has", "sdpa")),
-    **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "nemo", "ms-swift"), (_MEGATRON, _SPLITS)),
-    **dict.fromkeys(("verl", "openrlhf", "nemo-rl", "slime", "areal"), (_RL, "--target trl with --objective grpo")),
-    "rloo": ("nothing here predicts it yet; its step is nearest to GRPO's", "--objective grpo"),
+    **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo"), (_MEGATRON, _SPLITS)),
+    **dict.fromkeys(
+        ("torchtune", "litgpt", "ms-swift", "swift", "nemo-automodel"),
+        (
+            "no file is written for it; `plan check` reads and predicts its own",
+            "--target trl, hf, axolotl or llamafactory",
+        ),
+    ),
+    **dict.fromkeys(
+        ("verl", "openrlhf", "nemo-rl", "slime", "areal", "prime-rl", "sglang"),
+        (_RL, "--target trl with --objective grpo"),
+    ),
+    **dict.fromkeys(
+        ("async-grpo", "async-rl"),
+        (
+            "TRL's experimental AsyncGRPOTrainer trains while a vLLM server on other cards generates: how often one "
+            "waits for the other is not predicted",
+            "--objective grpo, with --generator vllm-server",
+        ),
+    ),
+    **dict.fromkeys(
+        ("wsd", "warmup-stable-decay", "cooldown"),
+        (
+            "a schedule of the learning rate changes neither memory nor speed, and the files have one for every length",
+            "lr_scheduler_type: warmup_stable_decay with lr_scheduler_kwargs: {num_decay_steps: N} in the file "
+            "(transformers', so TRL's, Axolotl's and LLaMA-Factory's)",
+        ),
+    ),
+    **dict.fromkeys(
+        ("linear-probing", "linear-probe", "head-only"),
+        (
+            "frozen layers can be run once and their outputs kept: training the head is then no job of a GPU's size",
+            "--method lora with --trained-layers 1",
+        ),
+    ),
+    **dict.fromkeys(
+        ("padding-free", "flattening"),
+        ("packed rows are padding-free, and each as long as the other, so that the peak is known", "--packing"),
+    ),
+    **dict.fromkeys(
+        ("kda", "chunk-kda", "kimi-delta-attention"),
+        (
+            "no run of flash-linear-attention's chunk_kda was compared: counted as transformers' loop",
+            "--linear-attention torch",
+        ),
+    ),
     **dict.fromkeys(
         ("distillation", "gkd", "kd", "minillm"),
         ("nothing here predicts a teacher beside the student", "--objective sft on what the teacher wrote"),
@@ -72,7 +122,7 @@ ABSENT: Mapping[str, tuple[str, str]] = {
 
 def absent(name: object) -> tuple[str, str] | None:
     """The row of a name as people write it, None where there is none."""
-    return ABSENT.get(str(name).strip().lower().replace("_", "-"))
+    return ABSENT.get(re.sub("[ _]", "-", str(name).strip().lower()))
 
 
 def told(option: str, value: object) -> tuple[str, str] | None:

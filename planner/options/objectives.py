@@ -46,6 +46,7 @@ class Objective:
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose. lora_factor: its best LoRA
             rate over full fine-tuning's, where it is not the supervised one.
         rolls_out: whether a step begins by generating its completions (`planner.options.rollouts`).
+        asks_old: whether the policy is always asked, without gradients, for what it generated.
         alone: why it is planned on one GPU; "" where it is planned under every engine of SHARED_BY, supervised training
             under all.
         trainer: TRL's class for it; "" where it has none of its own.
@@ -73,6 +74,7 @@ class Objective:
     rate_reason: str = ""
     lora_factor: float | None = None
     rolls_out: bool = False
+    asks_old: bool = False
     alone: str = ""
     trainer: str = ""
     columns: str
@@ -315,6 +317,21 @@ _ROWS = (
         source="trl 1.16 trainer/grpo_trainer.py: _generate_single_turn (generate outside accelerate's autocast where "
         "there are adapters), _get_per_token_logps_and_entropies and _compute_loss (the fused head on the "
         "completions' tokens), no reference at beta 0",
+    ),
+    Objective(
+        name="rloo",
+        title="REINFORCE leave-one-out",
+        sample="completion",
+        losses=("chunked",),
+        rate_factor=0.05,
+        rate_reason="RLOO, as TRL's RLOOConfig: 1e-6 for full fine-tuning",
+        rolls_out=True,
+        asks_old=True,
+        trainer="RLOOTrainer",
+        columns="prompt, and what its reward functions ask for",
+        data=("prompt",),
+        source="trl 1.16 trainer/rloo_trainer.py: _generate_and_score_completions (old log-probabilities always, the "
+        "reference's at beta above 0, both without gradients) and _compute_loss (the fused head, sums of sequences)",
     ),
 )
 

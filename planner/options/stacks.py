@@ -352,7 +352,7 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
         title="trl sft",
         objectives={
             **_SUPERVISED,
-            **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo")},
+            **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo", "rloo")},
         },
         program="trl",
     ),

@@ -212,7 +212,8 @@ class SetupValues:
         if not self.aim.rolls_out:
             known = self.aim.reference_forwards if self.precomputed_reference else 0
             return self.aim.extra_forwards - known + bool(self.cached_seqs)
-        return int(self.rolls.reference) + int(self.rolls.old_log_probs(self.global_batch_seqs))
+        old = self.aim.asks_old or self.rolls.old_log_probs(self.global_batch_seqs)
+        return int(self.rolls.reference) + int(old)
 
     @property
     def seqs_per_sample(self) -> int:

@@ -210,19 +210,37 @@ def _cached(asked: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> to
 def grpo(asked: LossInputs) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
-    reference = None
-    if asked.setup.has_reference:
-        with asked.before_training() as models:
-            reference = asked.log_probs(*models, summed=False)
-        asked.again()
+    reference = _rolled_out_reference(asked)
     log_probs = asked.outputs(asked.inner, asked.forward)["log_probs"]
-    advantages = torch.ones((log_probs.shape[0], 1), device=log_probs.device)
-    ratio = torch.exp(log_probs - log_probs.detach())
-    loss = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+    loss = _clipped(log_probs)
     if reference is not None:
         apart = reference - log_probs
-        loss = loss + BETA * (torch.exp(apart) - apart - 1) * ratio
+        loss = loss + BETA * (torch.exp(apart) - apart - 1) * torch.exp(log_probs - log_probs.detach())
     return loss.sum() / asked.setup.scored_tokens
+
+
+def rloo(asked: LossInputs) -> torch.Tensor:
+    """The same of whole completions; the reference is in their rewards. Source: TRL 1.16 `RLOOTrainer._compute_loss`.
+    The policy's own forward without gradients is smaller than the one with them, and is left out."""
+    _rolled_out_reference(asked)
+    return _clipped(asked.outputs(asked.inner, asked.forward)["log_probs"].sum(dim=1, keepdim=True)).mean()
+
+
+def _rolled_out_reference(asked: LossInputs) -> torch.Tensor | None:
+    """The reference's log-probabilities of what was generated, None without one."""
+    if not asked.setup.has_reference:
+        return None
+    with asked.before_training() as models:
+        reference = asked.log_probs(*models, summed=False)
+    asked.again()
+    return reference
+
+
+def _clipped(log_probs: torch.Tensor) -> torch.Tensor:
+    """The clipped surrogate of every log-probability, all of one advantage."""
+    advantages = torch.ones((log_probs.shape[0], 1), device=log_probs.device)
+    ratio = torch.exp(log_probs - log_probs.detach())
+    return -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
 
 
 def orpo(asked: LossInputs) -> torch.Tensor:
@@ -275,6 +293,7 @@ LOSSES: Mapping[str, Callable[[LossInputs], torch.Tensor]] = {
     "reward": reward,
     "orpo": orpo,
     "grpo": grpo,
+    "rloo": rloo,
     "classification": classification,
     "embedding": embedding,
 }

@@ -56,6 +56,7 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "reward": pairs,
     "orpo": pairs,
     "grpo": prompts,
+    "rloo": prompts,
     "classification": labelled,
     "embedding": related,
 }

@@ -36,6 +36,9 @@ def test_absent_names_are_no_values_of_any_option() -> None:
         ("adamw_torchao_8bit", "compile", "adamw-8bit"),
         ("ScatterMoE", "experts", "quantize-experts"),
         ("SimPO", "CPOTrainer", "orpo"),
+        ("WSD", "neither memory nor speed", "warmup_stable_decay"),
+        ("linear probing", "frozen layers", "trained-layers 1"),
+        ("torchtune", "plan check", "axolotl"),
     ],
 )
 def test_an_absent_value_is_refused_with_its_reason_and_what_to_use(name: str, words: str, instead: str) -> None:

@@ -333,7 +333,8 @@ def test_programs_with_trls_trainers_are_read(objective: str) -> None:
         objective, lora_rank=8, micro_batch_seqs=4, accumulation_steps=2, seq_len_tokens=512, expandable_segments=False
     )
     if OBJECTIVES[objective].rolls_out:
-        expected = expected.replace(seq_len_tokens=1024, rollout=Rollout(), lora_dropout=0.1)
+        usual = Rollout(num_generations=2, reference=True) if objective == "rloo" else Rollout()
+        expected = expected.replace(seq_len_tokens=1024, rollout=usual, lora_dropout=0.1)
     assert asked_length(found, objective).replace(expandable_segments=False) == expected
 
 

@@ -201,7 +201,7 @@ def test_the_inference_cell_that_is_switched_off_does_not_override_the_training(
 
 REFUSED = {
     "DPO": "from trl import OnlineDPOTrainer\nOnlineDPOTrainer(model='gpt2', args=None).train()\n",
-    "RLOO": "from trl import RLOOTrainer\nSFTTrainer('gpt2').train()\nRLOOTrainer(model='gpt2').train()\n",
+    "PPO": "from trl import PPOTrainer\nSFTTrainer('gpt2').train()\nPPOTrainer(model='gpt2').train()\n",
     "token classification": "from transformers import AutoModelForTokenClassification as A\n"
     "Trainer(A.from_pretrained('gpt2'), TrainingArguments()).train()\n",
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"

@@ -20,6 +20,7 @@ def trl() -> tuple[str, list[str]]:
         KTOConfig,
         ModelConfig,
         RewardConfig,
+        RLOOConfig,
         ScriptArguments,
         SFTConfig,
         TrlParser,
@@ -27,7 +28,7 @@ def trl() -> tuple[str, list[str]]:
     from trl.experimental.orpo import ORPOConfig
 
     names = set()
-    for config in (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig, GRPOConfig):
+    for config in (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig, GRPOConfig, RLOOConfig):
         parser = TrlParser((ScriptArguments, config, ModelConfig, DatasetMixtureConfig))
         names |= {action.dest for action in parser._actions if action.dest != "help"}
     return version("trl"), sorted(names)

@@ -25,7 +25,7 @@ BEHIND_REFERENCE = tuple(row.trainer for row in OBJECTIVES.values() if row.refer
 OTHER_TRAINERS = {
     "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
     "BCOTrainer": "BCO", "CPOTrainer": "CPO",
-    "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
+    "AsyncGRPOTrainer": "GRPO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
     "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
     "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",
     "SparseEncoderTrainer": "sparse embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
@@ -81,6 +81,7 @@ MARKS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"ref_model_mixup_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau"},
+    "rloo": {"normalize_advantages", "reward_clip_range"},
     "grpo": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
     "distillation": {"teacher_model_name_or_path", "lmbda"},
 }
@@ -199,14 +200,15 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
     return objective, certain
 
 
-def rollout_fields(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The rollout and the length of a sequence, which is asked for where nothing says it.
+def rollout_fields(settings: Settings, fields: Mapping[str, Any], objective: str) -> dict[str, Any]:
+    """The rollout of an objective and the length of a sequence, which is asked for where nothing says it.
 
     Raises:
         ConfigError: a value that makes no sense.
 
-    Source: trl 1.16 trainer/grpo_config.py.
+    Source: trl 1.16 trainer/grpo_config.py, trainer/rloo_config.py.
     """
+    usual_group, usual_beta = (2, 0.05) if objective == "rloo" else (8, 0.0)
     completion = settings.integer("max_completion_length", COMPLETION_TOKENS, at_least=1)
     micro, steps = fields["micro_batch_seqs"] * settings.outside.num_gpus, fields["accumulation_steps"]
     batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
@@ -221,12 +223,12 @@ def rollout_fields(settings: Settings, fields: Mapping[str, Any]) -> dict[str, A
         server = settings.text("vllm_mode", "colocate") == "server"
         generator = "vllm-server" if server else "vllm-sleep" if sleeps else "vllm"
     rollout = Rollout(
-        num_generations=settings.integer("num_generations", 8),
+        num_generations=settings.integer("num_generations", usual_group),
         completion_tokens=completion,
         generation_batch_seqs=0 if batch == micro * steps else batch,
         generator=generator,
         vllm_fraction=settings.real("vllm_gpu_memory_utilization", VLLM_FRACTION),
-        reference=settings.real("beta", 0.0) != 0.0,
+        reference=settings.real("beta", usual_beta) != 0.0,
     )
     length = settings.integer("vllm_max_model_length", 0)
     if length <= completion:

@@ -149,7 +149,7 @@ def beside(program: Program, found: Training) -> str:
         return ""
     of_preferences = trainer.argument("ref_model", 1) if found.objective in BEHIND else None
     reference = _loader(of_preferences) if isinstance(of_preferences, Made) else None
-    rewards = trainer.argument("reward_funcs", 1) if found.objective == "grpo" else None
+    rewards = trainer.argument("reward_funcs", 1) if OBJECTIVES[found.objective].rolls_out else None
     for one in rewards.items if isinstance(rewards, Items) else [rewards]:
         if isinstance(one, Known) and isinstance(one.data, str) and "/" in one.data:
             return f"{one.where}: the reward model {one.data}"

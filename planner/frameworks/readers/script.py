@@ -296,7 +296,7 @@ class _Script:
         if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
             fields["lora_dropout"] = 0.0
         if self.aim.rolls_out:
-            fields |= rollout_fields(arguments, base)
+            fields |= rollout_fields(arguments, base, self.aim.name)
         wrapped = trainer is not None and trainer.argument("peft_config") is None
         asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
         if method != "full" and wrapped and asked:

@@ -289,7 +289,7 @@ UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "
 MAX_CONTINUED = 200
 MAX_FILLED = 1 << 17
 """Characters that variables add to one word: Linux takes no longer argument (`MAX_ARG_STRLEN`)."""
-TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "rloo", "distillation")
+TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "distillation")
 """What `trl` trains, and "orpo", which only scripts written here start."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 BY_VARIABLES = ("llamafactory-cli", "swift")

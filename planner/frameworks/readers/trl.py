@@ -44,7 +44,7 @@ def read(settings: Settings) -> ReadConfig:
     if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
-        fields |= rollout_fields(settings, fields)
+        fields |= rollout_fields(settings, fields, aim.name)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
