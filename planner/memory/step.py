@@ -176,6 +176,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         asked=setup.asks_reference,
         widened=by.widens_outputs and dtypes.autocast is not None,
         upcast_early=by.transformers_loss and setup.before_transformers(4, 46),
+        log_probs=setup.log_probs,
         copies_shifted=by.transformers_loss and setup.before_transformers(4, 49),
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:

@@ -55,6 +55,7 @@ class LossShape:
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
+        log_probs: how an older TRL takes log-probabilities of them (`SetupValues.log_probs`).
         copies_shifted: the loss copies all logits but the last ones (before 4.49).
     """
 
@@ -77,6 +78,7 @@ class LossShape:
     compiled: bool = False
     upcast_early: bool = False
     copies_shifted: bool = False
+    log_probs: str = ""
 
     @property
     def cast_bytes(self) -> int:

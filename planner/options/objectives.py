@@ -154,8 +154,49 @@ def _pairs_chain(shape: LossShape, stack: str) -> LossChain:
     """
     if stack == "llamafactory":
         return _chain(shape, 4 if shape.asked else 2, 3, asked=2)
+    if shape.log_probs:
+        return _older_pairs_chain(shape)
     beside = shape.logit_bytes if shape.widened else 0
     return _chain(shape, 2 if shape.asked else 1, 2, beside=beside, asked=1)
+
+
+def _older_pairs_chain(shape: LossShape) -> LossChain:
+    """DPO's chain of TRL before its kernel, in logits. All at once: the policy's log-softmax stays while the
+    reference's logits and their own are made; in the backward that, and two gradients. Row by row, fp32: the logits
+    stay, in the backward them, the rows' gradients, these stacked, and the picked tokens'; 16 bits: the rows'
+    log-softmax stays. A mask's copy of half of them is logged. From 0.29 on the model's outputs stay too, up to 1.5 a
+    copy without the last token.
+
+    Source: `SetupValues.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
+    """
+    if shape.log_probs == "gathered":
+        return _chain(shape, 3 if shape.asked else 2.5, 3, asked=1)
+    wide = _wide(shape) == 4
+    if shape.log_probs == "rows" or (wide and shape.log_probs == "kept rows"):
+        return _chain(shape, 2.5, 4 if wide else 2, asked=1)
+    if shape.log_probs == "kept rows":
+        return _chain(shape, 3.5 if shape.asked else 2.5, 2, asked=2)
+    return _chain(shape, (4.5 if wide else 5.5) if shape.asked else 3.5, 4 if wide else 2, asked=2 if wide else 3)
+
+
+def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
+    """KTO's chain of TRL before 1.6, in logits: copies of the good and the bad ones' stay beside what the backward
+    needs while the reference makes three of each; in the policy's forward the other prompts' are there too.
+
+    Source: trl 0.12 to 1.5 `KTOTrainer.forward`, `get_batch_loss_metrics`.
+    """
+    gathered, wide = shape.log_probs == "gathered", _wide(shape) == 4
+    backward = 3 if gathered else 4 if wide else 2
+    return _chain(shape, 5 if shape.asked else 4 if gathered or not wide else 3, backward, asked=2)
+
+
+def _older_rollouts_chain(shape: LossShape, stack: str) -> LossChain:
+    """GRPO's chain of TRL before its fused head, in logits of the completions: divided by the temperature, then row by
+    row as DPO's.
+
+    Source: trl 0.15 to 1.14 `GRPOTrainer._get_per_token_logps`, from 0.20 on with entropies.
+    """
+    return _chain(shape, 2, 4 if _wide(shape) == 4 else 2)
 
 
 def _score_chain(shape: LossShape, stack: str) -> LossChain:
@@ -229,7 +270,8 @@ _ROWS = (
         reference=True,
         extra_forwards=3,
         reference_forwards=2,
-        losses=("chunked",),
+        whole_logits=_older_completions_chain,
+        losses=("chunked", "full"),
         least_samples=2,
         rate_factor=0.05,
         rate_reason="KTO, as TRL's KTOConfig: 1e-6",
@@ -307,7 +349,8 @@ _ROWS = (
         name="grpo",
         title="group relative policy optimization",
         sample="completion",
-        losses=("chunked",),
+        whole_logits=_older_rollouts_chain,
+        losses=("chunked", "full"),
         rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
         rolls_out=True,

@@ -15,7 +15,7 @@ from planner.setup.values import SetupValues
 
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-OF_OTHERS = ("transformers_version", "bitsandbytes_version", "use_cache")
+OF_OTHERS = ("transformers_version", "bitsandbytes_version", "trl_version", "use_cache")
 """What only other people's runs have: every launch file says today's."""
 LATER_FIELDS = (
     "kernels",

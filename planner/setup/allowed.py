@@ -144,7 +144,7 @@ def _check_values(setup: SetupValues) -> None:
         value = values[name]
         if type(value) is not int or not at_least <= value <= MAX_COUNT:
             count(name, value, at_least=at_least)
-    for name in ("transformers_version", "bitsandbytes_version"):
+    for name in ("transformers_version", "bitsandbytes_version", "trl_version"):
         if values[name] and not re.fullmatch(r"\d+(\.\d+)+", str(values[name])):
             raise SetupError(f"{name} must be a version such as 4.44, got {values[name]!r:.80}", hint='"" is today\'s')
     if not 0.0 <= setup.lora_dropout < 1.0:

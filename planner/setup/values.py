@@ -74,8 +74,8 @@ class SetupValues:
         images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
         precomputed_reference: the reference's log-probabilities of all data were computed before the first step.
         hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
-        transformers_version, bitsandbytes_version: whose code computes the step ("4.44"); "": today's. No plan chooses
-            an older one.
+        transformers_version, bitsandbytes_version, trl_version: whose code computes the step ("4.44"); "": today's. No
+            plan chooses an older one.
         use_cache: the model fills its key-value cache while it trains, as transformers' do in a loop that leaves
             `config.use_cache` on (their own checkpointing switches it off, a wrapper's does not).
         cached_seqs: sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once.
@@ -129,6 +129,7 @@ class SetupValues:
     linear_attention: str = "torch"
     transformers_version: str = ""
     bitsandbytes_version: str = ""
+    trl_version: str = ""
     use_cache: bool = False
 
     @property
@@ -281,9 +282,31 @@ class SetupValues:
         return _before(self.transformers_version, version)
 
     @property
+    def log_probs(self) -> str:
+        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel: of all at once
+        ("gathered"), row by row ("rows"; "kept rows": beside the model's outputs), or so of a copy ("copied"); "" where
+        it has its kernel, or another stack.
+
+        Source: trl 0.12 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
+        not; 1.14 has the kernel for the policy); from 0.15 on `selective_log_softmax`.
+        """
+        if not self.before_trl(1, 14 if self.objective == "dpo" else 15):
+            return ""
+        if self.before_trl(0, 15):
+            return "gathered"
+        if self.objective != "dpo" or self.before_trl(0, 29):
+            return "rows"
+        return "copied" if self.before_trl(1, 6) else "kept rows"
+
+    def before_trl(self, *version: int) -> bool:
+        """Whether the trainer of an objective is that of an older TRL than this version."""
+        return _before(self.trl_version, version)
+
+    @property
     def computed_otherwise(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
-        loss = self.loss == "full" and self.trainer.transformers_loss and self.before_transformers(4, 49)
+        own = OBJECTIVES[self.objective].supervised and self.trainer.transformers_loss
+        loss = self.loss == "full" and own and self.before_transformers(4, 49)
         return self.use_cache or self.repeats_keys or loss or self._pins_four_bit
 
     @property

@@ -3,12 +3,14 @@
 Only reading the files is replaced. Configuration, dtype, quantizer, device map, the allocator's warm-up, tying and
 initialisation are transformers' own.
 
-Source: transformers 5.23 modeling_utils.py `from_pretrained`, `_load_pretrained_model`.
+Source: transformers 5.23 modeling_utils.py `from_pretrained`, `_load_pretrained_model`. transformers 4 reads files
+within `from_pretrained` itself, so that there all of it is replaced.
 """
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ _EMPTY: dict[str, Callable[[], Any]] = {
 
 def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
     """Makes `from_pretrained` of every model class build on the phantom GPU."""
+    if not hasattr(modeling, "LoadStateDictInfo"):
+        patch(modeling.PreTrainedModel, "from_pretrained", classmethod(partial(_older, phantom)))
+        return
 
     def no_files(*args: Any, pretrained_model_name_or_path: Any = None, **kwargs: Any) -> tuple[None, None]:
         return None, None
@@ -91,6 +96,73 @@ def _load(modeling: Any, get_device: Callable[..., Any], model: Any, load_config
             _fill(model, key, get_device(device_map, key, valid_torch_device=True), load_config)
 
 
+def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None, **given: Any) -> Any:
+    """`from_pretrained` of transformers 4: configuration, quantizer and classes are its own.
+
+    Source: transformers 4.46 and 4.57 modeling_utils.py `from_pretrained`.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    bits = {one: given.pop(one) for one in ("load_in_4bit", "load_in_8bit") if one in given}
+    switched = BitsAndBytesConfig(**bits) if any(bits.values()) else None
+    quantization = given.pop("quantization_config", None) or switched
+    device_map, kind = given.pop("device_map", None), given.pop("torch_dtype", given.pop("dtype", None))
+    attention = given.pop("attn_implementation", None)
+    if given.pop("use_flash_attention_2", False):
+        attention = "flash_attention_2"
+    for key in _LOADING:
+        given.pop(key, None)
+    if config is None or isinstance(config, str):
+        config, given = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **given)
+    quantizer = AutoHfQuantizer.from_config(quantization) if quantization is not None else None
+    if kind == "auto":
+        kind = getattr(config, "torch_dtype", None)
+    kind = getattr(torch, kind) if isinstance(kind, str) else kind
+    if quantizer is not None:
+        kind = kind or torch.float16
+        device_map = device_map or {"": torch.device("cuda", torch.cuda.current_device())}
+        config.quantization_config = quantization
+    said = {} if attention is None else {"attn_implementation": attention}
+    with phantom.origins.loads(), torch.device("meta"):
+        model = cls._from_config(config, torch_dtype=kind or torch.float32, **said)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, device_map=device_map, keep_in_fp32_modules=[])
+            model.hf_quantizer = quantizer
+    with phantom.origins.loads():
+        _place(model, torch.device("cpu" if device_map in (None, "cpu") else "cuda"), kind)
+        model.tie_weights()
+        if quantizer is not None:
+            quantizer.postprocess_model(model)
+    phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
+    return model.eval()
+
+
+_LOADING = (
+    "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict", "use_safetensors", "variant", "mirror",
+    "adapter_kwargs", "ignore_mismatched_sizes", "output_loading_info", "use_auth_token", "resume_download",
+    "weights_only", "state_dict", "from_tf", "from_flax", "tp_plan", "key_mapping",
+)  # fmt: skip
+"""Arguments of transformers 4's `from_pretrained` that say how files are read."""
+
+
+def _place(model: Any, device: torch.device, kind: torch.dtype | None) -> None:
+    """Every weight and buffer of a model that was built on no device."""
+    found: dict[int, Any] = {}  # what several modules share stays shared
+    for module in model.modules():
+        if hasattr(module, "quant_state") or type(module).__name__ == "Linear8bitLt":
+            _fill_quantized(module, module.weight, device, kind)
+        for own in (module._parameters, module._buffers):
+            for name, value in own.items():
+                if value is None or value.device.type != "meta" or type(value).__name__ in ("Params4bit", "Int8Params"):
+                    continue
+                if id(value) not in found:
+                    made = torch.empty_like(value, device=device)
+                    trained = isinstance(value, torch.nn.Parameter)
+                    found[id(value)] = torch.nn.Parameter(made, requires_grad=value.requires_grad) if trained else made
+                own[name] = found[id(value)]
+
+
 def _all_on_the_gpu(name: str, device_map: Any) -> None:
     """That no layer was left to the host: Accelerate would fetch it for every pass.
 
@@ -114,7 +186,7 @@ def _fill(model: Any, key: str, device: torch.device, load_config: Any) -> None:
         return
     quantizer = load_config.hf_quantizer
     if quantizer is not None and quantizer.param_needs_quantization(model, key):
-        _fill_quantized(parent, value, device, load_config)
+        _fill_quantized(parent, value, device, load_config.dtype)
         parent._is_hf_initialized = True
         return
     dtype = _dtype(key, value, load_config)
@@ -139,11 +211,11 @@ def _dtype(key: str, value: torch.Tensor, load_config: Any) -> torch.dtype:
     return load_config.dtype if load_config.dtype is not None else value.dtype
 
 
-def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, load_config: Any) -> None:
+def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, kind: torch.dtype | None) -> None:
     """A bitsandbytes weight: its 16-bit form lies on the device while it is quantized."""
     import bitsandbytes as bnb
 
-    dtype = load_config.dtype or torch.float16
+    dtype = kind or torch.float16
     whole = torch.empty((module.out_features, module.in_features), dtype=dtype, device=device)
     if isinstance(module, bnb.nn.Linear4bit):
         weight = module.weight
@@ -167,7 +239,9 @@ def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, load
 def generation_without_files(phantom: Phantom, generation: Any, patch: Patch) -> None:
     """Makes a model whose `generation_config.json` cannot be read keep the defaults that it was built with."""
     cls = generation.GenerationMixin
-    true = cls.adjust_generation_fn
+    true = getattr(cls, "adjust_generation_fn", None)
+    if true is None:  # transformers 4
+        return
 
     def adjust(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(OSError):
@@ -198,7 +272,7 @@ def _mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any
 
 def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> None:
     """Makes configurations of catalogue models readable without a network."""
-    cls = configuration.PreTrainedConfig
+    cls = getattr(configuration, "PreTrainedConfig", None) or configuration.PretrainedConfig  # the name in version 4
     true = cls._get_config_dict.__func__
 
     def get(owner: Any, name: Any, /, **kwargs: Any) -> Any:

@@ -91,6 +91,9 @@ def around(phantom: Phantom) -> dict[str, Context]:
     def with_triton() -> Iterator[None]:
         import transformers.utils
 
+        if not hasattr(transformers.utils, "is_triton_available"):  # transformers 4, whose TRL asks nobody
+            yield
+            return
         language = _Language("triton.language")
         triton: Any = ModuleType("triton")
         triton.jit, triton.cdiv, triton.language = _kernel_of(phantom), lambda a, b: -(-a // b), language

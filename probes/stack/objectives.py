@@ -86,6 +86,8 @@ def _dpo_whole(asked: LossInputs) -> torch.Tensor:
     LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
     chosen, rejected = _sequence_log_probs(asked, outputs["logits"]).chunk(2)
+    if asked.setup.before_trl(0, 29):
+        del outputs  # a function's own, gone when that returned
     if asked.setup.precomputed_reference:
         ref_chosen, ref_rejected = asked.known(chosen)
     else:
@@ -102,13 +104,42 @@ def _sequence_log_probs(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor
     if asked.setup.stack == "llamafactory":
         normal = logits.to(torch.float32)[:, :-1].log_softmax(-1)
         return torch.gather(normal, dim=2, index=labels.unsqueeze(2)).squeeze(2).sum(-1)
+    if asked.setup.log_probs:
+        return _older_log_probs(asked.setup, logits, asked.batch.labels)
     found: torch.Tensor = SelectedLogProbs.apply(logits[:, :-1, :], labels)
     return found.sum(-1)
+
+
+def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The log-probability of every sequence (GRPO: of its tokens) as TRL took it without a kernel of its own.
+
+    Source: `SetupValues.log_probs`.
+    """
+    if setup.log_probs == "copied":
+        logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    elif setup.objective == "kto" or setup.before_trl(0, 14):
+        logits, labels = logits[:, :-1, :], labels[:, 1:]
+    if setup.log_probs == "gathered":
+        found = torch.gather(logits.log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+    elif logits.dtype == torch.float32:
+        selected = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
+        found = selected - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    else:
+        rows = zip(logits, labels, strict=True)
+        found = torch.stack([
+            torch.nn.functional.log_softmax(row, dim=-1).gather(dim=-1, index=label.unsqueeze(-1)).squeeze(-1)
+            for row, label in rows
+        ])  # fmt: skip
+    for half in logits.detach().chunk(2) if setup.objective == "dpo" else ():
+        half.reshape(-1, half.shape[-1]).clone().mean()  # what it logs: a mask's copy
+    return found if setup.aim.rolls_out else found.sum(-1)
 
 
 def kto(asked: LossInputs) -> torch.Tensor:
     """The loss of single completions, half of them good: the policy on other prompts' completions, then on its own,
     then the reference on both. Source: TRL 1.16 `KTOTrainer`."""
+    if asked.setup.loss == "full":
+        return _kto_whole(asked)
     policy_kl = asked.log_probs(asked.inner, asked.forward)
     asked.again()
     outputs = asked.outputs(asked.inner, asked.forward)
@@ -121,9 +152,46 @@ def kto(asked: LossInputs) -> torch.Tensor:
             reference_kl = asked.log_probs(*reference)
             asked.again()
             ref_good, ref_bad = asked.log_probs(*reference).chunk(2)
+    return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
+
+
+def _kto_loss(
+    good: torch.Tensor,
+    bad: torch.Tensor,
+    policy_kl: torch.Tensor,
+    ref_good: torch.Tensor,
+    ref_bad: torch.Tensor,
+    reference_kl: torch.Tensor,
+) -> torch.Tensor:
     kl = (policy_kl - reference_kl).mean().clamp(min=0)
     losses = (1 - torch.sigmoid(BETA * (good - ref_good - kl)), 1 - torch.sigmoid(BETA * (kl - (bad - ref_bad))))
     return torch.cat(losses).mean()
+
+
+def _kto_whole(asked: LossInputs) -> torch.Tensor:
+    """KTO on whole logits, of which its forward hands back copies. Source: trl 0.12 to 1.5 `KTOTrainer.forward`."""
+
+    def run(forward: Any, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        if not first:
+            asked.again()
+        with torch.no_grad():
+            other = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
+        kl = _older_log_probs(asked.setup, other, asked.batch.labels)
+        asked.again()
+        logits = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
+        found = _older_log_probs(asked.setup, logits, asked.batch.labels)
+        return found, kl, [half.clone() for half in logits.chunk(2)]
+
+    log_probs, policy_kl, copies = run(asked.forward, first=True)
+    if asked.setup.precomputed_reference:
+        ref, reference_kl = torch.zeros_like(log_probs), torch.zeros_like(policy_kl)
+    else:
+        with asked.before_training() as (_, forward), torch.no_grad():
+            ref, reference_kl, _ = run(forward)
+    del copies
+    good, bad = log_probs.chunk(2)
+    ref_good, ref_bad = ref.chunk(2)
+    return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
 
 
 def reward(asked: LossInputs) -> torch.Tensor:
@@ -211,7 +279,7 @@ def grpo(asked: LossInputs) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
     reference = _rolled_out_reference(asked)
-    log_probs = asked.outputs(asked.inner, asked.forward)["log_probs"]
+    log_probs = _scored(asked, asked.inner, asked.forward)
     loss = _clipped(log_probs)
     if reference is not None:
         apart = reference - log_probs
@@ -230,8 +298,8 @@ def _rolled_out_reference(asked: LossInputs) -> torch.Tensor | None:
     """The reference's log-probabilities of what was generated, None without one."""
     if not asked.setup.has_reference:
         return None
-    with asked.before_training() as models:
-        reference = asked.log_probs(*models, summed=False)
+    with asked.before_training() as models, torch.no_grad():
+        reference = _scored(asked, *models)
     asked.again()
     return reference
 
@@ -241,6 +309,20 @@ def _clipped(log_probs: torch.Tensor) -> torch.Tensor:
     advantages = torch.ones((log_probs.shape[0], 1), device=log_probs.device)
     ratio = torch.exp(log_probs - log_probs.detach())
     return -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+
+
+def _scored(asked: LossInputs, inner: Any, forward: Any) -> torch.Tensor:
+    """The log-probabilities of the completions' tokens: TRL's fused head's, or of whole logits.
+
+    Source: trl 0.15 to 1.14 `GRPOTrainer._get_per_token_logps`.
+    """
+    if asked.setup.loss != "full":
+        found: torch.Tensor = asked.outputs(inner, forward)["log_probs"]
+        return found
+    num = asked.setup.rolls.completion_tokens
+    logits = forward(**asked.batch.model_inputs, use_cache=False, logits_to_keep=num + 1)["logits"][:, :-1, :]
+    logits = logits / 1.0
+    return _older_log_probs(asked.setup, logits, asked.batch.labels[:, -num:])
 
 
 def orpo(asked: LossInputs) -> torch.Tensor:

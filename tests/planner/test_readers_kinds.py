@@ -647,12 +647,60 @@ def test_a_version_that_the_repository_pins_holds_below_it(place: str, text: str
     assert read_config(file).setup.checkpointing
 
 
-@pytest.mark.parametrize("key", ["evaluation_strategy: steps", "max_prompt_length: 128", "label_pad_token_id: -100"])
+OF_PAIRS = "model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 1e-5\nbeta: 0.1\nmax_length: 512\n"
+
+
+@pytest.mark.parametrize("key", ["max_prompt_length: 128", "label_pad_token_id: -100", "max_target_length: 64"])
 def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str) -> None:
-    text = f"model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 1e-5\nbeta: 0.1\nmax_length: 512\n{key}\n"
-    with pytest.raises(NotPlanned, match="whose step is another"):
-        read_text(text, "dpo.yaml")
-    assert read_text(text.replace(key, "eval_strategy: steps"), "dpo.yaml").setup.objective == "dpo"
+    found = read_text(OF_PAIRS + key, "dpo.yaml").setup
+    assert (found.objective, found.loss, found.trl_version) == ("dpo", "full", "0.28")
+    newer = read_text(OF_PAIRS + "eval_strategy: steps", "dpo.yaml").setup
+    assert (newer.loss, newer.trl_version) == ("chunked", "")
+
+
+@pytest.mark.parametrize("key", ["evaluation_strategy: steps", "use_liger_loss: true\nmax_prompt_length: 64"])
+def test_a_step_of_preferences_that_is_not_modelled_is_refused_by_name(key: str) -> None:
+    with pytest.raises(NotPlanned, match=r"(0\.11|use_liger_loss).*whose step is another"):
+        read_text(OF_PAIRS + key, "dpo.yaml")
+
+
+def of_trl(version: str, text: str, name: str, **more: str) -> ReadConfig:
+    return read_text(text, name, around=FileContext(versions={"trl": version, **more}))
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "log_probs"),
+    [
+        ("dpo", "0.12.2", "gathered"), ("dpo", "0.15.0", "rows"), ("dpo", "0.28.0", "rows"), ("dpo", "1.0.0", "copied"),
+        ("dpo", "1.9.0", "kept rows"), ("dpo", "1.14.0", ""), ("kto", "0.14.0", "gathered"), ("kto", "1.5.0", "rows"),
+        ("grpo", "0.15.2", "rows"), ("grpo", "1.14.0", "rows"), ("grpo", "1.15.0", ""), ("dpo", "1.16", ""),
+    ],
+)  # fmt: skip
+def test_the_version_decides_how_log_probabilities_are_taken(name: str, version: str, log_probs: str) -> None:
+    setup = of_trl(version, OF_PAIRS.replace("max_length: 512\n", "") + "bf16: true\n", f"{name}.yaml").setup
+    assert (setup.objective, setup.log_probs) == (name, log_probs)
+    assert setup.loss == ("full" if log_probs or version == "1.14.0" else "chunked")
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("kto", "1.6.0"), ("kto", "1.13.0"), ("grpo", "0.14.0"), ("dpo", "0.11.4")]
+)
+def test_versions_whose_step_is_not_known_are_refused(name: str, version: str) -> None:
+    with pytest.raises(NotPlanned, match=f"trains {name} with TRL {version}"):
+        of_trl(version, OF_PAIRS, f"{name}.yaml")
+
+
+def test_what_older_trainers_cut_to_is_their_own() -> None:
+    bare = OF_PAIRS.replace("max_length: 512\n", "")
+    assert open_fields(of_trl("0.12.0", bare, "dpo.yaml")) == {"seq_len_tokens"}
+    assert of_trl("0.13.0", bare, "dpo.yaml").setup.seq_len_tokens == 1024
+    assert of_trl("0.13.0", bare, "kto.yaml").setup.seq_len_tokens == 512
+    rolls = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion_length: 100\n"
+    old = of_trl("0.16.0", rolls + "max_prompt_length: 60\n", "grpo.yaml")
+    assert (old.setup.seq_len_tokens, old.setup.rolls.reference, open_fields(old)) == (160, True, set())
+    assert of_trl("0.20.0", rolls, "grpo.yaml").setup.seq_len_tokens == 612
+    assert not of_trl("0.20.0", rolls, "grpo.yaml").setup.rolls.reference
+    assert open_fields(of_trl("1.0.0", rolls, "grpo.yaml")) == {"seq_len_tokens"}
 
 
 @pytest.mark.parametrize("said", ["bf16: true\n", "trainer: {fp16: true}\n", "mixed_precision: bf16\n"])

@@ -13,12 +13,12 @@ TRL_LENGTH = 1024
 
 
 def of_program(
-    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: bool, text: str
+    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: int, text: str
 ) -> tuple[int, str]:
     """(tokens, why they are open, "" where they are known).
 
     Args:
-        by_trainer: whether the trainer cuts by itself, as TRL's does; text: the program's.
+        by_trainer: to how many tokens the trainer cuts by itself, as TRL's does, 0: it does not; text: the program's.
     """
     for settings in (arguments, loader):
         key = settings.first("max_length", "max_seq_length")
@@ -30,8 +30,8 @@ def of_program(
     untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
     if by_trainer and not arguments.more and not untouched:
         cuts = [*program.cuts, *_prepared(program, name, text)]
-        longest = min(TRL_LENGTH, max((int(value.data) for value in cuts), default=TRL_LENGTH))
-        arguments.assume(f"max_length absent: {longest} tokens (TRL's default is {TRL_LENGTH})")
+        longest = min(by_trainer, max((int(value.data) for value in cuts), default=by_trainer))
+        arguments.assume(f"max_length absent: {longest} tokens (TRL's default is {by_trainer})")
         return longest, ""
     cut = list(told(program))
     if not cut and (why := open_length(program)):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planner.core.errors import NotPlanned
+from planner.frameworks.readers import versions
 from planner.frameworks.readers.program import embedding
 from planner.frameworks.readers.shell import TRL_COMMANDS
 from planner.frameworks.readers.values import Settings
@@ -200,18 +201,27 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
     return objective, certain
 
 
-def rollout_fields(settings: Settings, fields: Mapping[str, Any], objective: str) -> dict[str, Any]:
+def rollout_fields(
+    settings: Settings, fields: Mapping[str, Any], objective: str, version: tuple[int, ...]
+) -> dict[str, Any]:
     """The rollout of an objective and the length of a sequence, which is asked for where nothing says it.
 
     Raises:
         ConfigError: a value that makes no sense.
 
-    Source: trl 1.16 trainer/grpo_config.py, trainer/rloo_config.py.
+    Args:
+        version: TRL's.
+
+    Source: trl 1.16 trainer/grpo_config.py, trainer/rloo_config.py; older: `planner.frameworks.readers.versions`.
     """
     usual_group, usual_beta = (2, 0.05) if objective == "rloo" else (8, 0.0)
+    if objective == "grpo" and version < versions.TRL_WITHOUT_KL_SINCE:
+        usual_beta = 0.04
     completion = settings.integer("max_completion_length", COMPLETION_TOKENS, at_least=1)
     micro, steps = fields["micro_batch_seqs"] * settings.outside.num_gpus, fields["accumulation_steps"]
     batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
+    if version < versions.TRL_GENERATES_AT_ONCE_SINCE:
+        batch = micro
     if settings.integer("num_iterations", 1) > 1:
         settings.approximate("each generation trains several times (num_iterations): its speed is counted as if once")
     for key in UNCOUNTED:
@@ -230,6 +240,10 @@ def rollout_fields(settings: Settings, fields: Mapping[str, Any], objective: str
         vllm_fraction=settings.real("vllm_gpu_memory_utilization", VLLM_FRACTION),
         reference=settings.real("beta", usual_beta) != 0.0,
     )
+    cut = version < versions.TRL_CUTS_PROMPTS_UNTIL and settings.raw("max_prompt_length", PROMPT_TOKENS) is not None
+    if cut and "max_prompt_length" not in settings.unknown:
+        prompt = settings.integer("max_prompt_length", PROMPT_TOKENS, at_least=1)
+        return {"seq_len_tokens": prompt + completion, "rollout": rollout}
     length = settings.integer("vllm_max_model_length", 0)
     if length <= completion:
         length = completion + PROMPT_TOKENS

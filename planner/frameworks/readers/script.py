@@ -30,7 +30,7 @@ from planner.frameworks.readers.program.values import Value
 from planner.frameworks.readers.program_loading import Adapters, heard, pictures, quantization
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.frameworks.readers.training import Training, measures
-from planner.frameworks.readers.trl import loss_of, sharded
+from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
@@ -39,7 +39,10 @@ from planner.models.stored import stored_method
 from planner.options.objectives import OBJECTIVES, Objective
 
 FORMAT = "hf-script"
+HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure")
 UNSLOTH = "unsloth-script"
+OF_PAIRS = ("max_length", "max_prompt_length", "precompute_ref_log_probs")
+"""What trainers of preferences took themselves before TRL 0.13."""
 ARGUMENTS = (
     *("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments"),
     *CONFIGS.values(),
@@ -92,6 +95,7 @@ class _Script:
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
         self.aim = OBJECTIVES[found.objective]
+        self.beside_bytes = 0
         self.trl = (
             self.unsloth
             or kind == "SFTTrainer"
@@ -142,7 +146,7 @@ class _Script:
     def _trainer_extras(self) -> None:
         """Old TRL took some settings on the trainer itself."""
         outer = self.settings(self.found.trainer)
-        for key in ("max_seq_length", "packing"):
+        for key in ("max_seq_length", "packing", *(() if self.aim.supervised else OF_PAIRS)):
             if outer.values.get(key) is not None:
                 self.arguments.values = {**self.arguments.values, key: outer.values[key]}
                 self.arguments.where[key] = outer.where.get(key, "")
@@ -179,6 +183,7 @@ class _Script:
                 self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
             ),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
+            beside_bytes=self.beside_bytes,
             loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
         )
 
@@ -292,11 +297,12 @@ class _Script:
                 hint=training.RUN_IT,
             )
         fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
-        fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name))
+        of_version = loss_of(self.aim, self.defaults, arguments)
+        fields |= of_version | common.liger(arguments, liger, of_version["loss"])
         if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
             fields["lora_dropout"] = 0.0
         if self.aim.rolls_out:
-            fields |= rollout_fields(arguments, base, self.aim.name)
+            fields |= rollout_fields(arguments, base, self.aim.name, self.defaults.version)
         wrapped = trainer is not None and trainer.argument("peft_config") is None
         asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
         if method != "full" and wrapped and asked:
@@ -311,6 +317,16 @@ class _Script:
             self.missing["beside"] = beside
         if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
             fields["precomputed_reference"] = True
+        since, until = versions.TRL_LOADS_REFERENCE
+        anew = self.aim.name == "dpo" and method == "full" and since <= self.defaults.version < until
+        own = trainer is None or trainer.argument("ref_model", 1) is None
+        if anew and own and "precomputed_reference" not in fields and base["precision"] in HALVES:
+            more = f"{self.defaults.said} loads DPO's reference in float32: 2 bytes a weight more than its policy"
+            if self.model is None:
+                arguments.approximate(more)
+            else:
+                arguments.assume(more)
+                self.beside_bytes = 2 * self.model.num_params
         return fields
 
     def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
@@ -441,8 +457,16 @@ class _Script:
         if self.aim.rolls_out:
             return 0  # `rollout_fields` says it
         cuts_itself = self.trl and not self.unsloth
+        default = pairs_length(self.aim, self.defaults)
+        if cuts_itself and not default and not self.arguments.has("max_length"):
+            self.missing["seq_len_tokens"] = f"{self.name}: {self.defaults.said} cuts no pair unless told"
         tokens, why = lengths.of_program(
-            self.program, self.name, self.arguments, self.loader, by_trainer=cuts_itself, text=self.source.text
+            self.program,
+            self.name,
+            self.arguments,
+            self.loader,
+            by_trainer=(default or lengths.TRL_LENGTH) if cuts_itself else 0,
+            text=self.source.text,
         )
         if why:
             self.missing["seq_len_tokens"] = why

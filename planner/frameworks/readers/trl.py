@@ -31,7 +31,7 @@ def read(settings: Settings) -> ReadConfig:
         "objective": aim.name,
         **_kernels_and_loss(settings, aim, defaults),
         **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
-        **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
+        **({} if aim.rolls_out else _length(settings, aim, defaults)),
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
         "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
@@ -44,7 +44,7 @@ def read(settings: Settings) -> ReadConfig:
     if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
-        fields |= rollout_fields(settings, fields, aim.name)
+        fields |= rollout_fields(settings, fields, aim.name, defaults.version)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
@@ -53,6 +53,16 @@ def read(settings: Settings) -> ReadConfig:
         TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
         only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
+
+
+def _length(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
+    """The length of a sequence, which older trainers of preferences took otherwise where they are not told."""
+    default = pairs_length(aim, defaults)
+    if aim.supervised or default == 1024 or settings.has("max_length"):
+        return said(settings, TRL, "seq_len_tokens")
+    if not default:
+        settings.ask("seq_len_tokens", f": {defaults.said} cuts no pair unless told")
+    return {"seq_len_tokens": default or 1024}
 
 
 def _versions(settings: Settings, aim: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
@@ -94,7 +104,7 @@ def _kernels_and_loss(settings: Settings, aim: Objective, defaults: versions.Trl
         return found
     if aim.reference and settings.flag("precompute_ref_log_probs", False):
         found["precomputed_reference"] = True
-    return found | {"loss": loss_of(aim, defaults, settings.name)}
+    return found | loss_of(aim, defaults, settings)
 
 
 def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults) -> dict[str, Any]:
@@ -140,25 +150,42 @@ def _precision(
     return common.precision(settings, weights, autocast, method)
 
 
-def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
-    """The loss that TRL's trainer of an objective has.
+def loss_of(aim: Objective, defaults: versions.TrlDefaults, settings: Settings) -> dict[str, str]:
+    """The loss that TRL's trainer of an objective has, and the version where its step is another than today's.
 
     Raises:
-        NotPlanned: of a version whose trainer makes another step, or other log-probabilities of whole logits.
+        NotPlanned: of a version or with a setting whose step is not modelled.
     """
-    if not aim.supervised and defaults.version < versions.TRL_PREFERENCES_SINCE:
+    version, name = defaults.version, settings.name
+    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (aim.losses == ("full",) and version >= _since(aim)):
+        return {"loss": aim.losses[0]}
+    fused = next((key for key in ("use_liger_loss", "use_liger_kernel") if settings.flag(key, False)), "")
+    between = aim.name == "kto" and version >= versions.TRL_KTO_UNTIL
+    if version < _since(aim) or between or fused:
         raise NotPlanned(
-            f"{name} trains {aim.name} with {defaults.said}, whose step is another: not modelled",
+            f"{name} trains {aim.name} with {defaults.said}{f' and {fused}' * bool(fused)}, whose step is another: "
+            "not modelled",
             hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
         )
-    if aim.losses[0] == "chunked" and defaults.version < versions.TRL_FUSED_PREFERENCES_SINCE:
-        if "full" in aim.losses and defaults.version >= versions.TRL_WHOLE_PREFERENCES_SINCE:
-            return "full"
-        raise NotPlanned(
-            f"{name}: {defaults.said} computes {aim.name} on whole logits, which is not modelled",
-            hint="TRL 1.15 and newer are; plan trace runs other programs on a phantom GPU",
-        )
-    return aim.losses[0]
+    for key in BEYOND_PAIRS:
+        if settings.raw(key) not in (None, False):
+            settings.approximate(f"{key} of {defaults.said} is not counted")
+    return {"loss": "full", "trl_version": ".".join(map(str, version))}
+
+
+def _since(aim: Objective) -> tuple[int, ...]:
+    return versions.TRL_OF_OBJECTIVES_SINCE[aim.name]
+
+
+BEYOND_PAIRS = ("rpo_alpha", "use_weighting", "padding_free", "use_logits_to_keep", "sync_ref_model")
+"""Settings of older DPO trainers that add logits, or take some away."""
+
+
+def pairs_length(aim: Objective, defaults: versions.TrlDefaults) -> int:
+    """To how many tokens a trainer cuts that is not told; 0: to none."""
+    if aim.name == "kto" and defaults.version < (0, 14):
+        return 512
+    return 0 if aim.name == "dpo" and defaults.version < versions.TRL_CUTS_PAIRS_SINCE else 1024
 
 
 def sharded(settings: Settings) -> Layout:

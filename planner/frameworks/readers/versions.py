@@ -22,11 +22,27 @@ which it does not: the versions between are taken with 1.15."""
 
 TRL_FUSED_PREFERENCES_SINCE = (1, 15)
 """From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
-TRL_WHOLE_PREFERENCES_SINCE = (1, 14)
-"""From here on DPOTrainer's log-probabilities of whole logits are one kernel's, which is modelled; up to 1.9 they are
-taken row by row, and up to 1.3 of a copy of the logits."""
-TRL_PREFERENCES_SINCE = (0, 29)
-"""Before this TRL's trainers of preferences and rewards make another step than the one that is modelled."""
+TRL_OF_OBJECTIVES_SINCE = {
+    "dpo": (0, 12),
+    "kto": (0, 12),
+    "grpo": (0, 15),
+    "reward": (0, 29),
+    "orpo": (0, 29),
+    "rloo": (1, 15),
+}
+"""Objective -> the oldest TRL whose step is modelled (`SetupValues.log_probs`; GRPO's batch counted prompts before)."""
+TRL_KTO_UNTIL = (1, 6)
+"""From here on, up to the fused head, KTO keeps other parts of its whole logits, which is not modelled."""
+TRL_LOADS_REFERENCE = ((0, 29), (1, 15))
+"""From the one to the other DPO's own reference is loaded anew in float32 (1.14 does, 1.16 takes the policy's type)."""
+TRL_CUTS_PAIRS_SINCE = (0, 13)
+"""Before this DPO cuts nothing unless told (KTO: to 512 tokens before 0.14)."""
+TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
+"""Before this GRPO generates for each micro-batch by itself."""
+TRL_WITHOUT_KL_SINCE = (0, 19)
+"""Before this GRPO's `beta` is 0.04."""
+TRL_CUTS_PROMPTS_UNTIL = (0, 28)
+"""Before this GRPO cuts prompts to `max_prompt_length`, 512 tokens unless told."""
 TRL_NOT_REENTRANT_SINCE = (0, 27)
 """From here on TRL tells transformers 4 to checkpoint in the newer form (0.26 does not)."""
 TRL_PREPARES_KBIT_UNTIL = (0, 27)
