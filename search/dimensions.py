@@ -88,7 +88,9 @@ FIXED: dict[str, str] = {
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",
     "reentrant_checkpointing": "the stack's",
-    **dict.fromkeys(("transformers_version", "bitsandbytes_version", "trl_version"), "today's, which every launch file installs"),
+    **dict.fromkeys(
+        ("transformers_version", "bitsandbytes_version", "trl_version"), "today's, which every launch file installs"
+    ),
     "use_cache": "off, as every launch file sets it",
     "fsdp_version": "2, as every launch file sets it: 1 is what other people's runs may have",
 }

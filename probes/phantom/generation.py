@@ -105,17 +105,27 @@ def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, found: torch.Tens
 
 def _grow(outputs: Any, num_tokens: int) -> bool:
     """Makes the cache longer, layer by layer; False where it is of a kind that does not grow by whole sequences."""
-    from transformers.cache_utils import DynamicLayer
-
-    layers = getattr(getattr(outputs, "past_key_values", None), "layers", None)
-    if not layers or any(type(one) is not DynamicLayer for one in layers):
+    places = _places(getattr(outputs, "past_key_values", None))
+    if not places:
         return False
-    at = layers[0].keys.shape[-2]
+    at = places[0][0][places[0][1]].shape[-2]
     end = at + num_tokens
     while at < end:
         at = min(end, max(at + 1, int(at * _GROWTH)))
-        for layer in layers:
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                setattr(layer, name, old.new_empty((*old.shape[:-2], at, old.shape[-1])))
+        for owner, name in places:
+            old = owner[name]
+            owner[name] = old.new_empty((*old.shape[:-2], at, old.shape[-1]))
     return True
+
+
+def _places(cache: Any) -> list[tuple[Any, Any]]:
+    """Where a cache holds its keys and values (what holds them, by which name); none of one of another kind."""
+    from transformers import cache_utils
+
+    layers = getattr(cache, "layers", None)
+    if hasattr(cache_utils, "DynamicLayer"):
+        plain = layers and all(type(one) is cache_utils.DynamicLayer for one in layers)
+        return [(vars(one), name) for one in layers or () for name in ("keys", "values")] if plain else []
+    if type(cache) is not cache_utils.DynamicCache:  # transformers before 4.54: lists
+        return []
+    return [(kept, index) for kept in (cache.key_cache, cache.value_cache) for index in range(len(kept))]
