@@ -71,6 +71,7 @@ class Options(TypedDict, total=False):
     no_extra_packages: bool
     memory_gib: float
     headroom: float
+    host_memory: float
     dataset_tokens: int
     samples: int
     price: float

@@ -46,6 +46,8 @@ def request_words(workload: Workload, *, headroom_gib: float | None = None) -> l
         words += ["--headroom", f"{headroom_gib:g}"]
     elif workload.headroom_bytes != default_headroom_bytes(workload.memory_bytes):
         words += ["--headroom", _shortest(workload.headroom_bytes / GIB, _bytes)]
+    if workload.host_bytes:
+        words += ["--host-memory", _shortest(workload.host_bytes / GIB, _bytes)]
     if workload.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(workload.min_rank)]
     words += data_words(workload)

@@ -105,6 +105,9 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
     min_rank: Annotated[int | None, typer.Option(help="LoRA rank never falls below this.")] = None
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of a machine's memory: states go there where nothing fits otherwise.")
+    ] = None
     price: Annotated[float | None, typer.Option(help="US dollars per GPU hour.")] = None
     spot: Annotated[bool, typer.Option("--spot", help="Spot prices, of machines that may be taken back.")] = False
     lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
@@ -157,6 +160,7 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
             global_batch=self.global_batch,
             memory_gib=self.memory_gib,
             headroom_gib=self.headroom,
+            host_gib=self.host_memory,
             min_rank=self.min_rank,
             data=Data(epoch_tokens=self.dataset_tokens, num_samples=self.samples),
             price=self.price,

@@ -67,6 +67,7 @@ class Workload:
         cluster: the GPUs and their links; None: one GPU.
         memory_bytes: usable memory of one GPU (the table's, or what the user said).
         headroom_bytes: reserve that no plan may touch.
+        host_bytes: memory of a machine, 0 where nobody says.
         global_batch_seqs: sequences per optimizer step; constant while micro-batch and accumulation change.
         fixed: setup fields the user decided, name -> allowed values; fields not named are planned.
         min_rank: LoRA rank never falls below it; `min_rank_reason` says which rule gave it.
@@ -99,6 +100,7 @@ class Workload:
     learning_rate: float | None = None
     absent_packages: tuple[str, ...] = ()
     usual_length: bool = False
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

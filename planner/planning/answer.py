@@ -14,8 +14,10 @@ from planner.core.notes import found, risk, usual
 from planner.core.units import gib
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of
+from planner.memory.engines.host import assumed_host_bytes
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
+from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
@@ -143,7 +145,11 @@ def _nothing_fits(
         layouts = facts.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, kinds(workload, walked.values, layouts))
         raise _nothing_to_walk(workload, facts)
-    instead = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
+    instead = (
+        _with_packed_experts(workload, corrections, facts.known)
+        or _of_plain_copy(workload, corrections)
+        or _in_the_host(workload, corrections, facts.known)
+    )
     if instead is not None:
         return instead
     from planner.planning.decision.others import refusal  # a plan needs none
@@ -269,6 +275,26 @@ def _weights_alone_exceed(workload: Workload) -> bool:
     )
 
 
+def _in_the_host(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
+) -> Plan | None:
+    """The plan with states in the memory of one GPU's host, where it was said how much that has."""
+    if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
+        return None
+    fixed = {**workload.fixed, "offload": ("optimizer", "parameters")}
+    stateless = "SGD, the one optimizer without states: AdamW's do not find room in the host (--host-memory)"
+    for more, words in (({}, ""), ({"optimizer": ("sgd",)}, stateless)):
+        if more.keys() & workload.fixed.keys():
+            continue
+        with suppress(UsageError):
+            walked = _Walked.all(replace(workload, fixed={**fixed, **more}), corrections, known)
+            if walked.node is not None and walked.best is not None:
+                plan = _plan(walked, walked.node, walked.best)
+                note = "nothing fits on the card alone: states lie in its host"
+                return replace(plan, notes=(risk("; ".join(filter(None, (note, words)))), *plan.notes))
+    return None
+
+
 def _with_packed_experts(
     workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
 ) -> Plan | None:
@@ -277,6 +303,8 @@ def _with_packed_experts(
         with suppress(UsageError):
             walked = _Walked.all(request, corrections, known)
             if walked.node is not None and walked.best is not None:
+                if pinned_bytes(workload.model, walked.best.setup) > assumed_host_bytes(workload):
+                    continue
                 plan = _plan(walked, walked.node, walked.best)
                 return replace(plan, notes=(risk(PACKING[request.targets[0]]), *plan.notes))
     return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
+from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
 from planner.models.spec import ModelSpec
@@ -36,6 +37,7 @@ class PlanRequest:
         seq_len: tokens per sequence.
         global_batch: sequences per optimizer step.
         memory_gib, headroom_gib: usable memory of a GPU, and the reserve in it that no plan may touch.
+        host_gib: memory of a machine.
         min_rank: LoRA rank never falls below it.
         data: what is known of the data: its numbers, or what was read from a file.
         price: US dollars per GPU hour; spot: where none is given, of machines that may be taken back.
@@ -48,6 +50,7 @@ class PlanRequest:
     global_batch: int | None = None
     memory_gib: float | None = None
     headroom_gib: float | None = None
+    host_gib: float | None = None
     min_rank: int | None = None
     data: Data = NO_DATA
     price: float | None = None
@@ -81,6 +84,7 @@ class PlanRequest:
             gpu=gpu,
             memory_bytes=memory,
             headroom_bytes=headroom,
+            host_bytes=int((between("host-memory", self.host_gib, 100_000, "64") or 0) * GIB),
             seq_len_tokens=seq_len_tokens,
             global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1, seq_len_tokens),
             fixed=dict(fixed),

@@ -116,3 +116,24 @@ def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pyte
 def test_what_one_gpu_cannot_do_is_still_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpt2", "--gpu", "t4", "--no-dry-run", *words]) == 2
     assert "needs more than one GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "optimizer"), [("64", "sgd"), ("128", "adamw-fused")])
+def test_a_host_of_known_size_takes_what_the_card_does_not(
+    host: str, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8B whole on 24 GB: AdamW's 16-bit states and weights are 59.8 GiB, of which 90 % of 64 do not hold."""
+    words = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--method", "full", "--no-dry-run", "--no-history"]
+    assert run([*words, "--host-memory", host, "--json=full"]) == 0
+    setup = json.loads(capsys.readouterr().out)["chosen"]["setup"]
+    assert (setup["offload"], setup["optimizer"]) == ("parameters", optimizer)
+
+
+def test_a_refusal_ends_with_a_larger_host_and_a_rented_card(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["Qwen/Qwen3-235B-A22B", "--gpu", "rtx-4090", "--samples", "5000", "--no-dry-run", "--no-history"]
+    assert run([*words, "--json=full"]) == 1
+    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
+    assert any(one.startswith("--host-memory 177: ") for one in actions)
+    assert run(["meta-llama/Llama-3.1-8B", *words[1:], "--method", "full", "--json=full"]) == 1
+    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
+    assert any("rented at $" in one and "for the job" in one for one in actions)

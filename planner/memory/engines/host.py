@@ -25,8 +25,14 @@ def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> 
     return -(-total // num_nodes)
 
 
+HOST_SHARE = 0.9
+"""Of a machine's memory, what states may take; the rest is the system's, the loader's and pinned buffers'. Judged."""
+
+
 def assumed_host_bytes(workload: Workload) -> int:
-    """Host memory that a node of this workload is taken to have."""
+    """Host memory that states may take on a node of this workload."""
+    if workload.host_bytes:
+        return int(HOST_SHARE * workload.host_bytes)
     per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1
     return HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes
 

@@ -348,16 +348,17 @@ def add_layouts(
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
     points: Iterable[Point] = walk(workload, values, chosen, facts.known, limits.fitting_bytes)
-    if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
+    limited = workload.host_bytes or "offload" not in workload.fixed
+    if limited and any(one.stage == "offload" for one in chosen):
         points = _that_hosts_hold(workload, facts, points)
     collect_into(corrected(points, limits), limits, facts.of)
     _note_refusals(workload, values, facts, chosen)
 
 
 def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
-    """The points whose offloaded states a usual host can hold; the others are refused with their bytes.
+    """The points whose offloaded states the host can hold, or a usual one; the others are refused with their bytes.
 
-    Who asks for offloading (--offload) knows the machine: nothing is left out then.
+    Who asks for offloading (--offload) and says nothing of the machine knows it: nothing is left out then.
     """
     from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node  # one GPU never needs it
 
@@ -372,7 +373,7 @@ def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Po
         facts.too_large_for_hosts.setdefault(layout_key(point.shared), need)
         reason = (
             f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
-            "(--offload says that yours holds more)"
+            "(--host-memory says how much yours has)"
         )
         facts.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
 

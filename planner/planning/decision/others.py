@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import ceil
 from typing import Any
 
 from planner.core.errors import PlannerError, SetupError, UsageError
-from planner.core.units import gib
+from planner.core.units import GIB, gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import all_gpus
+from planner.hardware.prices import price_per_hour
+from planner.memory.attention_kernels import has_expert_stacks
+from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.options.stacks import DEFAULT
@@ -26,6 +30,7 @@ from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, Spa
 from planner.planning.predict import device_peak_bytes
 from planner.planning.runs import UNFUSED, same_kernels
 from planner.planning.space import branches, dimension_values, offloading_matters, own_layers
+from planner.planning.useful import job_s
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.allowed import METHODS
 from planner.setup.outcome import Candidate
@@ -239,6 +244,7 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
     yield from _relaxed(workload, nearest)
     yield from _by_another_program(workload, nearest)
     yield from _offloaded(workload, nearest)
+    yield from _streamed(workload, nearest)
     yield from _smaller_batch(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
@@ -301,6 +307,25 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         yield Remedy(action=f"--offload {offload}: {words}", saves_bytes=saved, fits=True)
 
 
+def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """A mixture with its experts in 4 bits in the memory of a larger host than is known of."""
+    if workload.num_gpus > 1 or workload.targets or not has_expert_stacks(workload.model):
+        return
+    if {"quantize_experts", "offload"} & set(workload.fixed):
+        return
+    from planner.memory.engines.host import HOST_SHARE  # seldom needed
+
+    request = replace(workload, targets=("loggetta",), fixed={**workload.fixed, "quantize_experts": (True,)})
+    with suppress(UsageError):
+        for node, point in best_points(request).items():
+            if point is not None:
+                need = pinned_bytes(workload.model, point.setup) / HOST_SHARE
+                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                words = f"{node.words} beside experts of 4 bits there fits at {point.tokens_per_s:,.0f} tokens/s"
+                yield Remedy(action=f"--host-memory {ceil(need / GIB)}: {words}", saves_bytes=saved, fits=True)
+                return
+
+
 def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The longest sequence length (a multiple of 64) at which the setup fits."""
     most = workload.seq_len_tokens // 64
@@ -353,15 +378,28 @@ def _larger_host(facts: WalkResults) -> Iterator[Remedy]:
 
 
 def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The smallest GPU of the table on which the setup fits."""
-    share = workload.headroom_bytes / workload.memory_bytes
+    """The smallest GPU of the table on which the setup fits, and the one that is cheapest to rent for the job."""
+    share, rented = workload.headroom_bytes / workload.memory_bytes, []
+    first = True
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
             continue
-        if device_peak_bytes(workload.model, gpu, nearest.setup) <= gpu.memory_bytes * (1 - share):
-            saved = gpu.memory_bytes - workload.memory_bytes
+        if device_peak_bytes(workload.model, gpu, nearest.setup) > gpu.memory_bytes * (1 - share):
+            continue
+        saved = gpu.memory_bytes - workload.memory_bytes
+        if first:
             yield Remedy(action=f"--gpu {gpu.key}", saves_bytes=saved, fits=True)
-            return
+            first = False
+        if workload.num_gpus == 1 and (price := price_per_hour(gpu.key)) is not None:
+            there = replace(workload, gpu=gpu, memory_bytes=gpu.memory_bytes, price_per_hour=price[0])
+            step_s = candidate(there, nearest.setup).formula.step_time_s or 0.0
+            rented.append((step_s * price[0] / 3600, gpu.key, price, saved, there))
+    if rented:
+        step_usd, key, (hourly, source, _), saved, there = min(rented, key=lambda one: one[:2])
+        hours = job_s(there, candidate(there, nearest.setup))
+        cost = f"${step_usd:.3g} a step" if hours is None else f"${hourly * hours / 3600:,.2f} for the job"
+        action = f"--gpu {key}, rented at ${hourly:.2f} an hour ({source}): {cost}"
+        yield Remedy(action=action, saves_bytes=saved, fits=True)
 
 
 def _smaller_model(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
