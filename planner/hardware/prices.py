@@ -17,9 +17,14 @@ class Price:
 
     Attributes:
         kind: "on-demand ...", "spot", or of a marketplace.
-        network: what joins several machines of this very offer, a key of the links; "" where none is known. Sources:
-            the providers' pages of p4d, p4de, p5, p5en, p6-b200 (AWS), ND A100 v4, ND MI300X v5 (Azure),
-            BM.GPU.A100-v2.8 (Oracle), HGX H100, H200, B200 (CoreWeave, Nebius).
+        network: what joins several machines of this very offer, a key of the links; "" where none is known. Sources (of
+            2026-11-29): EC2 user guide, p5-efa (3,200 of p5, p5e; 400 of p4d, p4de and 3,200 of p5en, p6-b200 by its
+            instance tables); MicrosoftDocs/azure-docs nd-mi300x-v5-series.md (8 x 400), learn.microsoft.com
+            nda100-v4-series (8 x 200); blogs.oracle.com superclusters-rdma-high-performance (1,600 of 8 A100);
+            docs.skypilot.co coreweave_infiniband (455 GB/s measured between two machines of 8 H200);
+            mlcommons/inference_results_v6.0 nebius_b200_n1.json (8 x 400), drmysore/nebius-h100-16gpu-benchmark (435
+            GB/s between two of 8 H100; Nebius says 400 Gbit/s a GPU of all its Quantum-2 hosts). CoreWeave's H100 and
+            B200 stand without: no page found says.
     """
 
     gpu_key: str

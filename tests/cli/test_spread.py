@@ -479,8 +479,8 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
 @pytest.mark.parametrize(
     ("card", "interconnect", "spot", "expected"),
     [
-        ("h100-sxm", None, False, (6.155, "CoreWeave, on-demand, machines joined by ib-3200, 2026-10-10")),
-        ("h100-sxm", "efa-400", True, (2.4638, "CoreWeave, spot, machines joined by ib-3200, 2026-10-10")),
+        ("h100-sxm", None, False, (4.5, "Nebius, on-demand, machines joined by ib-3200, 2026-10-10")),
+        ("h200", "efa-400", True, (2.6162, "CoreWeave, spot, machines joined by ib-3200, 2026-10-10")),
         ("a100-80gb", "ib-3200", False, (None, "")),
         ("rtx-pro-6000-blackwell", None, False, (None, "")),
     ],

@@ -429,7 +429,7 @@ def test_a_marketplace_s_lowest_ask_counts_only_where_nobody_rents_on_demand() -
 
 
 def test_spot_is_apart_and_a_clusters_price_and_network_are_of_one_offer() -> None:
-    """Golden: CoreWeave and Google on 10 October; of H100 with a network Nebius 4.5, CoreWeave 6.155, AWS 6.88."""
+    """Golden: CoreWeave and Google on 10 October; of H100 with a known network Nebius 4.5, AWS 6.88."""
     spot = price_per_hour("h100-sxm", spot=True)
     words = "median of 2 spot prices, 2.46 to 6.29 USD (CoreWeave, Google Cloud us-central1)"
     assert spot == (pytest.approx((2.4638 + 6.2894) / 2, abs=1e-4), words, "2026-10-10")
@@ -437,10 +437,10 @@ def test_spot_is_apart_and_a_clusters_price_and_network_are_of_one_offer() -> No
     offer, slower, cheap = (
         cluster_offer("h100-sxm"),
         cluster_offer("a100-80gb", least_bytes_per_s=200e9),
-        cluster_offer("h100-sxm", spot=True),
+        cluster_offer("h200", spot=True),
     )
     assert [one and (one.provider, one.network) for one in (offer, slower, cheap)] == [
-        ("CoreWeave", "ib-3200"), ("Oracle", "roce-1600"), ("CoreWeave", "ib-3200"),
+        ("Nebius", "ib-3200"), ("Oracle", "roce-1600"), ("CoreWeave", "ib-3200"),
     ]  # fmt: skip
     assert cluster_offer("rtx-pro-6000-blackwell") is None
     assert cluster_offer("a100-80gb", least_bytes_per_s=400e9) is None
