@@ -11,7 +11,7 @@ from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.sound import WITH_SOUND, WITH_TWO_HALVES
 from planner.setup import TrainSetup
-from planner.setup.allowed import XFORMERS
+from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.packages import CHUNKED_TYPES, DELTA
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
@@ -141,6 +141,9 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
     """Why an attention implementation of a setup cannot train this model on any card, "" where it can."""
     if attention == "flash-attention-2":
         return flash_refusal(model)
+    if attention == FLEX:
+        sinks = any(one.sinks for one in _attentions(model))
+        return "" if sinks else f"FlexAttention is planned for attention sinks, which {model.model_type} has not"
     if attention == XFORMERS:
         return "" if model.model_type in XFORMERS_TYPES else f"xformers was read with no class of {model.model_type}"
     if attention not in model.attentions:
@@ -191,6 +194,10 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return f"{KERNELS[setup.kernels].words} are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
+    if setup.attention == FLEX and not gpu.flash_attention_2:
+        return (
+            f"FlexAttention's kernels are planned on NVIDIA's and AMD's cards with flash attention, not on {gpu.name}"
+        )
     if setup.attention == XFORMERS and (gpu.vendor != "NVIDIA" or gpu.flash_attention_2):
         return f"xformers is planned on NVIDIA's cards before Ampere; {gpu.name} has SDPA's faster kernels"
     return ""
@@ -257,12 +264,12 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
         masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
-    xformers gets the samples' lengths instead.
+    xformers gets the samples' lengths instead, FlexAttention which blocks to skip.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
     """
-    if setup.attention == XFORMERS:
+    if setup.attention in (XFORMERS, FLEX):
         return False
     pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
     traced = setup.compiled and setup.trainer.traces_masks
@@ -328,6 +335,8 @@ def attention_kernel(
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == XFORMERS:
         return "efficient"
+    if setup.attention == FLEX:
+        return "flash"
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
     return _sdpa_kernel(model, setup, attention_generation(gpu), attention, qkv_dtype)

@@ -36,6 +36,7 @@ from planner.models.earlier import has_expert_modules
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 from planner.models.targets import adapts_expert_stacks
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX
 
 # Activations: what autograd keeps of one layer for its backward, term by term, as the real modules do it.
 
@@ -113,7 +114,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     beside fp32 copies of q, k, v.
 
     Source: Dao 2023, FlashAttention-2, section 3.1, https://arxiv.org/abs/2307.08691; transformers 5.23
-    `eager_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
+    `eager_attention_forward`, `flex_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
     Shapes: scores [seqs, heads, tokens, keys].
     """
     tokens = context.tokens
@@ -135,6 +136,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
+        if context.setup.attention == FLEX:
+            kept += tokens * value_width  # the output before the sinks' share is taken off, and after it
         return size * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)

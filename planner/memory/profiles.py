@@ -24,7 +24,7 @@ from planner.memory.workspace import communicator_bytes, context_bytes, cublas_w
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.setup import OF_OTHERS, TrainSetup
-from planner.setup.allowed import XFORMERS
+from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
 
 # `StepProfile`: the memory of one structure of training step, compiled from runs of the real step (`probes.tracing`).
@@ -294,7 +294,9 @@ def profiled_kind(setup: TrainSetup) -> bool:
     objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
     """
     known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
-    plain = setup.alone and known and setup.images is None and not setup.compile and setup.attention != XFORMERS
+    plain = (
+        setup.alone and known and setup.images is None and not setup.compile and setup.attention not in (XFORMERS, FLEX)
+    )
     plain = plain and not (any(_LATER(setup)) and setup.computed_otherwise)
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
 

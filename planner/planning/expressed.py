@@ -13,7 +13,7 @@ from planner.core.errors import NotExpressed, SetupError, UsageError
 from planner.core.notes import found
 from planner.frameworks.tools.field import changed_fields
 from planner.memory.workload import Workload
-from planner.options.stacks import written_by
+from planner.options.stacks import TARGET_ROWS, written_by
 from planner.setup import TrainSetup
 
 CONFIGS = ("accelerate", "deepspeed")
@@ -97,7 +97,8 @@ def writers(workload: Workload) -> list[str]:
 
 
 def unwritten(workload: Workload, setup: TrainSetup) -> str:
-    """Why no target runs such a setup as it is, what most of them say; "" where one does or targets were named."""
+    """Why no target runs such a setup as it is, what the setup's own says or most of them do; "" where one does or
+    targets were named."""
     reasons: Counter[str] = Counter()
     for target in writers(workload) if not workload.targets else ():
         runs = as_run(target, setup, workload)
@@ -106,7 +107,7 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
             if not otherwise:
                 return ""
             runs = f"{target} has another {', '.join(otherwise)}"
-        reasons[runs] += 1
+        reasons[runs] += 1 if target != setup.stack else len(TARGET_ROWS)
     return reasons.most_common(1)[0][0] if reasons else ""
 
 

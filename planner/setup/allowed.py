@@ -35,7 +35,9 @@ form for padded ones hands transformers 5's `_upad_input` one argument too few).
 
 Source: axolotl@067b021 docs/attention.qmd; src/axolotl/monkeypatch/attention/xformers.py.
 """
-ATTENTIONS = ("eager", "sdpa", "flash-attention-2", XFORMERS)
+FLEX = "flex-attention"
+"""transformers' FlexAttention, for models with attention sinks alone: others have SDPA's kernels."""
+ATTENTIONS = ("eager", "sdpa", "flash-attention-2", XFORMERS, FLEX)
 LOSSES = tuple(_LOSSES)
 KERNEL_FAMILIES = tuple(_KERNELS)
 LINEAR_ATTENTIONS = ("torch", "fla")
@@ -196,6 +198,8 @@ def _check_base(setup: SetupValues) -> None:
             "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
             hint="use --attention sdpa, or a 16-bit precision",
         )
+    if setup.attention == FLEX and (setup.compile or setup.context_degree > 1):
+        raise SetupError("flex-attention compiles itself, and is planned on whole sequences without torch.compile")
     if setup.attention == XFORMERS:
         if setup.stack != "axolotl" or not setup.packing or setup.compute_dtype != "fp16":
             raise SetupError(

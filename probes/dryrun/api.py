@@ -13,7 +13,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import unknown_mixers, with_evidence
 from planner.planning.run_speed import with_run_speed
 from planner.setup import TrainSetup
-from planner.setup.allowed import XFORMERS
+from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import cache
 from probes.dryrun.ahead import reported
@@ -165,8 +165,8 @@ def report_for_config(
 
 
 def _refusal(setup: TrainSetup) -> str:
-    if setup.attention == XFORMERS:
-        return "xformers' kernel is no operation of torch, which a dry run follows"
+    if setup.attention in (XFORMERS, FLEX):
+        return f"the kernel of {setup.attention} is no operation of torch, which a dry run follows"
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
     if setup.computed_otherwise:

@@ -141,7 +141,7 @@ def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
             "lora_targets": dice.choice(("attention", "all-linear", ("q_proj", "v_proj"))),
             "lora_dropout": dice.choice((0.0, 0.1)),
             "optimizer": dice.choice(OPTIMIZERS),
-            "attention": dice.choice(ATTENTIONS),
+            "attention": dice.choice(ATTENTIONS[:3]),
             "checkpointing": dice.choice((0, 1, 1, 3)),
             "loss": dice.choice(LOSSES),
             "micro_batch_seqs": dice.choice((1, 2, 8)),

@@ -17,6 +17,8 @@ from planner.memory.attention_kernels import (
 )
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import dimension_values
@@ -201,4 +203,20 @@ def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
     assert own.tokens_per_s > masked.tokens_per_s
     files = EXPORTERS["axolotl"](request(by_xformers, model=model)).files
     assert any("attn_implementation: xformers" in file.text for file in files)
-    assert "Axolotl alone" in EXPORTERS["trl"](request(by_xformers, model=model)).refused
+    assert "axolotl alone" in EXPORTERS["trl"](request(by_xformers, model=model)).refused
+
+
+def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
+    """Unsloth publishes for LoRA of gpt-oss-20b on 80 GB: about 9K tokens by eager attention, 60K by FlexAttention."""
+    gpt_oss, gpu = load("openai/gpt-oss-20b"), find_gpu("h100-sxm")
+    fixed = {"attention": ("flex-attention",)}
+    long = plan_workload(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
+    assert isinstance(long, Plan)
+    assert long.chosen.setup.attention == "flex-attention"
+    refused = plan_workload(PlanRequest(seq_len=16_384).workload(gpt_oss, gpu))
+    assert isinstance(refused, NoPlan)
+    assert "--attention flex-attention" in refused.remedies[0].action
+    with pytest.raises(UsageError, match="attention sinks"):
+        plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/llama-3.1-8b"), gpu))
+    launch = EXPORTERS["hf"](request(long.chosen.setup, model=gpt_oss))
+    assert any("flex_attention" in file.text for file in launch.files)

@@ -24,7 +24,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import IMAGE_TARGETS
 from planner.options.stacks import STACKS, TARGET_ROWS
 from planner.setup import TrainSetup
-from planner.setup.allowed import EXPERT_TARGETS, XFORMERS
+from planner.setup.allowed import EXPERT_TARGETS, FLEX, XFORMERS
 
 Exporter = Callable[[ExportRequest], Launch]
 """A target's files for one request: the same text for the same request, always."""
@@ -56,8 +56,8 @@ class Target:
         grouped = self.name in STACKS and STACKS[self.name].grouped_experts
         if (setup.lora_targets == EXPERT_TARGETS or setup.trainer.grouped_experts) and not grouped:
             return "adapters beside experts in 4 bits, or in the host's memory, are Loggetta's: use --target loggetta"
-        if setup.attention == XFORMERS and self.name != "axolotl":
-            return "xformers attention is planned for Axolotl alone"
+        if self.name not in OF_TARGETS.get(setup.attention, (self.name,)):
+            return f"{setup.attention} is planned for {' and '.join(OF_TARGETS[setup.attention])} alone"
         if self.name not in setup.aim.targets:
             others = ", ".join(setup.aim.targets)
             return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"
@@ -113,6 +113,8 @@ class Target:
         return Launch(target=self.name, differences=found, validated_with=tested, **parts)
 
 
+OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}
+"""Attentions that not every target has -> those for which they are planned."""
 NEEDS_TRITON = ("unsloth",)
 
 

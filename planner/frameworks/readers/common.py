@@ -9,7 +9,7 @@ from planner.core.errors import ConfigError, SetupError
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
 from planner.frameworks.readers.values import Settings
-from planner.memory.attention_kernels import default_attention
+from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.states import trained_parameters
 from planner.memory.traits import ENCODERS
 from planner.models.encoders import SEEING
@@ -22,7 +22,7 @@ from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.options.precisions import PRECISIONS as PRECISION_ROWS
 from planner.options.precisions import precision_of
 from planner.setup import TrainSetup
-from planner.setup.allowed import SAVED_MODULES
+from planner.setup.allowed import FLEX, SAVED_MODULES
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
 STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
@@ -105,6 +105,8 @@ def attention(settings: Settings, key: str) -> str:
     if name not in ATTENTIONS:
         settings.approximate(f"attention {name!r} has no memory model of its own: counted as sdpa")
         return "sdpa"
+    if name == "flex_attention" and settings.model is not None and not attention_refusal(settings.model, FLEX):
+        return FLEX
     if ATTENTIONS[name].replace("-", "_") != name:
         settings.assume(f"attention {name} is counted as {ATTENTIONS[name]}")
     return ATTENTIONS[name]

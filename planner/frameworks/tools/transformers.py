@@ -7,10 +7,11 @@ from typing import Any
 from planner.frameworks.tools.field import Field, Tool
 from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX
 
 OPTIMIZERS = {name: row.transformers for name, row in ROWS.items()}
 """transformers' `OptimizerNames`. "adamw_torch" is PyTorch's default, the foreach form."""
-ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
+ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2", FLEX: "flex_attention"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -13,7 +13,7 @@ from planner.core.units import GIB, gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import all_gpus
 from planner.hardware.prices import price_per_hour
-from planner.memory.attention_kernels import has_expert_stacks
+from planner.memory.attention_kernels import attention_refusal, has_expert_stacks, missing_kernels
 from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
@@ -32,7 +32,7 @@ from planner.planning.runs import UNFUSED, same_kernels
 from planner.planning.space import branches, dimension_values, offloading_matters, own_layers
 from planner.planning.useful import job_s
 from planner.setup import LAYOUT_FIELDS, TrainSetup
-from planner.setup.allowed import METHODS
+from planner.setup.allowed import FLEX, METHODS
 from planner.setup.outcome import Candidate
 
 # What stands beside the chosen setup of a plan.
@@ -64,6 +64,10 @@ def _of_one_layout(
 ) -> tuple[Alternative, ...]:
     """Other methods, ranks, checkpointing and micro-batches."""
     offered: dict[TrainSetup, str] = {}
+    if chosen.setup.attention == "eager":
+        flexible = chosen.setup.replace_trusted(attention=FLEX, compile=False)
+        if not missing_kernels(workload.model, workload.gpu, flexible):
+            offered[flexible] = "by FlexAttention"
     for label, setup in _offers(chosen.setup, node, facts):
         if setup != chosen.setup:
             offered.setdefault(setup, label)
@@ -242,7 +246,7 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
-    yield from _by_another_program(workload, nearest)
+    yield from _unasked(workload, nearest)
     yield from _offloaded(workload, nearest)
     yield from _streamed(workload, nearest)
     yield from _smaller_batch(workload, nearest)
@@ -273,18 +277,21 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
                 return
 
 
-def _by_another_program(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The first of the programs that no plan takes unasked by which something fits on one GPU."""
+def _unasked(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The first by which something fits on one GPU of what no plan takes unasked: FlexAttention, and programs."""
     if workload.targets or workload.num_gpus > 1:
         return
-    for name in workload.aim.targets:
+    requests = [(f"--target {name}", replace(workload, targets=(name,))) for name in workload.aim.targets]
+    requests = [one for one in requests if taken_when_asked(one[1].targets[0])]
+    if "attention" not in workload.fixed and not attention_refusal(workload.model, FLEX):
+        requests.insert(0, (f"--attention {FLEX}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)})))
+    for words, request in requests:
         with suppress(UsageError):  # it expresses nothing that the options allow
-            found = best_points(replace(workload, targets=(name,))) if taken_when_asked(name) else {}
-            for node, point in found.items():
+            for node, point in best_points(request).items():
                 if point is not None:
                     saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                    words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s"
-                    yield Remedy(action=f"--target {name}: {words}", saves_bytes=saved, fits=True)
+                    action = f"{words}: {node.words} fits at {point.tokens_per_s:,.0f} tokens/s"
+                    yield Remedy(action=action, saves_bytes=saved, fits=True)
                     return
 
 

@@ -17,6 +17,7 @@ from planner.options.kernels import parts_of
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX
 from planner.speed.roofline.calibration import Calibration, Constants
 from planner.speed.roofline.counts import (
     SINGLE_LOGIT,
@@ -53,6 +54,12 @@ CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
 Source: "1.7-2.3x faster for training shapes", the least of it (github.com/huggingface/transformers/pull/48163; on
 Ampere it is slower, on Ada alike). As fast as flash-attention 3: 631 and 632 TFLOP/s forward on an H100 (pytorch issue
 142132).
+"""
+FLEX_SHARE = 0.87
+"""FlexAttention's rate over flash attention 2's: 0.90 forward, 0.85 backward. No training of sinks was compared.
+
+Source: "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention", 2024,
+pytorch.org/blog/flexattention.
 """
 FLASH_2_ON_BLACKWELL = 0.35
 """Rate of flash-attention 2 on a B200, as a share of what attention reaches there otherwise: its kernels are Ampere's
@@ -342,6 +349,8 @@ class SpeedModel:
         share = 1.0 if kernel == "flash" else EFFICIENT
         if cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
             share = CUDNN_ON_HOPPER if self.gpu.arch == "Hopper" else 1.0
+        if setup.attention == FLEX:
+            share = FLEX_SHARE
         if setup.attention == "flash-attention-2" and (self.gpu.compute_capability or (0, 0))[0] == 10:
             share = FLASH_2_ON_BLACKWELL
         return share * (self.constants.flash_1_share if self.conditions.flash_1 else 1.0)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.options.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX
 from planner.speed.roofline.family import Family, family_of
 from planner.speed.roofline.model import SpeedModel
 from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, collated_s
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from planner.speed.roofline.encoders import EncoderTime
     from planner.speed.roofline.rollout import Generation
 
-EXPERTS_BAND = 0.5
-"""Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
+UNCOMPARED_BAND = 0.5
+"""Half-width of the band of speeds with experts in 4 bits, or by FlexAttention. Judgement: no run of it is known."""
 STREAMED_BAND = 1.1
 """Of experts that come from the host's memory: 1.6 and 2.1 times as long as said on links of half the rate taken
 (`python -m benchmarks.streamed_experts`)."""
@@ -226,8 +227,8 @@ class ThroughputProfile:
         setup, speed = self._setup, self._speed
         card = speed.calibration.band_for(speed.gpu)
         band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
-        experts = STREAMED_BAND if setup.trainer.streams_experts else EXPERTS_BAND
-        return max(band, experts if setup.quantize_experts else 0.0, slow_host)
+        judged = STREAMED_BAND if setup.trainer.streams_experts else UNCOMPARED_BAND
+        return max(band, judged if setup.quantize_experts or setup.attention == FLEX else 0.0, slow_host)
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
         """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
@@ -257,6 +258,10 @@ class ThroughputProfile:
             notes.append("Every micro-batch fetches the experts twice over PCIe, which a slower slot shows.")
         elif self._setup.quantize_experts:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
+        if self._setup.attention == FLEX:
+            notes.append(
+                "No run by FlexAttention has been compared: its rate is PyTorch's own, beside flash attention's."
+            )
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes
