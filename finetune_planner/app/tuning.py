@@ -70,6 +70,7 @@ class Tuning:
         store, corrections: files of measurements and of what was learned on several GPUs; None: the user's.
         device: the first one to probe on; None: this machine's first. "cpu" rehearses: what it measures is no fact
             about the plan's GPU, which keeps its prediction.
+        slurm, partition: each probe is a cluster's job, its files in this folder; None: on this machine.
         started_s: of `time.monotonic`, when the budget's seconds begin to count.
     """
 
@@ -81,6 +82,8 @@ class Tuning:
     store: Path | None = None
     corrections: Path | None = None
     device: str | None = None
+    slurm: Path | None = None
+    partition: str | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     def limits(self) -> "Budget":
@@ -168,7 +171,10 @@ def _prober(
 ) -> "AbstractContextManager[Evaluate]":
     from probes.gpu.request import Limits
 
-    devices = machine.job_devices(how.device, workload.num_gpus)
+    here = how.slurm is None
+    devices = (
+        machine.job_devices(how.device, workload.num_gpus) if here else machine.pick_devices(how.device or "cuda:0")
+    )
     gpu = None if how.rehearses else workload.gpu
     usual, left_s = Limits(), how.ends_at - how.started_s
     slow = {"limits": replace(usual, time_s=max(usual.time_s, left_s))} if how.rehearses else {}
@@ -177,7 +183,7 @@ def _prober(
         workload.model,
         gpu,
         store=how.store,
-        executor={"on_progress": line.event},
+        executor={"slurm": how.slurm, "partition": how.partition, "on_progress": line.event},
         ends_at=how.ends_at,
         least_s=least_s,
         **slow,

@@ -49,6 +49,8 @@ class SearchOptions:
     study: Annotated[
         str | None, typer.Option(help="Name of the study: workers that share it work together. Default: plan.")
     ] = None
+    slurm: options.Slurm = None
+    partition: options.Partition = None
 
     def tuning(self, *, out: Path | None, store: Path | None, device: str | None, dry_run: bool) -> Tuning:
         """How the search goes; its study lies beside the plan where nothing else is said."""
@@ -64,6 +66,8 @@ class SearchOptions:
             study=self.study,
             store=store,
             device=device,
+            slurm=self.slurm,
+            partition=self.partition,
         )
 
 
@@ -84,7 +88,8 @@ def tune(
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
-    """Search with GPU probes for the fastest setup that fits, on one GPU of this machine or on several (--gpus).
+    """Search with GPU probes for the fastest setup that fits, on one GPU of this machine or on several (--gpus), or as
+    jobs of a cluster (--slurm).
 
     Call it again to go on where it stopped.
     """
@@ -93,6 +98,8 @@ def tune(
     request.fixed()  # what the flags alone contradict is said before anything is looked up
     if confirm_run and out is None:
         raise UsageError("--confirm-run runs a launch file", hint="add --out DIR")
+    if how.slurm is not None and gpu == "local":
+        raise UsageError("--slurm probes on a card that is not here", hint="name it: --gpu NAME")
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
     ends_at = tuning.ends_at
     if confirm_run and tuning.budget is not None and tuning.budget.seconds is not None:

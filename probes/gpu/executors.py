@@ -242,6 +242,7 @@ class SubmititExecutor(Executor):
             if not job.done():
                 job.cancel(check=False)
         self._watchers.shutdown(wait=True, cancel_futures=True)
+        self._jobs.clear()  # submitit's local jobs complain where the interpreter ends before them
 
     def _wait(self, job: Any, request: ProbeRequest) -> Outcome:
         while not job.done():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from finetune_planner.cli.app import run
+from planner.core.errors import EnvironmentProblem
 from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
@@ -133,3 +134,31 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
     assert "this machine cannot measure: torch finds no usable driver" in capsys.readouterr().err
     assert len(asked) == 1
     assert Store(store).records() == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_search_probes_as_jobs_of_a_cluster(
+    device: str | None, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This machine's GPUs are not asked for: the job gets its node's first one."""
+    made: list[tuple[Path, object]] = []
+
+    class Jobs:
+        def __init__(self, folder: Path, *, parameters: object) -> None:
+            made.append((folder, parameters))
+
+        def environment(self, device: str, gpu_key: str | None) -> None:
+            raise EnvironmentProblem(f"no job on {device} of {gpu_key}")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("probes.gpu.executors.SubmititExecutor", Jobs)
+    words = ["tune", tiny, "--seq-len", "32", "--global-batch", "4", "--method", "lora", "--no-dry-run"]
+    words += ["--slurm", str(tmp_path), "--partition", "gpu", "--store", str(tmp_path / "s.jsonl")]
+    assert run(words) == 2
+    assert "--gpu NAME" in capsys.readouterr().err
+    assert run([*words, "--gpu", "rtx-4090", *(["--device", device] if device else [])]) == 3
+    told = "no job on cpu of None" if device else "no job on cuda:0 of rtx-4090"
+    assert told in capsys.readouterr().err
+    assert made == [(tmp_path, {"slurm_partition": "gpu"})]
