@@ -124,6 +124,8 @@ def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainS
                 fields["lora_rank"] = draw.choice(RANKS)
             fields |= {"seq_len_tokens": draw.choice(SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
             model, gpu = draw.choice(models), draw.choice(list(CAPABILITIES))
+            if specs[model].reads_both_ways:
+                fields |= {"objective": "classification", "loss": "full", "stack": "hf"}
             if parts:
                 fields = with_parts(draw, fields, specs[model])
             try:

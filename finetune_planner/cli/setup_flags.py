@@ -256,6 +256,7 @@ FORMULA_ALONE = (
     Flag(of="lora_dropout", help="Share of the adapters' inputs that is dropped"),
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
     Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
+    Flag(of="fsdp_version", help="1: the older FSDP beside --parallel fsdp2, whose hooks keep layers' inputs"),
     Flag(
         of="reentrant_checkpointing",
         name="reentrant",

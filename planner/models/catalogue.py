@@ -1,4 +1,4 @@
-"""The built-in catalogue: 180 configurations with sourced counts, found by hub id or alias, offline and at once.
+"""The built-in catalogue: 204 configurations with sourced counts, found by hub id or alias, offline and at once.
 
 `planner/data/models.jsonl` holds one model per line with its lower-case names first; a lookup scans the text for the
 name and parses only the line it stands in.

@@ -31,6 +31,13 @@ LACKING = ("checkpointing", "bare-head", "encoder", "causal")
 encoder of a pair of which `AutoModelForCausalLM` builds the decoder; a place among what that builds at all."""
 
 
+READ_BOTH_WAYS = frozenset({
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "modernbert",
+    "mpnet", "nomic_bert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl",
+})  # fmt: skip
+"""Types whose models are encoders alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSpec:
     """One matrix [out_features, in_features] of a layer, possibly repeated.
@@ -347,6 +354,11 @@ class ModelSpec:
     def num_dealt_weights(self) -> int:
         """Elements of experts that are dealt out over GPUs (`planner.memory.rank_part.expert_shard`)."""
         return sum(one.num_weights * num for layer, num in self.layer_counts for one in layer.linears if one.dealt)
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether it is an encoder alone, of which a text's tokens see those behind them: it predicts no next one."""
+        return self.model_type in READ_BOTH_WAYS
 
     @cached_property
     def num_encoder_layers(self) -> int:

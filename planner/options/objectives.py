@@ -181,13 +181,15 @@ def _older_pairs_chain(shape: LossShape) -> LossChain:
 
 def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
     """KTO's chain of TRL before 1.6, in logits: copies of the good and the bad ones' stay beside what the backward
-    needs while the reference makes three of each; in the policy's forward the other prompts' are there too.
+    needs while the reference makes as many; before 0.17 the other prompts' are there too.
 
     Source: trl 0.12 to 1.5 `KTOTrainer.forward`, `get_batch_loss_metrics`.
     """
     gathered, wide = shape.log_probs == "gathered", _wide(shape) == 4
     backward = 3 if gathered else 4 if wide else 2
-    return _chain(shape, 5 if shape.asked else 4 if gathered or not wide else 3, backward, asked=2)
+    beside = int(shape.log_probs != "rows apart")  # other prompts'
+    policy = 3 if gathered or not wide else 2
+    return _chain(shape, (4 if shape.asked else policy) + beside, backward, asked=2)
 
 
 def _older_rollouts_chain(shape: LossShape, stack: str) -> LossChain:

@@ -51,6 +51,8 @@ def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:
     return tuple(small[:64])
 
 
+OF_ENCODERS = ("classification", "embedding")
+"""Objectives of encoders alone."""
 Values = dict[str, tuple[Any, ...]]
 
 
@@ -69,6 +71,11 @@ def dimension_values(workload: Workload) -> Values:
     if workload.model.is_encoder_decoder:
         has_audio = workload.model.front_end is not None
         _keep_allowed(values, workload, WITH_SOUND if has_audio else WITH_TWO_HALVES, f"{workload.model.model_type} is")
+    if workload.model.reads_both_ways and workload.fixed.get("objective", ("sft",))[0] not in OF_ENCODERS:
+        raise UsageError(
+            f"{workload.model.model_id} is an encoder: it predicts no next token, and masked words are not planned",
+            hint=f"give --objective {' or '.join(OF_ENCODERS)}",
+        )
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)

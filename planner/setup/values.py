@@ -284,8 +284,8 @@ class SetupValues:
     @property
     def log_probs(self) -> str:
         """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel: of all at once
-        ("gathered"), row by row ("rows"; "kept rows": beside the model's outputs), or so of a copy ("copied"); "" where
-        it has its kernel, or another stack.
+        ("gathered"), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's
+        other prompts' are gone by then), or so of a copy ("copied"); "" where it has its kernel, or another stack.
 
         Source: trl 0.12 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
         not; 1.14 has the kernel for the policy); from 0.15 on `selective_log_softmax`.
@@ -294,6 +294,8 @@ class SetupValues:
             return ""
         if self.before_trl(0, 15):
             return "gathered"
+        if self.objective == "kto" and not self.before_trl(0, 17):
+            return "rows apart"
         if self.objective != "dpo" or self.before_trl(0, 29):
             return "rows"
         return "copied" if self.before_trl(1, 6) else "kept rows"

@@ -177,6 +177,8 @@ def _kto_whole(asked: LossInputs) -> torch.Tensor:
         with torch.no_grad():
             other = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
         kl = _older_log_probs(asked.setup, other, asked.batch.labels)
+        if asked.setup.log_probs == "rows apart":
+            del other
         asked.again()
         logits = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
         found = _older_log_probs(asked.setup, logits, asked.batch.labels)

@@ -100,6 +100,19 @@ def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["pipeline"]["formula"]["rank_peaks"]) > 1
 
 
+def test_estimate_of_the_older_fsdp_keeps_what_its_hooks_keep(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", "--method", "lora", *ONE]
+    peaks = {}
+    for version in (1, 2):
+        spread = ["--parallel", "fsdp2", "--fsdp-version", str(version)]
+        assert run([*arguments, *spread, "--json=full"]) == 0
+        peaks[version] = json.loads(capsys.readouterr().out)["formula"]["peak_device_bytes"]
+        assert run([*arguments, *spread]) == 0
+        assert f"(FSDP{version})" in capsys.readouterr().out
+    assert peaks[1] > peaks[2]
+    assert run([*arguments, "--parallel", "zero3", "--fsdp-version", "1"]) == 2
+
+
 def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--parallel", "fsdp2", *ONE]
     speeds = []

@@ -19,7 +19,10 @@ NAMES = these([*ONE_OF_EACH_TYPE.values()][::2], catalogue.names())
 
 def check(model: str, card: str) -> str:
     """Plan one combination; "plan" or "no plan"."""
-    plan = plan_workload(plan_request(model, card))
+    spec = catalogue.load(model)
+    assert spec is not None
+    fixed = {"objective": ("classification",)} if spec.reads_both_ways else {}
+    plan = plan_workload(plan_request(model, card, fixed=fixed))
     if isinstance(plan, NoPlan):
         assert plan.missing_bytes > 0
         assert plan.nearest.formula.peak_device_bytes > plan.workload.budget_bytes

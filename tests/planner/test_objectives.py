@@ -31,6 +31,7 @@ from planner.setup.packages import packages_of
 from planner.speed import speed_profile
 from planner.speed.roofline import CURRENT, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
+from tests.planner.helpers import plan_request
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
@@ -255,6 +256,20 @@ def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it()
     assert read_text(text, "run-dpo.yaml").setup.objective == "dpo"
     launch = "trl dpo --model_name_or_path gpt2 --use_peft --max_length 512 --beta 0.1\n"
     assert read_text(launch, "run.sh").setup.objective == "dpo"
+
+
+ENCODERS = ("bert-base-uncased", "FacebookAI/roberta-base", "ModernBERT-base", "distilbert-base-uncased")
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_classified_with_and_predicts_no_next_token(name: str) -> None:
+    for objective in ("classification", "embedding"):
+        plan = plan_workload(plan_request(name, seq_len=512, fixed={"objective": (objective,)}))
+        assert isinstance(plan, Plan)
+        assert plan.chosen.fits
+    for fixed in ({}, {"objective": ("pretrain",)}, {"objective": ("dpo",)}):
+        with pytest.raises(UsageError, match="an encoder"):
+            plan_workload(plan_request(name, seq_len=512, fixed=fixed))
 
 
 def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -> None:

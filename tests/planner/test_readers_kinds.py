@@ -672,7 +672,8 @@ def of_trl(version: str, text: str, name: str, **more: str) -> ReadConfig:
     ("name", "version", "log_probs"),
     [
         ("dpo", "0.12.2", "gathered"), ("dpo", "0.15.0", "rows"), ("dpo", "0.28.0", "rows"), ("dpo", "1.0.0", "copied"),
-        ("dpo", "1.9.0", "kept rows"), ("dpo", "1.14.0", ""), ("kto", "0.14.0", "gathered"), ("kto", "1.5.0", "rows"),
+        ("dpo", "1.9.0", "kept rows"), ("dpo", "1.14.0", ""), ("kto", "0.14.0", "gathered"), ("kto", "0.16.0", "rows"),
+        ("kto", "1.5.0", "rows apart"),
         ("grpo", "0.15.2", "rows"), ("grpo", "1.14.0", "rows"), ("grpo", "1.15.0", ""), ("dpo", "1.16", ""),
     ],
 )  # fmt: skip

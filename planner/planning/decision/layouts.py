@@ -92,6 +92,8 @@ def fields_name(fields: Mapping[str, Any]) -> str:
         split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
     engine = engine_named(fields.get("parallel", "none")).name
+    if fields.get("fsdp_version", 2) == 1:
+        engine = "FSDP1"
     if engine:
         words = f"{words} under {engine}" if words else engine
     if fields.get("shard_degree"):
