@@ -139,7 +139,11 @@ def accuracy_table(
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         if setup is None or not row.comparable(what) or (what == "tokens_per_s" and row.status != "ok"):
             continue
-        model, gpu = lookup(row)
+        try:
+            model, gpu = lookup(row)
+        except PlannerError as error:  # a module tree, read where torch is
+            missing.append((row.id, error.message))
+            continue
         answer = _ask(predict, model, gpu, setup)
         predicted = predicted_figure(answer, what) if isinstance(answer, Prediction) else None
         if not isinstance(answer, Prediction) or predicted is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus
@@ -119,6 +120,14 @@ def test_failures_are_listed_not_hidden() -> None:
     assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))
     text = accuracy_markdown([table], title="T", command="c")
     assert "No recorded run could be compared." in text
+
+
+def test_a_model_that_only_torch_reads_is_a_row_without_a_prediction() -> None:
+    def without_torch(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
+        raise UnknownModelError("its module tree cannot be read: torch not installed")
+
+    table = accuracy_table([a_row()], lambda *_: None, what="allocated", lookup=without_torch, rung="formula")
+    assert table.not_predicted == (("x-1", "its module tree cannot be read: torch not installed"),)
 
 
 def test_rows_that_cannot_be_compared_are_skipped() -> None:
