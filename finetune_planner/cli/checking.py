@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetune_planner.cli.traced_command import exact
 from finetune_planner.improvement import Improved
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.core.records import dataclass
@@ -121,19 +122,8 @@ def load(file: Path, gpu: str, asked: CheckRequest | None = None) -> tuple[ReadC
     try:
         return _loaded(file, card, asked)
     except PlannerError as error:
-        error.hint = _exact(error.hint, file, card)
+        error.hint = exact(error.hint, file, card.key, asked.arguments or ())
         raise
-
-
-RUNS = {".py": "python", ".sh": "bash", ".bash": "bash"}
-
-
-def _exact(hint: str, file: Path, card: GpuSpec) -> str:
-    """A hint whose `plan trace` is the command for this file and card."""
-    traced = f"plan trace --gpu {card.key} --"
-    if file.suffix not in RUNS:
-        return hint.replace("plan trace --", traced)
-    return hint.replace("plan trace -- python FILE", f"{traced} {RUNS[file.suffix]} {shlex.quote(str(file))}")
 
 
 def _loaded(file: Path, card: GpuSpec, asked: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
