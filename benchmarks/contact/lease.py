@@ -1,9 +1,9 @@
 """Fifteen minutes of one lent GPU: `python -m benchmarks.contact.lease OUT [--seconds 520] [--only a,b]`.
 
 In order of worth, each useful alone, written down at once: the prices of single operators, TRL's own trainers by setup
-with one step of each profiled (`steps.CASES`), then the raw readings of driver and allocator. Children import while
-others measure (`staged`). What comes back: steps.jsonl, prices.jsonl, profiles.jsonl.gz, readings.jsonl, log.txt,
-facts.json.
+with one step of each profiled (`steps.CASES`), `plan tune` that ends with its own file's run, then the raw readings of
+driver and allocator. Children import while others measure (`staged`). What comes back: steps.jsonl, prices.jsonl,
+profiles.jsonl.gz, tuned/, readings.jsonl, log.txt, facts.json.
 """
 
 import argparse
@@ -26,7 +26,9 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 READINGS = "known,teardown,refusals,traces"
-READINGS_S = 75.0
+AFTER = {"tuned": 130.0, "readings": 75.0}
+"""What follows the steps, and the seconds kept for it: `plan tune` with the run of its own file, the raw readings."""
+TUNED = ("tune", "Qwen/Qwen3-0.6B", "--seq-len", "2048", "--max-probes", "4", "--budget", "110s", "--confirm-run")
 
 
 def facts(device: str) -> dict[str, object]:
@@ -57,6 +59,29 @@ def facts(device: str) -> dict[str, object]:
     with open("/proc/cpuinfo", encoding="utf-8") as handle:
         found["cpu"] = next((line.partition(":")[2].strip() for line in handle if line.startswith("model name")), "")
     return found
+
+
+def _after(name: str, out: Path, device: str, limit_s: float) -> int:
+    """The status of what runs once the steps have ended, 124 at its limit; its answer lies in `out`."""
+    words: tuple[str, ...] = ("-m", "benchmarks.contact.readings", READINGS, device)
+    if name == "tuned":
+        card = ("--gpu", "rtx-4090" if device == "cpu" else "local", "--device", device)
+        words = (
+            "-c",
+            "from finetune_planner import main; main()",
+            *TUNED,
+            *card,
+            "--out",
+            str(out.resolve() / "tuned"),
+        )
+    with open(out / f"{name}.jsonl", "ab") as answers, open(out / "log.txt", "ab") as log:
+        try:
+            return subprocess.run(
+                python_argv(*words), stdout=answers, stderr=log, timeout=limit_s, stdin=subprocess.DEVNULL,
+                env={**child_environment(), **OFFLINE},
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 124
 
 
 def gather(out: Path) -> int:
@@ -94,7 +119,7 @@ def main() -> int:
     steps.unlink(missing_ok=True)
     (out / "steps.jsonl").unlink(missing_ok=True)
     steps.symlink_to((out / "steps.jsonl").resolve())
-    names = [name for name in given.only.split(",") if name] or ["prices", *CASES, "readings"]
+    names = [name for name in given.only.split(",") if name] or ["prices", *CASES, *AFTER]
     children = []
     for name in names:
         if name.startswith("prices"):
@@ -107,19 +132,12 @@ def main() -> int:
                 variables["FLA_PATH"] = given.fla
             words = ("-m", "benchmarks.contact.steps", name, str(WORK), given.device)
             children.append((name, words, variables, float(CASES[name]["limit_s"])))
-    wanted_readings = "readings" in names
-    Stage(out / "log.txt").run(children, deadline - (READINGS_S if wanted_readings else 0.0) - 6.0)
-    if wanted_readings and deadline - time.monotonic() > 25:
-        with open(out / "readings.jsonl", "ab") as answers, open(out / "log.txt", "ab") as log:
-            words = python_argv("-m", "benchmarks.contact.readings", READINGS, given.device)
-            try:
-                status = subprocess.run(
-                    words, stdout=answers, stderr=log, timeout=deadline - time.monotonic() - 8.0,
-                    env={**child_environment(), **OFFLINE}, stdin=subprocess.DEVNULL,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                status = 124
-        print(f"readings: status {status}", flush=True)
+    after = [one for one in AFTER if one in names]
+    Stage(out / "log.txt").run(children, deadline - sum(AFTER[one] for one in after) - 6.0)
+    for place, name in enumerate(after):
+        kept = deadline - sum(AFTER[one] for one in after[place + 1 :])
+        if kept - time.monotonic() > 25:
+            print(f"{name}: status {_after(name, out, given.device, kept - time.monotonic() - 8.0)}", flush=True)
     while time.monotonic() < deadline and list(WORK.glob("work-*/trace.json")):
         time.sleep(0.5)
     print(f"{gather(out)} profiles, {time.monotonic() - began:.0f} s", flush=True)

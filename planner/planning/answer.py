@@ -465,7 +465,8 @@ def _adapted_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     words = "attention" if roles & ATTENTION_ROLES else "no attention"
     words += ", every expert (gate and up share a stack, at twice the rank)" if stacked else ", no expert"
     words += ", the router" if "router" in roles else ", no router"
-    return [usual(f"of this mixture peft adapts {words}")]
+    said = risk if setup.lora_targets == "all-linear" and not stacked else usual  # not what "all linear" sounds like
+    return [said(f"of this mixture peft adapts {words}")]
 
 
 def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:

@@ -219,7 +219,7 @@ def test_what_would_help_keeps_clear_of_what_a_dry_run_found_beyond_the_formula(
 
 def test_a_roomier_card_saves_what_it_has_more() -> None:
     asked = workload("t4")
-    (remedy,) = remedies._roomier_gpu(asked, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
+    remedy, *_ = remedies._roomier_gpu(asked, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
     larger = find_gpu(remedy.action.removeprefix("--gpu "))
     assert remedy.saves_bytes == larger.memory_bytes - asked.memory_bytes > 0
 
