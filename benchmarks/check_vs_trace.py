@@ -1,10 +1,10 @@
 """`plan check` against `plan trace` on small programs: where both answer, are they the same?
 
-    python -m benchmarks.check_vs_trace [NAME ...] [--gpu GPU] [--llamafactory PYTHON]
+    python -m benchmarks.check_vs_trace [NAME ...] [--gpu GPU] [--tool NAME=PYTHON ...]
 
 Programs of TRL's and transformers' trainers, each with something of its own (PROGRAMS below): written into a folder of
-this run, read by the formula, then run whole by the phantom GPU for two optimizer steps. Told per program: the peaks of
-both, and what the reading said that it does not follow. Aim: within 2 %, or said.
+this run, read by the formula, then run whole by the phantom GPU for two optimizer steps. Told per program: the peaks
+and tokens/s of both, and what the reading said that it does not follow. Aim: within 2 %, or said.
 Results: benchmarks/data/check_vs_trace.json, by name; rows of programs that were not named stay.
 
     python -m benchmarks.check_vs_trace --fix [NAME ...]
@@ -161,7 +161,7 @@ LLAMAFACTORY = {
     ),
 }
 FACTORY = """# rows of a thousand tokens
-model_name_or_path: Qwen/Qwen2.5-0.5B
+model_name_or_path: {model}
 stage: sft
 do_train: true
 finetuning_type: {method}
@@ -195,10 +195,43 @@ python train.py --output_dir out --max_steps 2 --report_to none --bf16 true \\
 """
 
 
-def factory(method: str, more: str, *, micro: int = 4, length: int = 1024) -> Case:
+def factory(method: str, more: str, *, micro: int = 4, length: int = 1024, model: str = "Qwen/Qwen2.5-0.5B") -> Case:
     """A file of LLaMA-Factory."""
-    text = FACTORY.format(method=method, more=more, micro=micro, length=length)
+    text = FACTORY.format(method=method, more=more, micro=micro, length=length, model=model)
     return Case("train.yaml", text, ("run.py", "{file}"), LLAMAFACTORY, "llamafactory")
+
+
+AXOLOTL = """base_model: Qwen/Qwen2.5-7B
+datasets: [{{path: rows.jsonl, ds_type: json, type: completion}}]
+val_set_size: 0
+output_dir: out
+adapter: {adapter}
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.0
+lora_target_linear: true
+lora_mlp_kernel: false
+lora_qkv_kernel: false
+lora_o_kernel: false
+sequence_len: 1024
+pad_to_sequence_len: true
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+max_steps: 2
+optimizer: adamw_torch_fused
+learning_rate: 0.0002
+lr_scheduler: cosine
+bf16: true
+gradient_checkpointing: true
+sdp_attention: true
+{more}"""
+
+
+def axolotl(adapter: str, more: str = "") -> Case:
+    """A file of Axolotl."""
+    beside = {"rows.jsonl": "".join(json.dumps({"text": "a " * 3000}) + "\n" for _ in range(64))}
+    text = AXOLOTL.format(adapter=adapter, more=more)
+    return Case("axolotl.yaml", text, ("-m", "axolotl.cli.train", "{file}"), beside, "axolotl")
 
 
 def trl_file(more: str) -> Case:
@@ -217,6 +250,10 @@ CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()}
     "lf-lora": factory("lora", LORA_FILE + "bf16: true\n"),
     "lf-qlora": factory("lora", LORA_FILE + "quantization_bit: 4\nbf16: true\n"),
     "lf-full": factory("full", "bf16: true\npure_bf16: true\n"),
+    "lf-7b-lora": factory("lora", LORA_FILE + "bf16: true\n", model="Qwen/Qwen2.5-7B"),
+    "lf-7b-qlora": factory("lora", LORA_FILE + "quantization_bit: 4\nbf16: true\n", model="Qwen/Qwen2.5-7B"),
+    "axolotl-lora": axolotl("lora"),
+    "axolotl-qlora": axolotl("qlora", "load_in_4bit: true\n"),
     "lf-long": factory("lora", LORA_FILE + "bf16: true\n", micro=1, length=4096),
     "lf-no-checkpointing": factory("lora", LORA_FILE + "bf16: true\ndisable_gradient_checkpointing: true\n"),
     "lf-liger": factory("lora", LORA_FILE + "bf16: true\nenable_liger_kernel: true\n"),
@@ -227,7 +264,7 @@ CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()}
     "launch-lora": launch("--optim adamw_torch", adapted()),
     "launch-fp32": launch("--optim adamw_torch", LOAD.format(more="").replace("bfloat16", "float32")),
 }
-"""Name -> the file; those of a tool's own need an interpreter that has it (`--llamafactory`)."""
+"""Name -> the file; those of a tool's own need an interpreter that has it (`--tool`)."""
 
 
 def written(name: str, folder: Path) -> Case:
@@ -269,6 +306,9 @@ def row_of(name: str, gpu: str, tools: dict[str, str]) -> dict[str, Any]:
     row |= {f"checked_{key}": read["prediction"][key] for key in keys} | {f"traced_{key}": traced[key] for key in keys}
     row["allocated_error"] = round(row["checked_peak_allocated_bytes"] / traced["peak_allocated_bytes"] - 1, 4)
     row["band"] = read["memory_band"]
+    if traced["speed"]:
+        speeds = {"checked": read["prediction"], "traced": traced["speed"]}
+        row |= {f"{name}_tokens_per_s": round(one["tokens_per_s"], 1) for name, one in speeds.items()}
     return row | {"result": "both", "said": [*read["approximations"], *read["notes"], *read["prediction"]["notes"]]}
 
 
@@ -317,9 +357,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--gpu", default="a100-80gb")
     parser.add_argument("--fix", action="store_true", help="run what --fix writes")
-    parser.add_argument("--llamafactory", help="an interpreter that has it (tools/validators/llamafactory.sh)")
+    parser.add_argument("--tool", action="append", default=[], help="NAME=PYTHON: as tools/validators/NAME.sh makes it")
     arguments = parser.parse_args()
-    tools = {"llamafactory": arguments.llamafactory}
+    tools = dict(one.split("=", 1) for one in arguments.tool)
     names = arguments.names or [name for name, case in CASES.items() if not case.tool or tools.get(case.tool)]
     for name in names:
         if not arguments.fix:
