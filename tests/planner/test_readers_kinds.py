@@ -691,6 +691,55 @@ def test_versions_whose_step_is_not_known_are_refused(name: str, version: str) -
         of_trl(version, OF_PAIRS, f"{name}.yaml")
 
 
+ROLLS = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion_length: 100\n"
+
+
+def test_prompts_that_are_cut_are_an_older_grpos() -> None:
+    found = read_text(ROLLS + "max_prompt_length: 60\n", "grpo.yaml")
+    assert (found.setup.trl_version, found.setup.seq_len_tokens, open_fields(found)) == ("0.27", 160, set())
+    assert open_fields(of_trl("0.27.0", ROLLS + "max_prompt_length: null\n", "grpo.yaml")) == {"seq_len_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "generator"),
+    [
+        ("0.17.0", "", "vllm-server"), ("0.29.0", "", "vllm-server"), ("1.0.0", "", "vllm"), ("1.16", "", "vllm"),
+        ("0.20.0", "vllm_mode: colocate\n", "vllm"), ("1.16", "vllm_mode: server\n", "vllm-server"),
+    ],
+)  # fmt: skip
+def test_vllm_is_a_server_by_itself_before_trl_1(version: str, said: str, generator: str) -> None:
+    text = ROLLS + f"use_vllm: true\nvllm_max_model_length: 700\n{said}"
+    assert of_trl(version, text, "grpo.yaml").setup.rolls.generator == generator
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import fire\nfrom llama_cookbook.finetuning import main\nfire.Fire(main)\n",
+        "from llamafactory.train.tuner import run_exp\ndef main():\n    run_exp()\nmain()\n",
+        "from swift.llm import sft_main\nif __name__ == '__main__':\n    sft_main()\n",
+        "import typer\nfrom our_tool.pretrain import setup as begin\ntyper.run(begin)\n",
+    ],
+)
+def test_a_program_that_hands_its_training_over_says_to_whom(text: str) -> None:
+    with pytest.raises(NotPlanned, match="hands its training over"):
+        read_text(text, "finetuning.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from sklearn.model_selection import train_test_split\ntrain_test_split(a)\n",
+        "from transformers.trainer_utils import get_last_checkpoint\nget_last_checkpoint('o')\n",
+        "from our_tool.evaluation import main\nmain()\n",
+        "from our_tool.training import plot\n",
+    ],
+)
+def test_a_program_that_trains_nothing_hands_nothing_over(text: str) -> None:
+    with pytest.raises(NotATraining):
+        read_text(text, "finetuning.py")
+
+
 def test_what_older_trainers_cut_to_is_their_own() -> None:
     bare = OF_PAIRS.replace("max_length: 512\n", "")
     assert open_fields(of_trl("0.12.0", bare, "dpo.yaml")) == {"seq_len_tokens"}

@@ -230,7 +230,8 @@ def rollout_fields(
     generator = "transformers"
     if settings.flag("use_vllm", False):
         sleeps = settings.flag("vllm_enable_sleep_mode", False)
-        server = settings.text("vllm_mode", "colocate") == "server"
+        usual = "colocate" if version >= versions.TRL_COLOCATES_SINCE else "server"
+        server = settings.text("vllm_mode", usual) == "server"
         generator = "vllm-server" if server else "vllm-sleep" if sleeps else "vllm"
     rollout = Rollout(
         num_generations=settings.integer("num_generations", usual_group),
@@ -240,8 +241,8 @@ def rollout_fields(
         vllm_fraction=settings.real("vllm_gpu_memory_utilization", VLLM_FRACTION),
         reference=settings.real("beta", usual_beta) != 0.0,
     )
-    cut = version < versions.TRL_CUTS_PROMPTS_UNTIL and settings.raw("max_prompt_length", PROMPT_TOKENS) is not None
-    if cut and "max_prompt_length" not in settings.unknown:
+    cut = settings.values.get("max_prompt_length", PROMPT_TOKENS) is not None
+    if version < versions.TRL_CUTS_PROMPTS_UNTIL and cut and "max_prompt_length" not in settings.unknown:
         prompt = settings.integer("max_prompt_length", PROMPT_TOKENS, at_least=1)
         return {"seq_len_tokens": prompt + completion, "rollout": rollout}
     length = settings.integer("vllm_max_model_length", 0)

@@ -124,7 +124,7 @@ class _Script:
         imports = imported(source.text, "trl") if self.trl else ()
         used = {*self.arguments.values, *self.arguments.unknown}
         configured = (*self._configured(), *({"evaluation_strategy"} & used if self.aim.supervised else ()))
-        bound = versions.taking(trainer if self.trl else (), configured, imports, preferences=not self.aim.supervised)
+        bound = versions.taking(trainer if self.trl else (), configured, imports, objective=self.aim.name)
         self.defaults = versions.trl(named.get("trl"), bound)
         older = {"tokenizer"} if "tokenizer" in trainer and not self.trl else set()
         self.transformers = versions.transformers(

@@ -1,5 +1,6 @@
 """From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
 
+import re
 from collections.abc import Callable
 from dataclasses import field
 
@@ -19,7 +20,7 @@ from planner.frameworks.readers.objectives import (
 from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.frameworks.readers.program.objects import is_trainer, trainer_of
-from planner.frameworks.readers.program.values import Instance, Table, Value
+from planner.frameworks.readers.program.values import Dotted, Instance, Table, Value
 from planner.frameworks.readers.values import Settings
 from planner.options.adapters import ADAPTERS
 
@@ -253,9 +254,32 @@ def _refuse(program: Program, name: str) -> None:
     unknown = next((one.more for one in trains if one.more), "")
     if unknown:
         raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=RUN_IT)
+    if foreign := _hands_over(program):
+        raise NotPlanned(
+            f"{name} hands its training over to {foreign}, which stands in another package",
+            hint=f"give the config or the launch that it reads; {RUN_IT}",
+        )
     raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
         hint="give the script that trains; settings of a command line go into --args",
+    )
+
+
+_TRAINS = re.compile(r"(?:^|[._])(?:pre)?(?:train|finetun|fine_tun|sft|dpo|rlhf)(?!_test|ing_args|er_utils)")
+"""In the full name of a function: it trains."""
+
+
+def _hands_over(program: Program) -> str:
+    """The function of another package by which a program trains: it is called, or given to what starts a program; ""
+    where there is none."""
+    called = {one.name for one in program.made}
+    given = {one.path for made in program.made for one in made.positional if isinstance(one, Dotted)}
+    foreign = (one.path for one in program.module.names.values() if isinstance(one, Dotted))
+    functions = (path for path in foreign if "." in path and path.rpartition(".")[2][:1].islower())
+    ways = (path for path in functions if path in given or path.rpartition(".")[2] in called)
+    return next(
+        (path for path in ways if _TRAINS.search(path) and path.partition(".")[0] not in (*CHANGES_NOTHING, "sklearn")),
+        "",
     )
 
 

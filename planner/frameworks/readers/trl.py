@@ -68,7 +68,7 @@ def _length(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) 
 def _versions(settings: Settings, aim: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
     """Whose defaults hold: of the versions that are named, else of the newest that can run the file."""
     values, named = settings.values, settings.outside.versions
-    bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
+    bound = versions.taking((), (key for key in values if settings.has(key)), objective=aim.name)
     defaults = versions.trl(named.get("trl"), bound)
     if defaults.assumed:
         settings.assume(defaults.taken)

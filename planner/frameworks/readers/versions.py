@@ -9,6 +9,7 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 from collections.abc import Iterable, Mapping
 
 from planner.core.records import dataclass
+from planner.options.objectives import OBJECTIVES
 
 NEWEST_TRL = (1, 16)
 NEWEST_TRANSFORMERS = (5, 23)
@@ -41,6 +42,8 @@ TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
 """Before this GRPO generates for each micro-batch by itself."""
 TRL_WITHOUT_KL_SINCE = (0, 19)
 """Before this GRPO's `beta` is 0.04."""
+TRL_COLOCATES_SINCE = (1, 0)
+"""Before this vLLM is a server by itself unless told, before 0.18 it has another GPU in any case."""
 TRL_CUTS_PROMPTS_UNTIL = (0, 28)
 """Before this GRPO cuts prompts to `max_prompt_length`, 512 tokens unless told."""
 TRL_NOT_REENTRANT_SINCE = (0, 27)
@@ -165,16 +168,19 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
 
 
 def taking(
-    trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = (), *, preferences: bool = False
+    trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = (), *, objective: str = "sft"
 ) -> tuple[str, str] | None:
     """(version, why): the newest TRL that takes these keywords of its trainer and that one's configuration, and has
     these names; None: any.
 
     Args:
-        preferences: whether they are those of preferences and rewards, not `SFTTrainer`'s.
+        objective: what the trainer is of, supervised training or another.
     """
-    of_trainer = TRL_PREFERENCE_TRAINER_KEYS if preferences else TRL_TRAINER_KEYS
-    of_config = TRL_PREFERENCE_CONFIG_KEYS if preferences else TRL_CONFIG_KEYS
+    supervised = OBJECTIVES[objective].supervised
+    of_trainer = TRL_TRAINER_KEYS if supervised else TRL_PREFERENCE_TRAINER_KEYS
+    of_config = TRL_CONFIG_KEYS if supervised else TRL_PREFERENCE_CONFIG_KEYS
+    if objective == "grpo":
+        of_config = {**of_config, "max_prompt_length": "0.27"}
     bounds = [(of_trainer[key], f"takes {key} there") for key in trainer if key in of_trainer]
     bounds += [(of_config[key], f"takes {key} there") for key in config if key in of_config]
     bounds += [(TRL_NAMES[name], f"has {name}") for name in imports if name in TRL_NAMES]

@@ -79,6 +79,8 @@ def _of_system(reader: Reading, callee: Dotted, first: Value | None, made: Made)
             return environment(reader, made)
         case "torch.cuda.is_available":
             return Known(True, "the card")
+        case _ if callee.name == "is_peft_available" and callee.path.partition(".")[0] in ("transformers", "trl"):
+            return Known(True, "peft is taken to be installed")
         case "torch.cuda.get_device_capability":
             return Items([Known(part, "the card") for part in reader.outside.capability])
         case "torch.cuda.device_count":
