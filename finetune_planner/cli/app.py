@@ -57,6 +57,7 @@ COMMANDS = {
     "explain": Command("explain", "explain", "What a word of a plan means."),
     "mcp": Command("agent_server", "mcp", "Serve plans to coding agents (Model Context Protocol)."),
     "gpus": Command("lists", "gpus", "The GPU table."),
+    "prices": Command("prices", "prices", "Today's prices of the clouds, by gpuhunt, to a file."),
     "models": Command("lists", "models", "The built-in model catalogue."),
     "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),
     "accuracy": Command("accuracy", "accuracy", "Predicted against measured, per source and per case."),

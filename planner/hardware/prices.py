@@ -1,14 +1,19 @@
 """Hourly GPU prices: dated and indicative. A price is a hint for comparing plans, never an offer."""
 
 import csv
+import os
+from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from planner.core import plugins
+from planner.core.errors import ConfigError
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 
-_PATH = DATA / "prices.csv"
+PRICES_VARIABLE = "FINETUNE_PLANNER_PRICES"
+"""Names a file that `plan prices` wrote, in place of the table that ships."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +58,29 @@ class Price:
         return self.kind == "spot"
 
 
+COLUMNS = tuple(one.name for one in fields(Price))
+
+
 @cache
 def all_prices() -> tuple[Price, ...]:
-    """Every price known, those of plug-ins last."""
-    with _PATH.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows: list[dict[str, Any]] = list(reader)
-    rows += plugins.rows("prices", tuple(reader.fieldnames or ()))
-    return tuple(
-        Price(**row | {name: float(row[name]) for name in ("low_usd_per_h", "high_usd_per_h")}) for row in rows
-    )
+    """Every price known, those of plug-ins last.
+
+    Raises:
+        ConfigError: the user's own file is no such table.
+    """
+    rows: list[dict[str, Any]]
+    path = Path(os.environ.get(PRICES_VARIABLE) or DATA / "prices.csv")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        rows += plugins.rows("prices", COLUMNS)
+        return tuple(
+            Price(**row | {name: float(row[name]) for name in ("low_usd_per_h", "high_usd_per_h")}) for row in rows
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{PRICES_VARIABLE}: {path} is no table of prices: {error}", hint=f"plan prices {path} writes one"
+        ) from error
 
 
 MOST_NAMED = 4

@@ -65,7 +65,7 @@ class Scheduler:
 
 
 @cache
-def _names() -> dict[str, dict[str, str]]:
+def scheduler_names() -> dict[str, dict[str, str]]:
     """GPU key -> scheduler's column -> its name of the card."""
     path = DATA / "scheduler_gpus.csv"
     with path.open(newline="", encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def _names() -> dict[str, dict[str, str]]:
 
 
 def _listed(column: str) -> Callable[[GpuSpec, int], str]:
-    return lambda gpu, _: _names().get(gpu.key, {}).get(column, "")
+    return lambda gpu, _: scheduler_names().get(gpu.key, {}).get(column, "")
 
 
 def _flavor(gpu: GpuSpec, num_gpus: int) -> str:
@@ -83,7 +83,7 @@ def _flavor(gpu: GpuSpec, num_gpus: int) -> str:
 
 def _flavors(gpu: GpuSpec) -> dict[int, str]:
     """GPUs of a machine -> its name, of one card."""
-    flavors = _names().get(gpu.key, {}).get("hf_jobs", "").split()
+    flavors = scheduler_names().get(gpu.key, {}).get("hf_jobs", "").split()
     return {int(found[1]) if (found := re.search(r"x(\d+)$", one)) else 1: one for one in flavors}
 
 
