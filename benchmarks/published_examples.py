@@ -206,6 +206,8 @@ CARD_SAID = (
     "its README of April 2024 says what a GPU must have (48, 11, 2 x 21 GB VRAM), no log; its LoRA file was Llama-2's"
 )
 OTHERWISE = {
+    "examples/train/tuners/lisa/train.sh": "LISA trains two layers at a time, which no setup says: counted as all",
+    "examples/train/tuners/galore/train_galore.sh": "GaLore's states are of projected gradients: counted as AdamW's",
     **dict.fromkeys(
         (f"examples/llama-3/{one}" for one in ("fft-8b.yaml", "lora-8b.yml", "qlora-fsdp-70b.yaml")), CARD_SAID
     ),

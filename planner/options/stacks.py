@@ -126,6 +126,14 @@ _ROWS = (
         source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
+        name="ms-swift",
+        title="ms-swift",
+        widens_outputs=True,
+        wide_embedding_states=True,
+        source="ms-swift 4.6 trainers/seq2seq_trainer.py (transformers' Trainer); its step of Qwen2.5-7B, LoRA, "
+        "traced: 0.5 % fewer bytes, 0.2 % more tokens/s than the formula says (transformers 5.19, peft 0.20)",
+    ),
+    Stack(
         name="sentence-transformers",
         title="sentence-transformers' Trainer",
         widens_outputs=True,

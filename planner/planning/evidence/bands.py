@@ -147,7 +147,7 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
 TRAINERS = ("trl", "hf", "sentence-transformers")
 """Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
 another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
-ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory")
+ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory", "ms-swift")
 """Those whose training is transformers' Trainer on the same libraries. Axolotl 0.21's and LLaMA-Factory 0.9.5's own
 steps, traced (Qwen2.5-7B, LoRA and QLoRA, `python -m benchmarks.check_vs_trace --tool ...`): bytes 0.0 to 0.2 % above
 the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
