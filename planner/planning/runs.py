@@ -18,7 +18,7 @@ from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
 from planner.planning.space import branches, micro_batches, own_layers
 from planner.setup import TrainSetup
-from planner.setup.allowed import XFORMERS
+from planner.setup.allowed import FLEX, XFORMERS
 
 if TYPE_CHECKING:
     from planner.planning.decision.layouts import Layout
@@ -159,7 +159,9 @@ def _runs_of(
         for layers in layers_of:
             own = {"attention": attentions[0], **layers}
             shared = setup.replace_trusted(**own)
-            if shared.compile and not shared.compiled:
+            if (shared.compile and not shared.compiled) or (
+                shared.selective_checkpointing and shared.attention in (XFORMERS, FLEX)
+            ):
                 continue
             for alike, fitting in _expressed(workload, shared, attentions, choices):
                 own["attention"] = alike[0]

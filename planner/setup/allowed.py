@@ -198,16 +198,18 @@ def _check_base(setup: SetupValues) -> None:
             "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
             hint="use --attention sdpa, or a 16-bit precision",
         )
+    if (
+        setup.attention in (XFORMERS, FLEX) and setup.selective_checkpointing
+    ):  # which knows SDPA's and flash attention's
+        raise SetupError(f"selective_checkpointing does not keep what {setup.attention} computes")
     if setup.attention == FLEX and (setup.compile or setup.context_degree > 1):
         raise SetupError("flex-attention compiles itself, and is planned on whole sequences without torch.compile")
-    if setup.attention == XFORMERS:
-        if setup.stack != "axolotl" or not setup.packing or setup.compute_dtype != "fp16":
-            raise SetupError(
-                "xformers is planned in Axolotl's packed rows in fp16 alone; elsewhere SDPA has the same kernel",
-                hint="use --target axolotl --packing on a card before Ampere, or --attention sdpa",
-            )
-        if setup.selective_checkpointing:  # which knows SDPA's and flash attention's operations
-            raise SetupError("selective_checkpointing does not keep what xformers computes")
+    told_apart = setup.stack == "axolotl" and setup.packing and setup.compute_dtype == "fp16"
+    if setup.attention == XFORMERS and not told_apart:
+        raise SetupError(
+            "xformers is planned in Axolotl's packed rows in fp16 alone; elsewhere SDPA has the same kernel",
+            hint="use --target axolotl --packing on a card before Ampere, or --attention sdpa",
+        )
 
 
 def _check_full(setup: SetupValues) -> None:

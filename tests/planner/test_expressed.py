@@ -206,6 +206,6 @@ def test_a_plan_of_what_no_target_trains_says_so() -> None:
 
 def test_an_adapter_that_a_targets_stack_computes_in_fewer_precisions_is_planned_in_those() -> None:
     """VeRA of the plain script under pure bf16 cannot be built; its other precisions were refused with it."""
-    plan = plan_workload(plan_request(LLAMA, "h200", "hf", adapter=("vera",)))
+    plan = plan_workload(plan_request(LLAMA, "h200", "hf", adapter=("vera",), method=("lora",)))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.precision == "bf16-autocast"

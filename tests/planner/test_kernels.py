@@ -201,6 +201,9 @@ def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
     own, masked = (predict(model, gpu, one) for one in (by_xformers, by_sdpa))
     assert own.peak_device_bytes < masked.peak_device_bytes
     assert own.tokens_per_s > masked.tokens_per_s
+    long = plan_workload(PlanRequest(fixed={"packing": (True,)}, seq_len=8192).workload(model, gpu))
+    assert isinstance(long, Plan)
+    assert (long.chosen.setup.attention, long.chosen.setup.selective_checkpointing) == ("xformers", False)
     files = EXPORTERS["axolotl"](request(by_xformers, model=model)).files
     assert any("attn_implementation: xformers" in file.text for file in files)
     assert "axolotl alone" in EXPORTERS["trl"](request(by_xformers, model=model)).refused
