@@ -164,11 +164,13 @@ def _older_pairs_chain(shape: LossShape) -> LossChain:
     """DPO's chain of TRL before its kernel, in logits. All at once: the policy's log-softmax stays while the
     reference's logits and their own are made; in the backward that, and two gradients. Row by row, fp32: the logits
     stay, in the backward them, the rows' gradients, these stacked, and the picked tokens'; 16 bits: the rows'
-    log-softmax stays. A mask's copy of half of them is logged. From 0.29 on the model's outputs stay too, up to 1.5 a
-    copy without the last token.
+    log-softmax stays. A mask's copy of half of them is logged. Before 0.12 the logits stay too, and the chosen half's
+    cross-entropy, wanted or not; from 0.29 on the model's outputs, up to 1.5 a copy without the last token.
 
     Source: `SetupValues.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
     """
+    if shape.log_probs == "gathered beside":
+        return _chain(shape, 4.5 if shape.asked else 3, 3, asked=2.5)
     if shape.log_probs == "gathered":
         return _chain(shape, 3 if shape.asked else 2.5, 3, asked=1)
     wide = _wide(shape) == 4

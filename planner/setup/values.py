@@ -283,17 +283,17 @@ class SetupValues:
 
     @property
     def log_probs(self) -> str:
-        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel: of all at once
-        ("gathered"), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's
-        other prompts' are gone by then), or so of a copy ("copied"); "" where it has its kernel, or another stack.
+        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel; "" where it has that, or
+        of another stack: of all at once ("gathered"; "gathered beside": them, and the chosen half's cross-entropy), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's other prompts' are gone by
+        then), or so of a copy ("copied").
 
-        Source: trl 0.12 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
+        Source: trl 0.9 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
         not; 1.14 has the kernel for the policy); from 0.15 on `selective_log_softmax`.
         """
         if not self.before_trl(1, 14 if self.objective == "dpo" else 15):
             return ""
         if self.before_trl(0, 15):
-            return "gathered"
+            return "gathered beside" if self.objective == "dpo" and self.before_trl(0, 12) else "gathered"
         if self.objective == "kto" and not self.before_trl(0, 17):
             return "rows apart"
         if self.objective != "dpo" or self.before_trl(0, 29):

@@ -86,7 +86,8 @@ def _dpo_whole(asked: LossInputs) -> torch.Tensor:
     LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
     chosen, rejected = _sequence_log_probs(asked, outputs["logits"]).chunk(2)
-    if asked.setup.before_trl(0, 29):
+    beside = _chosen_likelihood(asked, outputs["logits"]) if asked.setup.before_trl(0, 12) else None
+    if asked.setup.before_trl(0, 29) and beside is None:
         del outputs  # a function's own, gone when that returned
     if asked.setup.precomputed_reference:
         ref_chosen, ref_rejected = asked.known(chosen)
@@ -95,7 +96,18 @@ def _dpo_whole(asked: LossInputs) -> torch.Tensor:
         with asked.before_training() as (_, forward), torch.no_grad():
             reference = forward(**asked.batch.model_inputs, use_cache=False)
             ref_chosen, ref_rejected = _sequence_log_probs(asked, reference["logits"]).chunk(2)
+            if beside is not None:
+                _chosen_likelihood(asked, reference["logits"])
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
+
+
+def _chosen_likelihood(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the chosen halves. Source: trl 0.9 to 0.11 `DPOTrainer.concatenated_forward`, in whose loss it
+    is where `rpo_alpha` is given; TRL 1.16 `ORPOTrainer`."""
+    labels = asked.batch.labels
+    half = labels.shape[0] // 2
+    shifted = logits[:half][..., :-1, :].contiguous()
+    return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[:half, 1:].reshape(-1))
 
 
 def _sequence_log_probs(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor:
@@ -119,7 +131,7 @@ def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tens
         logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     elif setup.objective == "kto" or setup.before_trl(0, 14):
         logits, labels = logits[:, :-1, :], labels[:, 1:]
-    if setup.log_probs == "gathered":
+    if setup.log_probs.startswith("gathered"):
         found = torch.gather(logits.log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
     elif logits.dtype == torch.float32:
         selected = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
@@ -334,10 +346,7 @@ def orpo(asked: LossInputs) -> torch.Tensor:
     if asked.setup.stack == "llamafactory":
         chosen, rejected = (_sequence_log_probs(asked, logits) / labels.shape[1]).chunk(2)
         return (-chosen - BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
-    half = labels.shape[0] // 2
-    shifted = logits[:half][..., :-1, :].contiguous()
-    likelihood = torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[:half, 1:].reshape(-1))
-    del shifted
+    likelihood = _chosen_likelihood(asked, logits)
     chosen, rejected = SelectedLogProbs.apply(logits[:, :-1, :], labels[:, 1:].clone()).mean(-1).chunk(2)
     loss: torch.Tensor = likelihood - (BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
     return loss

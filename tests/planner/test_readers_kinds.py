@@ -658,10 +658,11 @@ def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str)
     assert (newer.loss, newer.trl_version) == ("chunked", "")
 
 
-@pytest.mark.parametrize("key", ["evaluation_strategy: steps", "use_liger_loss: true\nmax_prompt_length: 64"])
-def test_a_step_of_preferences_that_is_not_modelled_is_refused_by_name(key: str) -> None:
-    with pytest.raises(NotPlanned, match=r"(0\.11|use_liger_loss).*whose step is another"):
-        read_text(OF_PAIRS + key, "dpo.yaml")
+@pytest.mark.parametrize("name", ["use_liger_loss", "use_liger_kernel"])
+def test_a_step_of_preferences_that_is_not_modelled_is_refused_by_name(name: str) -> None:
+    with pytest.raises(NotPlanned, match=rf"0\.28.* and {name}, whose step is another"):
+        read_text(OF_PAIRS + f"{name}: true\nmax_prompt_length: 64\n", "dpo.yaml")
+    assert read_text(OF_PAIRS + "evaluation_strategy: steps\n", "dpo.yaml").setup.log_probs == "gathered beside"
 
 
 def of_trl(version: str, text: str, name: str, **more: str) -> ReadConfig:
@@ -684,7 +685,7 @@ def test_the_version_decides_how_log_probabilities_are_taken(name: str, version:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("kto", "1.6.0"), ("kto", "1.13.0"), ("grpo", "0.14.0"), ("dpo", "0.11.4")]
+    ("name", "version"), [("kto", "1.6.0"), ("kto", "1.13.0"), ("grpo", "0.14.0"), ("dpo", "0.9.4")]
 )
 def test_versions_whose_step_is_not_known_are_refused(name: str, version: str) -> None:
     with pytest.raises(NotPlanned, match=f"trains {name} with TRL {version}"):
@@ -744,6 +745,7 @@ def test_what_older_trainers_cut_to_is_their_own() -> None:
     bare = OF_PAIRS.replace("max_length: 512\n", "")
     assert open_fields(of_trl("0.12.0", bare, "dpo.yaml")) == {"seq_len_tokens"}
     assert of_trl("0.13.0", bare, "dpo.yaml").setup.seq_len_tokens == 1024
+    assert of_trl("0.11.4", bare, "dpo.yaml").setup.seq_len_tokens == 512
     assert of_trl("0.13.0", bare, "kto.yaml").setup.seq_len_tokens == 512
     rolls = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion_length: 100\n"
     old = of_trl("0.16.0", rolls + "max_prompt_length: 60\n", "grpo.yaml")
@@ -759,6 +761,18 @@ def test_the_type_of_own_settings_weights_is_not_that_of_their_autocast(said: st
     assert open_fields(read_text(bare + said, "conf.yaml")) == {"precision"}
     quantized = bare.replace("load_in_4bit: false", "load_in_4bit: true")
     assert open_fields(read_text(quantized + said, "conf.yaml")) == set()
+
+
+@pytest.mark.parametrize(
+    "key", ["checkpoint_dir: out", "precision: bf16\ncheckpoint_dir: out", "train: {}\ncheckpoint_dir: x"]
+)
+def test_a_folder_for_checkpoints_makes_no_litgpt_of_axolotl(key: str) -> None:
+    text = "base_model: Qwen/Qwen3-0.6B\nadapter: lora\nlora_r: 8\nsequence_len: 512\nmicro_batch_size: 1\n"
+    text += "datasets: [{path: a, type: alpaca}]\nlora_target_linear: true\nbf16: true\n"
+    assert read_text(text + key + "\n", "lora.yaml").format in ("axolotl", "own settings")
+    assert read_text(text + "checkpoint_dir: out\n", "lora.yaml").format == "axolotl"
+    litgpt = "checkpoint_dir: checkpoints/a/b\nlora_r: 8\ntrain: {max_seq_length: 512, micro_batch_size: 1}\n"
+    assert read_text(litgpt, "lora.yaml").format == "litgpt"
 
 
 ARGUMENTS_ALONE = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1e-3\nfp16: true\n"

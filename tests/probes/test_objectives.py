@@ -36,6 +36,7 @@ TRACED = 0.001
         ("orpo", {"method": "lora", "stack": "llamafactory"}),
         ("dpo", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
         ("kto", {"method": "lora", "precomputed_reference": True}),
+        ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.11"}),
         ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.12"}),
         ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.27", "precision": "bf16-pure"}),
         ("dpo", {"method": "full", "loss": "full", "trl_version": "1.0", "precision": "bf16-autocast"}),

@@ -63,7 +63,7 @@ def detect(values: dict[str, Any]) -> str:
         return nemo.FORMAT
     if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
         return torchtune.FORMAT
-    if "checkpoint_dir" in keys and keys & {"lora_r", "train", "precision", "quantize"}:
+    if "checkpoint_dir" in keys and "base_model" not in keys and keys & {"lora_r", "train", "precision", "quantize"}:
         return litgpt.FORMAT
     if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
         return firefly.FORMAT

@@ -183,9 +183,8 @@ BEYOND_PAIRS = ("rpo_alpha", "use_weighting", "padding_free", "use_logits_to_kee
 
 def pairs_length(aim: Objective, defaults: versions.TrlDefaults) -> int:
     """To how many tokens a trainer cuts that is not told; 0: to none."""
-    if aim.name == "kto" and defaults.version < (0, 14):
-        return 512
-    return 0 if aim.name == "dpo" and defaults.version < versions.TRL_CUTS_PAIRS_SINCE else 1024
+    older = versions.TRL_CUTS_PAIRS.get(aim.name, ())
+    return next((tokens for until, tokens in older if defaults.version < until), 1024)
 
 
 def sharded(settings: Settings) -> Layout:

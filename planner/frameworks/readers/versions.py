@@ -24,7 +24,7 @@ which it does not: the versions between are taken with 1.15."""
 TRL_FUSED_PREFERENCES_SINCE = (1, 15)
 """From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
 TRL_OF_OBJECTIVES_SINCE = {
-    "dpo": (0, 12),
+    "dpo": (0, 9, 6),
     "kto": (0, 12),
     "grpo": (0, 15),
     "reward": (0, 29),
@@ -36,8 +36,8 @@ TRL_KTO_UNTIL = (1, 6)
 """From here on, up to the fused head, KTO keeps other parts of its whole logits, which is not modelled."""
 TRL_LOADS_REFERENCE = ((0, 29), (1, 15))
 """From the one to the other DPO's own reference is loaded anew in float32 (1.14 does, 1.16 takes the policy's type)."""
-TRL_CUTS_PAIRS_SINCE = (0, 13)
-"""Before this DPO cuts nothing unless told (KTO: to 512 tokens before 0.14)."""
+TRL_CUTS_PAIRS = {"dpo": (((0, 12), 512), ((0, 13), 0)), "kto": (((0, 14), 512),)}
+"""Objective -> (the version before which, to how many tokens it cuts that is not told; 0: to none); later 1,024."""
 TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
 """Before this GRPO generates for each micro-batch by itself."""
 TRL_WITHOUT_KL_SINCE = (0, 19)
