@@ -283,9 +283,10 @@ class SetupValues:
 
     @property
     def log_probs(self) -> str:
-        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel; "" where it has that, or
-        of another stack: of all at once ("gathered"; "gathered beside": them, and the chosen half's cross-entropy), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's other prompts' are gone by
-        then), or so of a copy ("copied").
+        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel; "" where it has that,
+        or of another stack: of all at once ("gathered"; "gathered beside": them, and the chosen half's cross-
+        entropy), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's other prompts' are
+        gone by then), or so of a copy ("copied").
 
         Source: trl 0.9 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
         not; 1.14 has the kernel for the policy); from 0.15 on `selective_log_softmax`.
