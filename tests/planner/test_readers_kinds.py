@@ -775,6 +775,39 @@ def test_a_folder_for_checkpoints_makes_no_litgpt_of_axolotl(key: str) -> None:
     assert read_text(litgpt, "lora.yaml").format == "litgpt"
 
 
+@pytest.mark.parametrize(
+    ("command", "tool"),
+    [
+        ("mlx_lm.lora --model Qwen/Qwen2.5-7B --train --data d --batch-size 1", "MLX-LM"),
+        ("python -m mlx_lm.lora --train --model m", "mlx_lm"),
+        ("autotrain llm --train --model m --peft", "AutoTrain"),
+        ("CUDA_VISIBLE_DEVICES=0 autotrain llm --model m", "AutoTrain"),
+    ],
+)
+def test_launches_of_tools_whose_flags_are_not_read_are_refused_by_name(command: str, tool: str) -> None:
+    with pytest.raises(NotPlanned, match=tool):
+        read_text(command + "\n", "run.sh")
+
+
+def test_a_built_in_recipe_of_torchtune_says_how_to_write_it_out() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_text("tune run lora_finetune_single_device --config llama3_1/8B_lora\n", "run.sh")
+    assert "tune cp" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\n", "NeMo-RL"),
+        ("dpo: {max_num_epochs: 1}\npolicy: {model_name: m}\ncluster: {}\n", "NeMo-RL"),
+        ("task: llm-sft\nbase_model: m\nproject_name: x\nparams: {peft: true, batch_size: 2}\n", "AutoTrain"),
+    ],
+)
+def test_files_of_engines_that_are_not_planned_are_refused_by_name(text: str, tool: str) -> None:
+    with pytest.raises(NotPlanned, match=tool):
+        read_text(text, "conf.yaml")
+
+
 ARGUMENTS_ALONE = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1e-3\nfp16: true\n"
 
 

@@ -42,6 +42,8 @@ OTHER_TOOLS = {
     "prime-rl": {"orchestrator"},
     "verl's SFT": {"data", "model", "optim", "trainer"},
     "Megatron": {"tensor_model_parallel_size"},
+    "AutoTrain": {"task", "base_model", "project_name"},
+    **{f"NeMo-RL ({algorithm})": {algorithm, "policy"} for algorithm in ("grpo", "sft", "dpo", "rm")},
     "MMEngine": {"train_dataloader", "optim_wrapper"},
 }
 """Engines that are not planned -> settings that only their files have together."""

@@ -95,8 +95,12 @@ class Launches:
         kind = FLAGS_OF.get(command.tool)
         if kind is not None and not command.target:
             return self._of_flags(command, kind, inside)
+        if not command.target and command.tool in shell.NAMED:
+            tool = shell.NAMED[command.tool]
+            raise NotPlanned(f"{name} trains with {tool}, whose flags are not read", hint="plan estimate takes a setup")
         if not command.target:
-            raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
+            built_in = "tune cp NAME config.yaml writes a built-in one out; " * (command.tool == "tune")
+            raise ConfigError(f"{name}: {command.tool} names no config", hint=f"{built_in}give the config itself")
         return self._of_target(command, inside)
 
     def _of_target(self, command: shell.Command, inside: FileContext) -> ReadConfig:

@@ -294,7 +294,9 @@ TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "distill
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 BY_VARIABLES = ("llamafactory-cli", "swift")
 """Tools that start torchrun themselves, on NNODES nodes of NPROC_PER_NODE processes."""
-TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")
+NAMED = {"mlx_lm.lora": "MLX-LM", "autotrain": "AutoTrain"}
+"""Commands of tools whose flags are not read -> the tool."""
+TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth", *NAMED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -705,8 +707,9 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     verbs = {
         "trl": TRL_COMMANDS, "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
         "swift": ("sft", "pt", "rlhf"), "litgpt": ("finetune_lora", "finetune", "finetune_full"), "tune": ("run",),
+        **dict.fromkeys(NAMED, ()),
     }[tool]  # fmt: skip
-    if not words or words[0] not in verbs:
+    if (not words or words[0] not in verbs) and tool not in NAMED:
         return None
     rest = words[1:]
     named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
