@@ -198,7 +198,7 @@ SPACE = (
     Flag(of="linear_attention", values=fields.LINEAR_ATTENTIONS, many=True, help="A hybrid's; fla: its package"),
     Flag(of="activation_offload", help="Checkpoints in host memory or on the GPU"),
     Flag(of="selective_checkpointing", help="Checkpointed layers keep their attention (TRL, Axolotl)"),
-    Flag(of="compile", help="torch.compile, which no plan takes unasked"),
+    Flag(of="compile", help="torch.compile on or off. Default: on where its gain was compared"),
     Flag(of="quantize_experts", help="A mixture's stacked experts in 4 bits (Axolotl)"),
 )
 """Of a setup on one GPU."""

@@ -187,29 +187,32 @@ def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
         )
     layouts = all_layouts(workload)
     left_out = [one for one in layouts if one.reason]
-    reasons = [*facts.refused.values(), *(one.reason for one in left_out)] or _no_such_setup(workload, layouts)
+    none_of_them = _no_such_setup(workload, layouts) if len(left_out) < len(layouts) and not facts.refused else {}
+    reasons = [*facts.refused.values(), *none_of_them, *(one.reason for one in left_out)]
     num, batch = workload.num_gpus, workload.global_batch_seqs
     if contradicted or not reasons:
         return UsageError(
             f"no setup on {num} GPUs satisfies all the options given{contradicted}",
             hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
         )
-    hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
+    hint = (
+        none_of_them.get(reasons[0]) or "leave --parallel and the degrees out: the plan then chooses among all of them"
+    )
     uneven = [one.reason for one in left_out if batch % one.data_degree]
     if uneven:
         hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
     return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
 
 
-def _no_such_setup(workload: Workload, layouts: Sequence[Layout]) -> list[str]:
-    """Why a setup cannot be spread, of those that could exist on one GPU."""
-    reasons = dict[str, None]()
+def _no_such_setup(workload: Workload, layouts: Sequence[Layout]) -> dict[str, str | None]:
+    """Why a setup cannot be spread, of those that could exist on one GPU, and what to use."""
+    reasons = dict[str, str | None]()
     for branch, layout in product(branches(workload, dimension_values(workload)), layouts):
         try:
             branch.replace(**layout.fields)
         except SetupError as error:
-            reasons[error.message] = None
-    return list(reasons)
+            reasons[error.message] = error.hint
+    return reasons
 
 
 def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
