@@ -101,7 +101,7 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
             for name in ("head_dim", "global_head_dim"):
                 if name in config[encoder]:
                     config[encoder][name] = 16
-            if config[encoder]["model_type"] == "gemma4_audio":  # published without sizes
+            if config[encoder].get("model_type") == "gemma4_audio":  # published without sizes
                 config[encoder] |= AUDIO
             if "out_hidden_size" in config[encoder]:
                 config[encoder]["out_hidden_size"] = text["hidden_size"]
@@ -117,7 +117,7 @@ def _layers(text: dict[str, Any]) -> None:
     kinds = list(dict.fromkeys(text["layer_types"])) if text.get("layer_types") else []
     if "full_attention_interval" in text:
         kinds, text["full_attention_interval"] = ["linear_attention", "full_attention"], 2
-    if text["model_type"] == "gemma4_text":
+    if text.get("model_type") == "gemma4_text":
         kinds = ["sliding_attention", "full_attention"]
     depth = max(2, len(kinds))
     text.update({name: depth for name in DEPTH if text.get(name)})
