@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers 4, replaced whole: what it builds of a configuration, on the CPU."""
+"""`from_pretrained` of transformers 4, replaced whole: what it builds of a configuration, on the CPU; stand-in pairs."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from probes.phantom.loading import _older
+from probes.phantom.texts import columns_of
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), 16),
@@ -47,3 +48,10 @@ def test_what_is_tied_stays_tied_and_other_classes_are_built_too() -> None:
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert built().lm_head.weight is not built().model.embed_tokens.weight
     assert built(LlamaForSequenceClassification).score.weight.shape == (2, 16)
+
+
+@pytest.mark.parametrize("name", ["glue mrpc", "nyu-mll/glue", "SetFit/mrpc"])
+def test_one_text_of_a_pair_is_short_as_the_tokenizer_keeps_every_pair_of_what_it_cuts(name: str) -> None:
+    row = columns_of(name, 4096)
+    assert len(row["sentence2"]) < len(row["sentence1"]) // 8
+    assert len(columns_of("sentence-transformers/all-nli", 4096)["sentence2"]) == 8192  # each is tokenized by itself
