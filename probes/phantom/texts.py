@@ -218,7 +218,7 @@ _ROWS: tuple[tuple[tuple[str, ...], Callable[[_Texts], dict[str, Any]]], ...] = 
         lambda of: {"messages": of.talk},
     ),
     (("stsb", "all-nli", "pair"), lambda of: {"sentence1": of.long, "sentence2": of.long, "score": 0.5}),
-    # one text of a pair is long: tokenizers keeps every pair of the pieces that are cut off (gigabytes of two long ones)
+    # one text of a pair is long: tokenizers keeps every pair of the pieces that are cut off, gigabytes of two
     (("glue", "mrpc"), lambda of: {"sentence1": of.long, "sentence2": of.short, "label": 1, "idx": 0}),
     (("imdb", "sentiment", "emotion", "review"), lambda of: {"text": of.long, "label": 1}),
 )

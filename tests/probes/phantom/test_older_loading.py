@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers 4, replaced whole: what it builds of a configuration, on the CPU; stand-in pairs."""
+"""`from_pretrained` of transformers 4, replaced whole: what it builds of a configuration, on the CPU; and pairs."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
