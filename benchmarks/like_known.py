@@ -38,7 +38,12 @@ def pairs() -> Iterator[tuple[ModelSpec, ModelSpec]]:
         fields = Fields(entry.config, "config.json")
         kind = "" if entry.model_type in ("llama", "t5", "whisper") else alike.kind_of(fields)
         known = catalogue.load(entry.model_id)
-        if kind and known is not None and not {"vision_config", "audio_config"} & set(entry.config):
+        if (
+            kind
+            and known is not None
+            and not known.reads_both_ways
+            and not {"vision_config", "audio_config"} & set(entry.config)
+        ):
             read = alike.build(fields, kind)
             yield replace(read, model_id=known.model_id, model_type="unknown", config=known.config), known
 

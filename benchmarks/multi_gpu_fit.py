@@ -54,14 +54,14 @@ def fit_layout(points: Sequence[LayoutPoint], start: Calibration, *, max_evaluat
     """The start's calibration with its `layout` constants moved to fit the points."""
     if not points:
         return start
-    base = asdict(LayoutConstants(**start.layout))
+    base = asdict(LayoutConstants(**start.spread))
     names = tuple(UNCERTAINTY)
     sizes = Counter(point.source for point in points)
 
     def moved(shift: Sequence[float]) -> Calibration:
         values = {name: base[name] * exp(UNCERTAINTY[name] * z) for name, z in zip(names, shift, strict=True)}
         values |= {name: min(value, 1.0) for name, value in values.items() if name.endswith("share") or "cost" in name}
-        return replace(start, layout={**base, **values})
+        return replace(start, spread={**base, **values})
 
     def errors(shift: Sequence[float]) -> list[float]:
         calibration = moved(shift)

@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 import time
+from typing import Any
 
 from planner.core.packed import read_packed, write_packed
 from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
@@ -89,34 +90,54 @@ def build_structures(names: list[str], minutes: float) -> None:
         if model is None or structure is None or structure in built or time.monotonic() > end:
             continue
         built.add(structure)
-        like = apart(model)
-        if structure_of(like) != structure:
-            print(f"{name}: another structure at other sizes")
+        for own_heads in (True, False):  # some types take a head for a share of the features
+            like = apart(model, own_heads=own_heads)
+            if structure_of(like) != structure:
+                continue
+            started, builder = time.process_time(), ProgramBuilder(like)
+            if found := builder.all(asked_programs(like)):
+                break
+        else:
+            print(f"{name}: another structure at other sizes, or no run")
             continue
-        started, builder = time.process_time(), ProgramBuilder(like)
-        found = builder.all(asked_programs(like))
         path = PROGRAMS / f"{structure}.json.gz"
         save_programs(path, builder.tables, found, versions(), sizes_of(like))
         spent = time.process_time() - started
         why = f"; {len(builder.failures)} without: {sorted({*builder.failures.values()})[:2]}" * bool(builder.failures)
-        print(
-            f"{name}: {structure} {len(found)} programs, {path.stat().st_size:,} bytes, {spent:.0f} CPU s{why}",
-            flush=True,
-        )
+        size = path.stat().st_size
+        print(f"{name}: {structure} {len(found)} programs, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
 
 
-def apart(model: ModelSpec) -> ModelSpec:
-    """A model of the same layers whose sizes have each an odd factor of their own."""
+_SPELLINGS = {
+    "hidden_size": ("n_embd", "word_embed_proj_dim"),
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("num_kv_heads",),
+    "num_hidden_layers": ("n_layer",),
+}
+"""What older types call a size."""
+
+
+def apart(model: ModelSpec, *, own_heads: bool) -> ModelSpec:
+    """A model of the same layers whose sizes have each an odd factor of their own.
+
+    Args:
+        own_heads: whether all heads together have another size than the features.
+    """
     attention = model.layer_kinds[0].attention
     assert attention is not None
     whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
-    heads = 7 if attention.num_heads > attention.num_kv_heads else 35
-    config = {
+    heads = 1 if attention.num_kv_heads == 1 else 7 if attention.num_heads > attention.num_kv_heads else 35
+    config: dict[str, Any] = {
         **model.config, "hidden_size": 3080, "intermediate_size": 7424, "moe_intermediate_size": 7424,
         "num_attention_heads": 35, "num_key_value_heads": heads, "num_hidden_layers": 37, "max_window_layers": 37,
-        "head_dim": 104 if attention.head_dim <= 128 else 208,
-        "vocab_size": whole * VOCABULARY_TILE + (31_744 if rest else 0),
+        "head_dim": 104 if attention.head_dim <= 128 else 208, "shared_expert_intermediate_size": 41 * 128,
+        "pad_token_id": 0, "vocab_size": whole * VOCABULARY_TILE + (31_744 if rest else 0),
     }  # fmt: skip
+    if not own_heads:
+        del config["head_dim"]
+    for name, others in _SPELLINGS.items():
+        config |= {other: config[name] for other in others if model.config.get(other) is not None}
     return spec_from_config(config, model_id=f"{model.model_type}-apart", source="sizes apart")
 
 

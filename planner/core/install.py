@@ -51,13 +51,9 @@ def _source(extra: str) -> list[str]:
 
     Source: PEP 610, direct_url.json.
     """
-    from importlib.metadata import PackageNotFoundError, distribution  # late: it loads a mail reader, 20 modules
-
-    try:
-        text = distribution(DISTRIBUTION).read_text("direct_url.json")
-    except PackageNotFoundError:
-        text = None
-    address = json.loads(text).get("url", "") if text else ""
+    pattern = f"{DISTRIBUTION.replace('-', '_')}-*.dist-info/direct_url.json"  # importlib.metadata loads a mail reader
+    kept = next((found for one in sys.path if one for found in Path(one).glob(pattern)), None)
+    address = json.loads(kept.read_text("utf-8")).get("url", "") if kept is not None else ""
     path = Path(unquote(urlsplit(address).path)) if address.startswith("file:") else None
     if path is not None and (path / "pyproject.toml").is_file():
         return ["-e", f"{path}{extra}"]

@@ -11,6 +11,7 @@ _COUNTED = (
 _COUNTED_BEHIND = re.compile(rf"(.+?)(?:\s+[x×*]\s*|\s*:\s*)({_COUNT})", re.IGNORECASE)
 _MEMORY = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d+)?)[\s_-]*g(?:i?b)?(?![a-z\d])", re.IGNORECASE)
 _MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac\s*(?:studio|mini|pro)|imac)\b")
+_WORDS = re.compile(r"[a-z0-9]+").findall
 _MAKERS = ("nvidia", "amd", "apple", "intel", "geforce", "tesla", "instinct", "radeon", "arc")
 """Words that tell nothing apart at the head of a name."""
 _NOISE = frozenset({"r", "tm", "gpu", "card", "graphics", "vram", "ram", "memory", "unified", "desktop", "generation"})
@@ -21,9 +22,8 @@ def normalized(name: str) -> str:
     """A name without case, spacing, punctuation and words that tell nothing apart: "NVIDIA GeForce RTX 4090" gives
     "rtx4090"."""
     text = name.lower()
-    without = _MACHINES.sub(" ", text)
-    text = without if re.search(r"[a-z0-9]", without) else text
-    words = [_SAME.get(one, one) for one in re.findall(r"[a-z0-9]+", text)]
+    without = _WORDS(_MACHINES.sub(" ", text)) if "mac" in text else ()
+    words = [_SAME.get(one, one) for one in without or _WORDS(text)]
     while len(words) > 1 and words[0] in _MAKERS:
         del words[0]
     return "".join([one for one in words if one not in _NOISE] or words)
@@ -32,13 +32,13 @@ def normalized(name: str) -> str:
 def size_alone(name: str) -> float | None:
     """The memory in GiB, where a name is nothing else: "16GB", "24 GB GPU"."""
     sizes = _MEMORY.findall(name)
-    rest = set(re.findall(r"[a-z0-9]+", _MEMORY.sub(" ", name.lower())))
+    rest = set(_WORDS(_MEMORY.sub(" ", name.lower())))
     return float(sizes[0]) if len(sizes) == 1 and rest <= {*_MAKERS, *_NOISE} else None
 
 
 def words_of(name: str) -> frozenset[str]:
     """The words of a name that tell something, without its size."""
-    return frozenset(re.findall(r"[a-z0-9]+", _MEMORY.sub(" ", name.lower().replace("-", " ")))) - {*_MAKERS, *_NOISE}
+    return frozenset(_WORDS(_MEMORY.sub(" ", name.lower().replace("-", " ")))) - {*_MAKERS, *_NOISE}
 
 
 def size_and_words(name: str) -> tuple[float | None, str]:

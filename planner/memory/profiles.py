@@ -44,7 +44,7 @@ Group = tuple[str, str]
 LOSS_BEGINS = "loss begins"
 """No phase: what is alive when a micro-batch's loss begins."""
 _PHASES_BEFORE_STEP = ("forward", "loss", "backward")
-_BEFORE_STEP = "before the step"
+BEFORE_STEP = "before the step"
 """No phase: the moments of all those."""
 BATCH: Group = ("other", "batch")
 """The samples of a micro-batch; the runs hold those of two."""
@@ -120,7 +120,7 @@ class Sizes:
     def __init__(self, tokens: int, rank: int) -> None:
         self._tokens, self._rank = tokens, max(1, rank)
         self._forms: dict[int, tuple[Form, Line]] = {}
-        self._moments: dict[tuple[int, bool], tuple[ProfileMoment, Line]] = {}
+        self._moments: tuple[dict[int, tuple[ProfileMoment, Line]], ...] = {}, {}
 
     def form(self, form: Form) -> Line:
         """One group's."""
@@ -133,16 +133,19 @@ class Sizes:
             known = self._forms[id(form)] = form, Line(*found)
         return known[1]
 
-    def moment(self, moment: ProfileMoment, *, accumulated: bool) -> Line:
-        """All groups'; without accumulation of one micro-batch's samples."""
-        known = self._moments.get((id(moment), accumulated))
-        if known is None:
-            lines: list[Sequence[float]] = []
-            for group, form in moment.groups:
-                line = self.form(form)
-                lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
-            known = self._moments[id(moment), accumulated] = moment, Line(*map(sum, zip(*lines, strict=True)))
-        return known[1]
+    def moments(self, moments: Iterable[ProfileMoment], *, accumulated: bool) -> list[Line]:
+        """Of each all groups'; without accumulation of one micro-batch's samples."""
+        known, found = self._moments[accumulated], []
+        for moment in moments:
+            one = known.get(id(moment))
+            if one is None:
+                lines: list[Sequence[float]] = []
+                for group, form in moment.groups:
+                    line = self.form(form)
+                    lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
+                one = known[id(moment)] = moment, Line(*map(sum, zip(*lines, strict=True)))
+            found.append(one[1])
+        return found
 
 
 @lru_cache(maxsize=16)
@@ -188,32 +191,32 @@ class ProfiledStep:
         found = self._lines.get(key)
         if found is None:
             found = self._lines[key] = {}
-            for one in self._alive(micro_batch_seqs, accumulated=accumulated):
-                found.setdefault(one.phase, []).append(self._sizes.moment(one, accumulated=accumulated))
-            found[_BEFORE_STEP] = [line for phase in _PHASES_BEFORE_STEP for line in found.get(phase, ())]
+            alive = self._alive(micro_batch_seqs, accumulated=accumulated)
+            for one, line in zip(alive, self._sizes.moments(alive, accumulated=accumulated), strict=True):
+                found.setdefault(one.phase, []).append(line)
+            found[BEFORE_STEP] = [line for phase in _PHASES_BEFORE_STEP for line in found.get(phase, ())]
         return found
 
-    def bytes_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> int:
-        """Allocated bytes at a phase's highest moment (or at LOSS_BEGINS)."""
-        lines = self._by_phase(micro_batch_seqs, accumulated=accumulated)[phase]
-        tile = self._tile_tokens(micro_batch_seqs)
-        return round(max([one.at(micro_batch_seqs, tile) for one in lines]))
-
-    def largest(self, micro_batch_seqs: int, *, accumulated: bool) -> int:
-        """Allocated bytes at the highest moment before the optimizer's phase."""
-        return self.bytes_at(_BEFORE_STEP, micro_batch_seqs, accumulated=accumulated)
+    def bytes_at(self, micro_batch_seqs: int, *phases: str, accumulated: bool) -> list[int]:
+        """Allocated bytes at the highest moment of each phase (or at LOSS_BEGINS)."""
+        lines, tile = self._by_phase(micro_batch_seqs, accumulated=accumulated), self._tile_tokens(micro_batch_seqs)
+        return [
+            round(max([c + (s + q * micro_batch_seqs) * micro_batch_seqs + t * tile for c, s, q, t in lines[phase]]))
+            for phase in phases
+        ]
 
     def groups_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> dict[Group, int]:
         """What is alive at a phase's highest moment, in bytes that add up to `bytes_at`."""
         tile = self._tile_tokens(micro_batch_seqs)
-        moments = (one for one in self._alive(micro_batch_seqs, accumulated=accumulated) if one.phase == phase)
-        best = max(moments, key=lambda one: self._sizes.moment(one, accumulated=accumulated).at(micro_batch_seqs, tile))
+        own = [one for one in self._alive(micro_batch_seqs, accumulated=accumulated) if one.phase == phase]
+        sizes = [line.at(micro_batch_seqs, tile) for line in self._sizes.moments(own, accumulated=accumulated)]
+        best = own[sizes.index(max(sizes))]
         found = {}
         for group, form in best.groups:
             size = self._sizes.form(form).at(micro_batch_seqs, tile)
             found[group] = round(size if accumulated or group != BATCH else size / 2)
         found = {group: size for group, size in found.items() if size > 0}
-        rest = self.bytes_at(phase, micro_batch_seqs, accumulated=accumulated) - sum(found.values())
+        rest = self.bytes_at(micro_batch_seqs, phase, accumulated=accumulated)[0] - sum(found.values())
         found[max(found, key=lambda group: found[group])] += rest  # of rounding
         return found
 
@@ -345,6 +348,20 @@ _FIELDS = (
 _OF_ADAPTERS, _OF_FULL = attrgetter(*_FIELDS), attrgetter(*(one for one in _FIELDS if one != "resolved_adapter_dtype"))
 
 
+def respaced(key: str, every: int) -> str:
+    """The key of the structure that differs in how many layers apart checkpoints lie."""
+    words = key.split(" ")
+    words[_SPACING[words[1]]] = str(every)
+    return " ".join(words)
+
+
+_SPACING = {
+    "full": _FIELDS.index("checkpointing"),
+    **dict.fromkeys(("lora", "qlora"), 1 + _FIELDS.index("checkpointing")),
+}
+"""Where the spacing of checkpoints stands in a key, by method."""
+
+
 def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
     """The profile of a setup's structure, None where there is none. A rank of DDP does what one GPU does."""
     if setup.parallel == "ddp" and not setup.is_split:
@@ -464,7 +481,7 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
         if size > 0:
             found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
 
-    sizes = {phase: step.bytes_at(phase, micro, accumulated=accumulated) for phase in PHASES}
+    sizes = dict(zip(PHASES, step.bytes_at(micro, *PHASES, accumulated=accumulated), strict=True))
     for phase in PHASES:
         for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
             add(category, name, size, phase)
@@ -492,7 +509,7 @@ def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], 
     load, micro = sizes["load"], setup.micro_batch_seqs
     largest, at_end = max(sizes["forward"], sizes["loss"], sizes["backward"]), sizes["step"] + temporaries
     if not setup.expandable_segments:
-        kept = step.bytes_at(LOSS_BEGINS, micro, accumulated=setup.adds_gradients) - load
+        kept = step.bytes_at(micro, LOSS_BEGINS, accumulated=setup.adds_gradients)[0] - load
         dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
         return fixed_segments_gap_bytes(kept=max(0, kept), **dynamic)
     before = largest + step.gap_bytes(micro, largest - load)
@@ -514,9 +531,8 @@ def profiled_peaks(
     found: list[list[int]] = [[] for _ in stepping]
     for micro, steps in pairs:
         accumulated = steps > 1
-        largest = step.largest(micro, accumulated=accumulated)
-        before = largest + step.gap_bytes(micro, largest - step.bytes_at("load", micro, accumulated=accumulated))
-        at_end = step.bytes_at("step", micro, accumulated=accumulated) + GAP_FLOOR_BYTES
+        largest, load, at_end = step.bytes_at(micro, BEFORE_STEP, "load", "step", accumulated=accumulated)
+        before, at_end = largest + step.gap_bytes(micro, largest - load), at_end + GAP_FLOOR_BYTES
         for own, by_kind in zip(found, stepping, strict=True):
             kept, temporaries = by_kind[accumulated]
             own.append(beside + kept + max(before, at_end + temporaries))

@@ -12,17 +12,14 @@ from typing import Any
 
 from planner.core.packed import read_packed
 from planner.models.spec import ModelSpec
+from planner.models.targets import num_lora_params
 
 VOCABULARY_TILE = 32_768
 """Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""
-MOST_BESIDE_LAYERS = 16
-"""Modules, tensors in lists or calls that come beside those of every layer."""
-ROLES = {"attention": ("q", "k", "v", "o"), "queries and values": ("q", "v")}
+FEWEST_BESIDE = -6
+"""Modules, tensors in lists or calls that come beside those of every layer: so many fewer, or up to as many more as a
+model has layers (37 were run: up to 30, five lists of what five other modules have)."""
 Sizes = dict[str, int]
-
-
-class NoSize(ValueError):
-    """A number is no product of a model's sizes."""
 
 
 def structure_of(model: ModelSpec) -> str | None:
@@ -32,20 +29,9 @@ def structure_of(model: ModelSpec) -> str | None:
         return None  # also where weights are stored packed
     layer = model.layer_kinds[0]
     attention, mlp = layer.attention, layer.mlp
-    if (
-        attention is None
-        or attention.kind != "softmax"
-        or mlp is None
-        or mlp.shared_intermediate_size
-        or layer.cross_attention
-    ):
+    if attention is None or attention.kind != "softmax" or mlp is None or layer.cross_attention:
         return None
-    if (
-        attention.window_tokens
-        or attention.softcap
-        or attention.sinks
-        or attention.value_head_dim != attention.head_dim
-    ):
+    if attention.softcap or attention.sinks or attention.value_head_dim != attention.head_dim:
         return None
     whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
     config = model.config
@@ -57,6 +43,13 @@ def structure_of(model: ModelSpec) -> str | None:
         [(one.name, one.kind, one.bias, one.weight) for one in layer.norms],
     ]  # fmt: skip
     said += [mlp.num_experts, mlp.num_active_experts, mlp.gated_experts] if mlp.num_experts else []
+    rarer = {
+        "window": attention.window_tokens is not None,  # a program is of samples that one holds
+        "shared expert": mlp.shared_intermediate_size > 0,
+        "norms behind": not config.get("do_layer_norm_before", True),
+        "narrow embeddings": config.get("word_embed_proj_dim", model.hidden_size) != model.hidden_size,
+    }
+    said += [name for name, there in rarer.items() if there]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
@@ -66,22 +59,27 @@ def sizes_of(model: ModelSpec) -> Sizes:
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None
     assert mlp is not None
-    adapted = {"all": [one.in_features + one.out_features for one in layer.linears]}
-    for name, roles in ROLES.items():
-        adapted[name] = [one.in_features + one.out_features for one in layer.linears if one.role in roles]
+    pairs = sum(one.in_features + one.out_features for one in layer.linears if one.role in ("q", "v"))
     heads, groups = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
     return {
         "hidden": model.hidden_size, "intermediate": mlp.intermediate_size, "head": attention.head_dim,
-        "kv heads": heads, "groups": groups, "vocabulary": model.vocab_size, "layers": model.num_layers,
+        "kv heads": heads, "groups": groups, "shared": mlp.shared_intermediate_size,
+        "vocabulary": model.vocab_size, "layers": model.num_layers,
         "rest": model.vocab_size % VOCABULARY_TILE, "weights": model.num_params,
-        **{f"adapters: {name}": model.num_layers * sum(each) for name, each in adapted.items()},
+        "adapters: all": num_lora_params(model, "all-linear", 1),
+        "adapters: attention": num_lora_params(model, "attention", 1),
+        "adapters: queries and values": model.num_layers * pairs,
+        "queries, keys and values": (attention.num_heads + 2 * heads) * attention.head_dim,
     }  # fmt: skip
 
 
-_SUMS = ("weights", "vocabulary", "rest", *(f"adapters: {name}" for name in ("all", *ROLES)))
+_SUMS = (
+    "weights", "vocabulary", "rest", "adapters: all", "adapters: attention", "adapters: queries and values",
+    "queries, keys and values",
+)  # fmt: skip
 _LEAST = 14
 """Powers of two that the smallest share of a size is below it."""
-_FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups")
+_FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups", "shared")
 
 
 def _odd(number: int) -> int:
@@ -99,12 +97,12 @@ class Resizer:
 
     def __init__(self, own: Mapping[str, int], other: Mapping[str, int]) -> None:
         self._own, self._other = own, other
-        self._tags = [(name, _odd(own[name])) for name in _FACTORS if _odd(own[name]) > 1]
+        self._tags = [(name, tag) for name in _FACTORS if (tag := _odd(own.get(name, 1))) > 1]
 
     def size(self, number: float) -> float:
         """A dimension, or the factor of one."""
         for name in _SUMS:
-            if own := self._own[name]:
+            if own := self._own.get(name):
                 ratio = number / own
                 if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
                     return self._other[name] * ratio
@@ -112,16 +110,14 @@ class Resizer:
         for name, tag in self._tags:
             while rest % tag == 0:
                 rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
-        return rest * found / 2**_LEAST if _is_power(rest) else number
+        either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
+        return rest * found / 2**_LEAST if either else number
 
     def count(self, number: int) -> int:
         """How many there are of something in all layers and beside them."""
         layers = self._own["layers"]
-        each = round(number / layers)
-        beside = number - each * layers
-        if abs(beside) > MOST_BESIDE_LAYERS:
-            raise NoSize(f"{number} of {layers} layers")
-        return each * self._other["layers"] + beside
+        each, beside = divmod(number - FEWEST_BESIDE, layers)
+        return each * self._other["layers"] + beside + FEWEST_BESIDE
 
 
 def _is_power(ratio: float) -> bool:
@@ -131,11 +127,7 @@ def _is_power(ratio: float) -> bool:
 
 
 def resized(raw: Mapping[str, Any], other: Mapping[str, int]) -> dict[str, Any]:
-    """The tables of a model's programs (`planner.speed.step_program`) as those of one with other sizes.
-
-    Raises:
-        NoSize: a count is none of layers.
-    """
+    """The tables of a model's programs (`planner.speed.step_program`) as those of one with other sizes."""
     to = Resizer(raw["sizes"], other)
     forms: dict[Any, int] = {}
     layouts: dict[Any, int] = {}
@@ -192,7 +184,4 @@ def resized_programs(model: ModelSpec, directory: Path, schema: int) -> dict[str
     """The tables of a model whose structure was run at other sizes; None where it was not."""
     structure = structure_of(model)
     raw = read_packed(directory / f"{structure}.json.gz", schema, shipped=True) if structure else None
-    try:
-        return resized(raw, sizes_of(model)) if raw else None
-    except NoSize:
-        return None
+    return resized(raw, sizes_of(model)) if raw else None

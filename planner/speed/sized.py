@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import MONOMIALS, profiled_kind, structure_key
+from planner.memory.profiles import MONOMIALS, profiled_kind, respaced, structure_key
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
@@ -375,6 +375,12 @@ class ProgramSpeed:
             found = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
         return found
 
+    def beside_formula(self, seqs: int) -> float:
+        """How many times as long as by the formula a micro-batch takes."""
+        family, busy = self.formula.family, sum(self.formula.micro_parts(seqs).values())
+        wall = (busy**family.work.power + family.host_s**family.work.power) ** (1 / family.work.power)
+        return max(self._courses(seqs)[0].after(0.0, 0.0)) / float(wall + family.trainer_micro_s)
+
     def _end(self, optimizer: str, seqs: int) -> Course:
         """Of what follows the last backward."""
         key = optimizer, seqs
@@ -491,18 +497,26 @@ class ScaledSpeed:
 
 
 def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
-    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie or
-    in which matrices are adapted."""
+    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie, in
+    which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a plan compares errs
+    alike."""
     found = program_speed(model, gpu, setup)
     if found is not None or programs_of(model) is None:
         return found
-    changed: dict[str, Any] = {"activation_offload": False}
+    changed: dict[str, Any] = {
+        "activation_offload": False,
+        "compile": False,
+        "kbit_fp32_cast": False,
+        "quantize_experts": False,
+    }
     if setup.method != "full":
-        changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0}
-    like = program_speed(model, gpu, setup.replace_trusted(**changed))
-    if like is None:
-        return None
-    return ScaledSpeed(throughput_profile(model, gpu, setup, conditions=conditions_of(setup)), like)
+        changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
+    for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
+        like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed))
+        if like is not None:
+            own = throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
+            return ScaledSpeed(own, like)
+    return None
 
 
 def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | None:
@@ -511,10 +525,16 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
     programs = programs_of(model)
-    if programs is None:
+    if programs is None or (programs.any_size and _beyond_window(model, setup)):
         return None
-    program, apart = programs.get(structure_key(model, gpu, setup)), setup.checkpointing
+    key, apart = structure_key(model, gpu, setup), setup.checkpointing
+    program = programs.get(key)
     if program is None and apart > 1:
-        none, every = (structure_key(model, gpu, setup.replace_trusted(checkpointing=one)) for one in (0, 1))
-        program = programs.spaced((none, every), apart, model.num_layers)
+        program = programs.spaced((respaced(key, 0), respaced(key, 1)), apart, model.num_layers)
     return ProgramSpeed(model, gpu, setup, programs, program) if program is not None else None
+
+
+def _beyond_window(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether a sequence is longer than what a token sees, of layers that are all alike."""
+    attention = model.layer_kinds[0].attention
+    return attention is not None and setup.seq_len_tokens > (attention.window_tokens or setup.seq_len_tokens)

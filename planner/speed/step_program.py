@@ -102,12 +102,14 @@ class ModelPrograms:
 
     Attributes:
         versions: of what was run.
+        any_size: whether they are of a model's layers at sizes that were not run (`planner.speed.resized`).
         operators, segments: what programs name by their places.
         worked_out: of them (`planner.speed.sized`).
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.versions: Mapping[str, str] = raw["versions"]
+        self.any_size = bool(raw.get("sizes"))
         self.worked_out: dict[object, Any] = {}
         self._raw = raw
         self._found: dict[str, StepProgram] = {}

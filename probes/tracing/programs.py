@@ -40,7 +40,7 @@ from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config
 from probes.tracing.profile_builder import CARDS, NOT_PROFILED, asked_structures
 
-_SEQS = (23, 29, 31, 37)
+_SEQS = (23, 29, 31, 37, 43, 47)
 _TOKENS = (1307, 1319, 1367, 1187)
 """Twice a prime and one: a length and the length less one both have a large prime factor."""
 _CHUNK, _CHUNKED = 64, (1187, 1823, 2579, 2963)

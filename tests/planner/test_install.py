@@ -8,13 +8,12 @@ import pytest
 from planner.core import install
 
 
-class _Installed:
-    def __init__(self, text: str | None) -> None:
-        self.text = text
-
-    def read_text(self, name: str) -> str | None:
-        assert name == "direct_url.json"
-        return self.text
+def _installed(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    """As pip leaves it in a folder of packages (PEP 610)."""
+    (kept := folder / "packages" / "finetune_planner-0.1.0.dist-info").mkdir(parents=True)
+    if text is not None:
+        (kept / "direct_url.json").write_text(text, "utf-8")
+    monkeypatch.setattr(install.sys, "path", ["", str(folder / "none"), str(kept.parent)])
 
 
 def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,15 +21,15 @@ def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.M
     folder.mkdir()
     (folder / "pyproject.toml").touch()
     text = f'{{"url": "{folder.as_uri()}", "dir_info": {{"editable": true}}}}'
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(text))
+    _installed(tmp_path, monkeypatch, text)
     words = shlex.split(install.install_command("torch"))
     assert words[1:] == ["-m", "pip", "install", "-e", f"{folder}[torch]"]
     (folder / "pyproject.toml").unlink()  # a checkout that is gone
     assert shlex.split(install.install_command("torch"))[-1] == "finetune-planner[torch]"
 
 
-def test_what_came_from_an_index_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(None))
+def test_what_came_from_an_index_is_named_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(tmp_path, monkeypatch, None)
     assert install.install_command("search").endswith("-m pip install 'finetune-planner[search]'")
 
 
@@ -63,7 +62,7 @@ def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
     if one_call:
         (tmp_path / "CACHEDIR.TAG").touch()
     monkeypatch.setattr(install.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(f'{{"url": "{wheel.as_uri()}"}}'))
+    _installed(tmp_path, monkeypatch, f'{{"url": "{wheel.as_uri()}"}}')
     said = install.install_command("torch")
     assert shlex.split(said) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
     said = install.packages_command("a", "b>=2")

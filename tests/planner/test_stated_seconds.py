@@ -11,6 +11,7 @@ from planner.hardware.gpus import all_gpus, find_gpu
 from planner.memory import profiles as profile_store
 from planner.memory.engines import engine_of
 from planner.memory.profiles import (
+    BEFORE_STEP,
     MONOMIALS,
     Piece,
     ProfiledStep,
@@ -211,17 +212,18 @@ SETUP = TrainSetup(seq_len_tokens=1000, loss="full")
 @pytest.mark.parametrize("highest", PHASES[1:4])
 def test_the_highest_moment_before_the_step_is_that_of_any_phase(highest: str) -> None:
     sizes = [(phase, False, 9 * MIB if phase == highest else MIB) for phase in PHASES]
-    assert ProfiledStep(profile(*sizes), model(), SETUP).largest(2, accumulated=False) == 9 * MIB
+    step = ProfiledStep(profile(*sizes), model(), SETUP)
+    assert step.bytes_at(2, BEFORE_STEP, accumulated=False) == [9 * MIB]
 
 
 def test_a_later_micro_batchs_moment_is_there_with_accumulation_alone() -> None:
     step = ProfiledStep(profile(("backward", False, MIB), ("backward", True, 5 * MIB)), model(), SETUP)
-    assert [step.bytes_at("backward", 2, accumulated=one) for one in (False, True)] == [MIB, 5 * MIB]
+    assert [step.bytes_at(2, "backward", accumulated=one) for one in (False, True)] == [[MIB], [5 * MIB]]
 
 
 def test_one_sequence_has_its_own_runs() -> None:
     step = ProfiledStep(profile(("forward", False, MIB), alone=MIB), model(), SETUP)
-    assert [step.bytes_at("forward", micro, accumulated=False) for micro in (1, 2)] == [2 * MIB, MIB]
+    assert [step.bytes_at(micro, "forward", accumulated=False) for micro in (1, 2)] == [[2 * MIB], [MIB]]
 
 
 @pytest.mark.parametrize(("tokens", "complete"), [(999, True), (1000, True), (1001, False)])

@@ -16,6 +16,7 @@ from planner.memory.engines import engine_of
 from planner.memory.model import memory_of, predict_memory
 from planner.memory.profiles import (
     BATCH,
+    BEFORE_STEP,
     LOSS_BEGINS,
     Piece,
     ProfiledStep,
@@ -79,12 +80,14 @@ def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
     setup = TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full")
     step = ProfiledStep(_profile(), _model(), setup)
     kept, samples = 3 * 1000 * (1024 + 80), 3 * 1000 * 24
-    assert step.bytes_at("load", 3, accumulated=False) == 100 * MIB + samples
-    assert step.bytes_at("forward", 3, accumulated=False) == 100 * MIB + samples + kept
-    assert step.bytes_at("loss", 3, accumulated=False) == 100 * MIB + samples + kept + 2048 * 3000
-    assert step.largest(3, accumulated=True) >= step.largest(3, accumulated=False) + samples
+    load, forward, loss = step.bytes_at(3, "load", "forward", "loss", accumulated=False)
+    assert load == 100 * MIB + samples
+    assert forward == 100 * MIB + samples + kept
+    assert loss == 100 * MIB + samples + kept + 2048 * 3000
+    largest, with_earlier = (step.bytes_at(3, BEFORE_STEP, accumulated=one)[0] for one in (False, True))
+    assert with_earlier >= largest + samples
     groups = step.groups_at("backward", 3, accumulated=False)
-    assert sum(groups.values()) == step.bytes_at("backward", 3, accumulated=False)
+    assert sum(groups.values()) == step.bytes_at(3, "backward", accumulated=False)[0]
     assert groups["gradients", "accumulated gradients"] == 5 * MIB
     one, several = (step.groups_at("loss", 3, accumulated=more) for more in (False, True))
     assert (one["other", "batch"], several["other", "batch"]) == (samples, 2 * samples)

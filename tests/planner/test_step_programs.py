@@ -124,7 +124,13 @@ def test_what_has_no_program_is_the_formulas() -> None:
     assert scaled.at(1, 1) == pytest.approx((whole.step_time_s, whole.tokens_per_s))
     assert whole.step_time_s > speed_profile(MODEL, H200, LORA.replace(checkpointing=1)).at(1, 1)[0]
     assert isinstance(speed_profile(MODEL, find_gpu("mi300x"), LORA), ThroughputProfile)
-    assert isinstance(speed_profile(MODEL, H200, LORA.replace(adapter="dora")), ThroughputProfile)
+    for other in ({"adapter": "dora"}, {"kernels": "fused"}, {"compile": True}):
+        beside = LORA.replace(**other)
+        speed = speed_profile(MODEL, H200, beside)
+        assert isinstance(speed, ScaledSpeed)
+        formulas = [throughput_profile(MODEL, H200, one, conditions=CURRENT).at(2, 4)[0] for one in (beside, LORA)]
+        plain = speed_profile(MODEL, H200, LORA).at(2, 4)[0]
+        assert speed.at(2, 4)[0] / plain == pytest.approx(formulas[0] / formulas[1], rel=0.2)
 
 
 def test_paged_optimizer_moves_its_states() -> None:

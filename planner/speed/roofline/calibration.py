@@ -134,7 +134,7 @@ class Calibration:
         matmul_share: GPU key or family -> measured share of the nominal 16-bit matmul rate.
         fp32_share: GPU key or family -> the same for fp32 outside the tensor cores.
         rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
-        layout: what several GPUs add, see `SpreadConstants`.
+        spread: what several GPUs add, see `LayoutConstants`.
         bands: confidence -> half-width as a fraction.
         points: what it was fitted on, for people.
     """

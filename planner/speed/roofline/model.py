@@ -135,7 +135,7 @@ class SpeedModel:
         self.works: dict[tuple[object, ...], Any] = {}
         self.families: dict[tuple[int, int, bool, bool], Any] = {}
         self.profiles: dict[tuple[object, ...], dict[str, Any]] = {}
-        self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
+        self._matmuls: dict[tuple[str, str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
         self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer], Moved] = {}
@@ -164,17 +164,22 @@ class SpeedModel:
         fill = 12.0 * tokens * self.inv.hidden_size / self.rates.l2
         return 1.0 + self.constants.l2_gain / (1.0 + fill * fill)
 
-    def matmuls(self, dtype: str, tokens: int, int8: bool) -> LayerMatmuls:
-        """Forward, input-gradient and weight-gradient seconds of all layers' matrices at `tokens` tokens."""
-        key = (dtype, tokens, int8)
+    def matmuls(self, dtype: str, stacked: str, tokens: int, int8: bool) -> LayerMatmuls:
+        """Forward, input-gradient and weight-gradient seconds of all layers' matrices at `tokens` tokens.
+
+        Args:
+            stacked: the type in which stacked experts multiply, which is their weights': autocast leaves it.
+                Source: transformers 5.23 `integrations/moe.py` `_grouped_mm` (grouped_mm is not autocast-enabled).
+        """
+        key = (dtype, stacked, tokens, int8)
         found = self._matmuls.get(key)
         if found is not None:
             return found
-        size = SIZE_BYTES[dtype]
-        rate = self.rates.matmul[dtype]
         forward = inputs = weights = last = 0.0
         for group in self.inv.groups:
             linear, num = group.linear, max(1, group.linear.num)
+            own = stacked if linear.is_stack else dtype
+            size, rate = SIZE_BYTES[own], self.rates.matmul[own]
             rows = tokens * linear.num_active / num
             one = self._one(rows, linear.out_features, linear.in_features, num, rate, size)
             back = self._one(rows, linear.in_features, linear.out_features, num, rate, size)
@@ -186,6 +191,7 @@ class SpeedModel:
             weights += group.count * grad
             if linear.role == "down":
                 last += group.count * one
+        size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
         for linear in self.inv.outer:
             forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
             inputs += self._one(tokens, linear.in_features, linear.out_features, 1, rate, size)

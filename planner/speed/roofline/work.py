@@ -65,6 +65,7 @@ class Work:
         "_losses",
         "_micro",
         "_scored",
+        "_stacked",
         "alone",
         "attention",
         "attention_flops",
@@ -94,6 +95,7 @@ class Work:
         self._losses: dict[tuple[str, int], float] = {}
         self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
+        self._stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.table
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(dtypes, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
@@ -115,7 +117,7 @@ class Work:
         if found is None:
             seqs = max(1, samples * self.seqs_per_sample // self.forwards)
             tokens = seqs * self.length
-            layers = self.speed.matmuls(self.dtypes.compute, tokens, self._int8)
+            layers = self.speed.matmuls(self.dtypes.compute, self._stacked, tokens, self._int8)
             found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
         return found
 
@@ -138,7 +140,7 @@ class Work:
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
         tokens = seqs * length
-        layers = self.speed.matmuls(self.dtypes.compute, tokens, self._int8)
+        layers = self.speed.matmuls(self.dtypes.compute, self._stacked, tokens, self._int8)
         cached = tokens / self.speed.cache_gain(tokens)
         attention = self.attention[0] * seqs * (length / self.length) ** 2
         return layers.forward + self.alone[0] * cached + attention + self.alone[1] + self.unpacking_s

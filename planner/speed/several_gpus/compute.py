@@ -96,13 +96,14 @@ class Rank:
         shards = self._setup.shards if self._setup.parallel in ("zero2", "zero3") else 1
         return GRADIENT_ADD_PASSES * family.trained_params * family.trained_bytes / shards / self._speed.bandwidth
 
-    def micro(self, seqs: int) -> Micro:
-        """Compute of one micro-batch, GPU and host joined."""
+    def micro(self, seqs: int, longer: float = 1.0) -> Micro:
+        """Compute of one micro-batch, GPU and host joined, so many times as long as counted."""
         busy_parts = self.profile.micro_parts(seqs)
         busy_parts["loss"] += self._gathered_logits_s(seqs)
+        busy_parts = {name: longer * seconds for name, seconds in busy_parts.items()}
         busy = sum(busy_parts.values())
         power = self.profile.family.work.power
-        wall = float((busy**power + self._host_s**power) ** (1.0 / power))
+        wall = float((busy**power + (longer * self._host_s) ** power) ** (1.0 / power))
         asked = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
         forward = (busy - asked - busy_parts["recompute"]) * (1 / 3 if self._setup.method == "full" else 0.4)
         scale = wall / busy if busy else 0.0

@@ -23,7 +23,8 @@ from planner.speed.several_gpus import collectives as offload
 from planner.speed.several_gpus.collectives import Collectives, pipeline_s
 from planner.speed.several_gpus.compute import Rank
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
-from planner.speed.several_gpus.traffic import traffic_of
+from planner.speed.several_gpus.traffic import computed, traffic_of
+from planner.speed.sized import program_speed
 
 LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
@@ -59,14 +60,15 @@ class Links:
     """What the ranks of one layout exchange, whatever their layers cost.
 
     Attributes:
-        parts: the distinct parts of the model; `order` says which of them every stage holds.
+        model: the whole of it.
+        parts: its distinct parts; `order` says which of them every stage holds.
         wires: data-parallel communication of each part, and the same with offloading in between.
     """
 
-    __slots__ = ("cluster", "collectives", "constants", "order", "parts", "wires")
+    __slots__ = ("cluster", "collectives", "constants", "model", "order", "parts", "wires")
 
     def __init__(self, model: ModelSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions):
-        self.cluster, self.constants = cluster, used.layout_constants
+        self.cluster, self.constants, self.model = cluster, used.layout_constants, model
         self.collectives = Collectives(cluster, self.constants)
         alike: dict[ModelSpec, int] = {}  # most pipeline stages hold the same
         self.order = [alike.setdefault(part.model, len(alike)) for part in rank_parts(model, setup)]
@@ -94,8 +96,8 @@ class Loop:
     waits for, and what follows the last backward."""
 
     __slots__ = (
-        "_after", "_beside", "_collates", "_given", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order",
-        "ranks",
+        "_after", "_beside", "_collates", "_given", "_like", "_links", "_micro_s", "_setup", "_stages", "_step_s",
+        "order", "ranks",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +118,9 @@ class Loop:
         self._micro_s = max(one.trainer_micro_s for one in families)
         self._step_s = max(one.trainer_s for one in families)
         self._collates = any(one.trainer_micro_s for one in families)
+        mixture = any(one.mlp is not None and one.mlp.num_experts for one in links.model.layer_kinds)
+        alone = computed(setup, stack) if mixture and stack == CURRENT else None
+        self._like = program_speed(links.model, gpu, alone) if alone is not None else None
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
 
@@ -138,7 +143,8 @@ class Loop:
 
     def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
         setup, collectives = self._setup, self._links.collectives
-        micro = rank.micro(seqs)
+        # what the closed forms do not see of experts (sorted rows, products in fp32) is theirs on several GPUs too
+        micro = rank.micro(seqs, self._like.beside_formula(seqs) if self._like is not None else 1.0)
         forward, backward = tensor_s(rank.part, setup, collectives, seqs)
         ahead, back = context_s(rank.part, setup, collectives, seqs)
         forward, backward = forward + ahead, backward + back
