@@ -61,7 +61,9 @@ class _Walked(NamedTuple):
     def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache) -> "_Walked":
         """The whole space of a workload."""
         if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
-            workload = replace(workload, targets=("axolotl",))  # the one target that has it
+            workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
+        elif workload.targets == ("loggetta",) and "quantize_experts" not in workload.fixed:
+            workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})  # it has nothing else
         values, facts = dimension_values(workload), WalkResults(known=known)
         return cls(workload, values, facts, *choose(workload, values, facts, corrections))
 

@@ -8,7 +8,7 @@ from typing import Any
 from planner.core.errors import NotExpressed, SetupError, UsageError
 from planner.core.notes import risk
 from planner.core.records import dataclass
-from planner.memory.attention_kernels import missing_kernels
+from planner.memory.attention_kernels import has_expert_stacks, missing_kernels
 from planner.memory.workload import Workload
 from planner.options.kernels import KERNELS
 from planner.options.stacks import TARGET_ROWS
@@ -49,6 +49,8 @@ def compare_targets(workload: Workload) -> list[TargetChoice]:
     apart = LAUNCHERS if workload.num_gpus == 1 else ()
     if workload.gpu.vendor != "Apple":
         apart = (*apart, "mlx")
+    if not has_expert_stacks(workload.model):
+        apart = (*apart, "loggetta")
     names = [name for name in workload.aim.targets if name not in apart]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 

@@ -125,8 +125,9 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                         seen.add(target)
     assert seen == set(written_by("sft")) - {
         "deepspeed",
+        "loggetta",
         "torchtitan",
-    }  # JSON has no comments; torchtitan has no Qwen2.5
+    }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures
 
 
 def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:
