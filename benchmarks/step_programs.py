@@ -16,10 +16,12 @@ import json
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -50,10 +52,14 @@ def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
     from probes.tracing.programs import asked_programs
 
     rng, models = random.Random(seed), with_programs()
-    asked = {one.model_id: sorted(asked_programs(one).items(), key=lambda pair: pair[0]) for one in models}
+
+    @cache
+    def asked(place: int) -> list[tuple[str, tuple[TrainSetup, GpuSpec]]]:
+        return sorted(asked_programs(models[place]).items(), key=lambda pair: pair[0])
+
     while True:
-        model = rng.choice(models)
-        _, (setup, gpu) = rng.choice(asked[model.model_id])
+        place = rng.randrange(len(models))
+        model, (_, (setup, gpu)) = models[place], rng.choice(asked(place))
         sizes: dict[str, Any] = {
             "micro_batch_seqs": rng.choice([1, 1, 2, 3, 4, 6, 8, 16]),
             "seq_len_tokens": rng.choice([128, 256, 512, 1024, 2048, 4096, 8192, rng.randrange(100, 9000)]),

@@ -72,24 +72,23 @@ class Tiles(NamedTuple):
 UNCUT = Tiles(0, 1, 1.0)
 
 
-def _has_rank(one: SizedOperator) -> bool:
-    """Whether an operator's size depends on the rank of adapters."""
-    return any(
-        MONOMIALS[index][2] for side in one[1:3] for layout in side for form in layout.shape for index, _ in form
-    )
+def _axes(one: SizedOperator) -> int:
+    """What of an operator's size is no constant of the model and the length: 1 the micro-batch, 2 the rank, 3 both."""
+    powers = [MONOMIALS[index] for side in one[1:3] for layout in side for form in layout.shape for index, _ in form]
+    return any(each[0] or each[3] for each in powers) + 2 * any(each[2] for each in powers)
 
 
 class _Issues:
     """A model's calls as hosts issue them, which is the same at every size.
 
     Attributes:
-        ranked: operators whose sizes depend on the rank of adapters.
+        axes: of each operator, see `_axes`.
         tiled: segments that come by tiles of the loss.
     """
 
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
-        self.ranked = {place for place, one in enumerate(programs.operators) if _has_rank(one)}
+        self.axes = [*map(_axes, programs.operators)]
         self.tiled = {place for place, one in enumerate(programs.segments) if any(r.per == TILES for r in one.runs)}
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
@@ -109,17 +108,19 @@ class _Issues:
 
 Prices = dict[tuple[int, int], Price]
 """By operator and tokens of a tile."""
+Shared = dict[tuple[int, int], Prices]
+"""By micro-batch and rank, 0 where they do not matter."""
 
 
 class Sized:
     """The operators of a model's programs at one micro-batch, length and rank on one card.
 
     Args:
-        unranked: what is known of those whose sizes do not depend on the rank.
+        shared: what is known at this length.
     """
 
     def __init__(
-        self, programs: ModelPrograms, rates: CardRates, seqs: int, tokens: int, rank: int, unranked: Prices
+        self, programs: ModelPrograms, rates: CardRates, seqs: int, tokens: int, rank: int, shared: Shared
     ) -> None:
         self._programs, self._rates = programs, rates
         if "issues" not in programs.worked_out:
@@ -129,8 +130,7 @@ class Sized:
         self._values = [b ** powers[0] * s ** powers[1] * r ** powers[2] for powers in MONOMIALS for b, s, r in (base,)]
         self._tile = MONOMIALS.index((0, 0, 0, 1))
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._prices: Prices = {}
-        self._unranked = unranked
+        self._prices = [shared.setdefault((seqs * (axes & 1), rank * (axes >> 1)), {}) for axes in range(4)]
         self._device: dict[int, _Device] = {}
         self._courses: dict[tuple[bool, Tiles, float], _Courses] = {}
         self._counted: dict[tuple[int, float], Course] = {}
@@ -159,7 +159,7 @@ class Sized:
 
     def price(self, number: int, tile: int = 0) -> Price:
         """What an operator costs the device."""
-        known = self._prices if number in self._issues.ranked else self._unranked
+        known = self._prices[self._issues.axes[number]]
         found = known.get((number, tile))
         if found is None:
             found = known[number, tile] = price(self.operator(number, tile), self._rates)
@@ -327,8 +327,8 @@ class ProgramSpeed:
                 known = self._programs.worked_out["sized"] = {}
             apart = setup.seq_len_tokens if setup.packing and setup.attention == "flash-attention-2" else 0
             rates = card_rates(self._gpu, setup.attention, sample_tokens=apart)
-            unranked = self._programs.worked_out.setdefault((self._card, sizes[:2]), {})
-            found = known[key] = Sized(self._programs, rates, *sizes, unranked)
+            shared = self._programs.worked_out.setdefault((self._card, setup.seq_len_tokens), {})
+            found = known[key] = Sized(self._programs, rates, *sizes, shared)
         return found
 
     def seconds_at(self, setup: TrainSetup, scale: float, *, trainer: bool = True) -> float:
