@@ -7,6 +7,9 @@ from unittest import mock
 
 import pytest
 
+from planner.models import catalogue
+from planner.models.spec import READ_BOTH_WAYS
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -23,6 +26,14 @@ def auto_config(given: Mapping[str, Any]) -> Any:
     if model_type == "internlm3":  # remote code; its maths is Llama's
         model_type = "llama"
     return transformers.AutoConfig.for_model(model_type, **config)
+
+
+def of_causal_types() -> tuple[catalogue.CatalogueEntry, ...]:
+    """The catalogue's models that predict next tokens by a class of their type's own: the trees of the others, encoders
+    and what sees, are held against transformers in test_module_tree.py."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "t5", "internlm3", "whisper"} - READ_BOTH_WAYS
+    return tuple(entry for entry in catalogue.entries() if entry.model_type in names)
 
 
 def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":

@@ -36,8 +36,8 @@ EACH_WAY = (
 )
 
 
-def test_catalogue_has_45_types() -> None:
-    assert len(SMALLEST) == 45
+def test_catalogue_has_58_types() -> None:
+    assert len(SMALLEST) == 58
 
 
 @pytest.mark.slow

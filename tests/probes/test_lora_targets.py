@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from meta_models import build_on_meta, shallow
+from meta_models import build_on_meta, of_causal_types, shallow
 
 from planner.core.errors import SetupError
 from planner.models import catalogue, module_tree
@@ -22,7 +22,7 @@ from probes.module_tree import answer  # noqa: E402
 module_tree.read_with(answer)  # torch is loaded: no process for each tree
 
 RANK = 8
-FIRST = {entry.model_type: entry for entry in reversed(catalogue.entries())}
+FIRST = {entry.model_type: entry for entry in reversed(of_causal_types())}
 MORE = ("facebook/opt-350m", "google/gemma-4-E2B-it", "google-t5/t5-small")
 CHOSEN = [*FIRST.values(), *(entry for name in MORE if (entry := catalogue.find(name)))]
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -70,7 +70,7 @@ def emitted(model: ModelSpec, target: str) -> str | list[str] | None:
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl"])
 def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) -> None:
-    """180 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
+    """204 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
     differing, refused = [], []
     for entry in catalogue.entries():
         model = load(entry.model_id)
@@ -82,7 +82,7 @@ def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) 
         if chosen(module_names(model), names) != planned:
             differing.append(entry.model_id)
     assert differing == []
-    assert len(refused) <= 45  # encoder-decoders, checkpoints that the tool cannot load, classes it would mistake
+    assert len(refused) <= 50  # encoder-decoders, checkpoints that the tool cannot load, classes it would mistake
 
 
 @pytest.mark.parametrize("model_type", sorted(FIRST_OF_TYPE))
