@@ -31,7 +31,8 @@ from reports.terminal import render_plan
 
 CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "107"))
-MODELS = sorted({model.model_id for name in catalogue.names() if (model := catalogue.load(name)) is not None})
+LOADED = [model for name in catalogue.names() if (model := catalogue.load(name)) is not None]
+MODELS = sorted({model.model_id for model in LOADED if not model.reads_both_ways})
 GRID = list(product(MODELS, CARDS))[::STRIDE]
 TWO = [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060")]
 
