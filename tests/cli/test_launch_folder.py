@@ -238,7 +238,8 @@ def test_hostile_names_run_nothing(tmp_path: Path, name: str) -> None:
 def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     for setup in setups()[::22]:
-        asked = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 and setup.parallel != "dp" else 1)
+        one_process = setup.parallel in ("dp", "device-map")
+        asked = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 and not one_process else 1)
         files = folder_files([export(asked) for export in EXPORTERS.values()], asked)
         for file in files:
             if file.executable:

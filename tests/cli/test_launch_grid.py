@@ -52,7 +52,8 @@ def own_setup(plan: Plan, target: str) -> TrainSetup | None:
 def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
-    plan = plan_workload(PlanRequest().workload(model, gpu))
+    fixed = {"objective": ("classification",)} if model.reads_both_ways else {}
+    plan = plan_workload(PlanRequest(fixed=fixed).workload(model, gpu))
     if not isinstance(plan, Plan):
         return
     written, refused = 0, {}
