@@ -18,7 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from finetune_planner.cli.checking import CheckRequest, fixed_text, load, predictor
+from finetune_planner.cli.checking import CheckRequest, load, predictor
+from finetune_planner.cli.fixing import fixed_files
 from finetune_planner.improvement import improve
 from planner.core.errors import PlannerError, Undetermined, UnknownModelError
 from planner.frameworks.readers.read import MAKEFILES, SUFFIXES
@@ -46,10 +47,10 @@ def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> s
     if found.setup.global_batch_seqs != config.setup.global_batch_seqs:
         return "another effective batch"
     try:
-        text = fixed_text(path, config, found, spec, card=card)
+        text = fixed_files(path, config, found, spec, card=card).texts.get(path)
     except PlannerError as error:
         return f"not writable ({error.message})"
-    if keep is not None:
+    if keep is not None and text is not None:
         program = path.suffix in (".py", ".ipynb")
         tool = "python" if program else config.format if config.format in VALIDATORS else ""
         number = len(list(keep.glob("*-after*")))

@@ -146,9 +146,12 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
     outcome, changes = fixed["verdict"].replace("_", " "), "; ".join(fixed["changes"])
     page.line()
     if fixed["path"]:
-        page.line(clean(f"wrote {fixed['path']} ({outcome}): {changes}"))
+        paths = " and ".join([fixed["path"], *fixed["beside"]])
+        page.line(clean(f"wrote {paths} ({outcome}): {changes}"))
         for line in fixed["diff"]:
             page.command(clean(line))
+        for line in fixed["said"]:
+            page.line(clean(line))
         if fixed["needs"]:
             page.line(f"needs, where it runs: pip install {' '.join(fixed['needs'])}")
         if fixed["verdict"] != "fits":

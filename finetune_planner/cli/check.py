@@ -12,12 +12,11 @@ from finetune_planner.cli import check_folder, options
 from finetune_planner.cli.checking import (
     CheckRequest,
     as_document,
-    by_hand,
     checked,
     command_of,
     dry_run_of,
-    fixed_text,
 )
+from finetune_planner.cli.fixing import Fixed, beside, by_hand, fixed_files
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.improvement import Verify, improve
@@ -80,7 +79,7 @@ class FixOptions:
 
     def target(self, file: Path) -> Path | None:
         """Where the improved file goes, None where none is asked for."""
-        return (self.out or file.with_name(f"{file.stem}.fixed{file.suffix}")) if self.fix else None
+        return (self.out or beside(file)) if self.fix else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,22 +163,26 @@ def _fixed(
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
     config, found = result.config, improve(result, spec, predict, verify)
-    text, refused = None, ""
+    fixed, refused = Fixed({}), ""
     helps = bool(found.labels) and found.verdict is not Verdict.DOES_NOT_FIT
     try:
         if helps and not found.elsewhere:
-            text = fixed_text(file, config, found, spec, card=result.gpu, asked=asked)
+            fixed = fixed_files(file, config, found, spec, card=result.gpu, asked=asked)
     except ConfigError as error:
         refused = error.message
-    if text is not None:
-        if target.exists():
-            say(f"replaces {target}, which was there")
-        write_text(target, text)
+    targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda one: one != file)}
+    for of, place in targets.items():
+        if place.exists():
+            say(f"replaces {place}, which was there")
+        write_text(place, fixed.texts[of])
+    written = [str(place) for place in targets.values()]
     return {
         "changes": list(found.labels),
-        "diff": _difference(file, target, text) if text is not None else [],
-        "path": str(target) if text is not None else None,
-        "needs": packages_added(config.setup, found.setup) if text is not None else [],
+        "diff": [line for of, place in targets.items() for line in _difference(of, place, fixed.texts[of])],
+        "path": written[0] if written else None,
+        "beside": written[1:],
+        "said": list(fixed.said),
+        "needs": packages_added(config.setup, found.setup) if written else [],
         "refused": refused,
         "by_hand": by_hand(config, found) if refused else [],
         "command": command_of(config, found.setup, result.gpu, vars(limits)) if found.elsewhere and helps else "",

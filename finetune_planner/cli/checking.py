@@ -1,4 +1,4 @@
-"""One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON, its fixed text."""
+"""One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune_planner.cli.traced_command import exact
-from finetune_planner.improvement import Improved
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.core.records import dataclass
 from planner.frameworks.exporters.install import BRINGS
-from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_config, read_text
-from planner.frameworks.readers.evaluating import setting_of
-from planner.frameworks.readers.loading import read_bounded
+from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.overrides import determined, overrides, parse_sets, parse_versions
-from planner.frameworks.readers.read import installs, pinned, roots_of
-from planner.frameworks.readers.rewrite import rewrite
+from planner.frameworks.readers.read import installs
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import Missing
-from planner.frameworks.tools import TOOLS, tool_of
-from planner.frameworks.tools.field import changed_fields
+from planner.frameworks.tools import TOOLS
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
@@ -217,68 +212,6 @@ def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:
     if model or found.model_id or any(one.field == "model" for one in found.missing):
         return found
     return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
-
-
-def fixed_text(
-    file: Path,
-    config: ReadConfig,
-    found: Improved,
-    spec: ModelSpec,
-    *,
-    card: GpuSpec | None = None,
-    asked: CheckRequest | None = None,
-) -> str:
-    """The file's text with the setup's changes written in, proven by reading it back.
-
-    Raises:
-        ConfigError: the file's form does not allow it.
-    """
-    asked, setup = asked or CheckRequest(), found.setup
-    edits = edits_of(config, found)
-    places = {
-        config.keys.get(field.of, field.key): place
-        for field in tool_of(config.format).fields
-        if (place := config.origins.get(field.of))
-    }
-    text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line, places=places)
-    around = FileContext(
-        num_gpus=setup.num_gpus,
-        roots=roots_of(file),
-        gpu=card,
-        arguments=asked.arguments,
-        versions={**pinned(file), **asked.versions},
-    )
-    launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
-    back = overrides(read_text(text, file.name, model=spec, base=setup, around=around, launcher=launcher), asked.sets)
-    if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
-        raise ConfigError(
-            f"{file.name} is written in a form that --fix cannot change safely",
-            hint="make the changes that plan check lists by hand",
-        )
-    return text
-
-
-def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
-    """The settings (nested ones dotted) that make a file say what was found for it.
-
-    Raises:
-        ConfigError: a field that cannot be changed in place.
-    """
-    edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
-    edits = {key: value for key, value in edits.items() if key not in config.lacks}
-    return edits | ({setting_of(config): found.eval_seqs} if found.eval_seqs else {})
-
-
-def by_hand(config: ReadConfig, found: Improved) -> list[str]:
-    """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
-    tool = tool_of(config.format)
-    places = {
-        config.keys.get(of, field.key): config.origins[of]
-        for of in changed_fields(config.setup, found.setup)
-        if (field := tool.field(of)) is not None and of in config.origins
-    }
-    edits = edits_of(config, found)
-    return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
 
 
 def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:

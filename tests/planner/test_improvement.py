@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.checking import edits_of, fixed_text
+from finetune_planner.cli.fixing import edits_of, fixed_files
 from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
 from planner.core.errors import ConfigError
 from planner.core.units import GIB
@@ -185,7 +185,10 @@ def test_what_liger_does_by_itself_needs_no_dictionary(tmp_path: Path) -> None:
     whole = found.setup.replace(kernels="liger", loss="liger")
     assert found.allows(whole, in_place=True)
     told = Improved(setup=whole, labels=("x",), after=predicted(whole), verdict=Verdict.FITS)
-    assert "out --use_liger_kernel True --bf16" in fixed_text(tmp_path / "run.sh", found, told, MODEL)
+    assert (
+        "out --use_liger_kernel True --bf16"
+        in fixed_files(tmp_path / "run.sh", found, told, MODEL).texts[tmp_path / "run.sh"]
+    )
 
 
 def test_a_file_takes_the_dictionary() -> None:
@@ -193,16 +196,16 @@ def test_a_file_takes_the_dictionary() -> None:
     assert found.allows(found.setup.replace(kernels="liger"), in_place=True)
 
 
-def test_a_word_that_the_program_does_not_take_is_not_written(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(OWN_WORDS)
-    file = tmp_path / "run.sh"
+def test_a_word_that_the_program_does_not_take_goes_into_its_call(tmp_path: Path) -> None:
+    program, file = tmp_path / "train.py", tmp_path / "run.sh"
+    program.write_text(OWN_WORDS)
     file.write_text("python train.py --per_device_train_batch_size 4\n")
     found = read_config(file)
     after = found.setup.replace(checkpointing=1)
-    with pytest.raises(ConfigError):
-        fixed_text(
-            file, found, Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS), MODEL
-        )
+    told = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    written = fixed_files(file, found, told, MODEL).texts
+    assert written[file] == "python train.fixed.py --per_device_train_batch_size 4\n"
+    assert "activation_checkpointing=True" in written[program]
 
 
 OWN_WORDS = """import argparse
@@ -243,23 +246,23 @@ def test_a_value_is_changed_where_it_is_written(name: str, tmp_path: Path) -> No
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_text(file, config, found, MODEL)
+    text = fixed_files(file, config, found, MODEL).texts[file]
     ast.parse(text)
     changed = [line for line in text.splitlines() if line not in file.read_text().splitlines()]
     assert len(changed) == (1 if name == "in the call" else 2)
     assert name == "in the call" or f"per_device_train_batch_size={batch}" in text  # the option is still alive
 
 
-@pytest.mark.parametrize("before", ["B = 4 * 2\n", "import json\nB = json.load(open('b.json'))['b']\n"])
+@pytest.mark.parametrize("before", ["B = 4 * 2\n", "import json\nB = json.load(open('b.json'))['b'] * 2\n"])
 def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
     file = tmp_path / "t.py"
-    (tmp_path / "b.json").write_text('{"b": 8}')
+    (tmp_path / "b.json").write_text('{"b": 4}')
     file.write_text(HEAD + before + LOAD + CALL.format(batch="B", steps=2, more="bf16=True"))
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     with pytest.raises(ConfigError, match="no literal in the call") as caught:
-        fixed_text(file, config, found, MODEL)
+        fixed_files(file, config, found, MODEL).texts[file]
     assert "where it is set" in caught.value.hint
 
 
@@ -270,11 +273,11 @@ def test_what_follows_from_another_value_is_left_as_it_is(steps: str, tmp_path: 
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_text(file, config, found, MODEL)
+    text = fixed_files(file, config, found, MODEL).texts[file]
     assert text == file.read_text().replace("B = 8", "B = 4")
     other = replace(found, setup=config.setup.replace(accumulation_steps=3))
     with pytest.raises(ConfigError, match="computed in the call"):
-        fixed_text(file, config, other, MODEL)
+        fixed_files(file, config, other, MODEL).texts[file]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +336,7 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     before = config_read.setup
     halved = before.replace(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
     found = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
-    written = fixed_text(tmp_path / "t.py", config_read, found, MODEL)
+    written = fixed_files(tmp_path / "t.py", config_read, found, MODEL).texts[tmp_path / "t.py"]
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
 
 

@@ -125,6 +125,19 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     return _mapping(inputs.parse_json(text, name, hint="correct it at that place"), name)
 
 
+MAX_LINED = 16 << 10
+"""Characters of JSON in which settings' lines are noted: the parser that knows them reads 100 KiB/s."""
+
+
+def json_lines(text: str) -> dict[str, int]:
+    """The line of each (dotted) key of JSON, {} of what is large."""
+    try:
+        node = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader) if len(text) <= MAX_LINED else None
+    except (yaml.YAMLError, RecursionError):
+        return {}
+    return dict(_lines(node)) if node is not None else {}
+
+
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """A TOML document as plain values.
 

@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ import yaml
 from planner.core.errors import ConfigError
 from planner.core.inputs import reason
 from planner.frameworks.exporters.text import literal, scalar
+from planner.frameworks.readers.program.source import Source, of_notebook, of_script, tree_of
 from planner.frameworks.readers.script import ARGUMENTS
 from planner.frameworks.readers.shell import SUFFIXES
 
@@ -23,23 +24,33 @@ ADDED = "added by plan check --fix"
 
 
 def rewrite(
-    text: str, name: str, edits: dict[str, Any], *, call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
+    text: str,
+    name: str,
+    edits: dict[str, Any],
+    *,
+    call_line: int = 0,
+    places: Mapping[str, str] = MappingProxyType({}),
+    now: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """The text with `edits` (dotted key -> value) written in; of a program, into the call on `call_line` (0: the last),
     or where `places` (key -> "file:line") say that the value stands which the call gets.
+
+    Args:
+        now: key -> value that the call gets today: what stands at a place must be just that, or it is computed from it.
 
     Raises:
         ConfigError: a key stands where it cannot be changed in place.
     """
     if name.endswith(".py"):
-        return _rewrite_python(text, name, edits, call_line, places)
+        lines = text.splitlines(keepends=True)
+        return "".join(_rewrite_python(lines, of_script(text), name, edits, call_line, places, now))
     if name.endswith(".ipynb"):
-        return _rewrite_notebook(text, name, edits)
+        return _rewrite_notebook(text, name, edits, call_line, places, now)
     if name.endswith(SUFFIXES):
         return _rewrite_launch(text, name, edits)
     if not name.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
-    return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
+    return _rewrite_mapping(text, name, edits, places, now)
 
 
 def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
@@ -90,7 +101,10 @@ def _word(value: Any) -> str:
     )
 
 
-def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:
+def _rewrite_mapping(
+    text: str, name: str, edits: dict[str, Any], places: Mapping[str, str], now: Mapping[str, Any]
+) -> str:
+    as_json = name.endswith(".json")
     try:
         # a tab between JSON's values is a space to YAML; in its texts it cannot stand
         root = yaml.compose(text.replace("\t", " ") if as_json else text, Loader=yaml.SafeLoader)
@@ -100,15 +114,27 @@ def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bo
         raise ConfigError(f"{name} must hold a mapping of settings", hint="one `key: value` per line")
     splices: list[tuple[int, int, str]] = []
     missing: dict[str, Any] = {}
+    settings = list(_settings(root))
     for key, value in edits.items():
-        found = _find(root, key.split("."))
+        found = _written_at(settings, name, key, places.get(key, ""), now[key]) if key in now else None
+        found = found or _find(root, key.split("."))
         shown = json.dumps(value) if as_json else scalar(value)
         if found is None:
             missing[key] = value
             continue
         key_node, node = found
         start, end = node.start_mark.index, node.end_mark.index
-        if node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
+        named = re.compile(r"[\"']?\s*:\s+([*&])([^\s,\[\]{}]+)\s*").match(text, key_node.end_mark.index)
+        if named is not None and named[1] == "*":  # one use of a value that others have too
+            start, end, shown = named.start(1), named.end(2), shown
+        elif any(one is key_node and shared for one, _, shared in settings):
+            raise ConfigError(
+                f"{name}: {key} stands where other settings have it from too (line {key_node.start_mark.line + 1})",
+                hint="make the change where it is set",
+            )
+        elif named is not None:
+            start = named.end()
+        elif node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
             start = end = text.index(":", key_node.end_mark.index) + 1
             shown = " " + shown
         elif isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style:
@@ -120,7 +146,43 @@ def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bo
         splices.append((start, end, shown))
     for start, end, shown in sorted(splices, reverse=True):
         text = text[:start] + shown + text[end:]
+    if missing and now:  # a program that takes its settings one by one takes no other
+        raise ConfigError(f"{name} says no {', '.join(missing)}", hint="make the changes by hand")
     return _append(text, name, missing, as_json=as_json) if missing else text
+
+
+def _settings(root: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
+    """(key, value, whether an alias has it too) of every setting of a document, once."""
+    uses: dict[int, int] = {}
+    waiting, pairs = [root], []
+    while waiting:
+        node = waiting.pop()
+        uses[id(node)] = uses.get(id(node), 0) + 1
+        if isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and uses[id(node)] < 3:
+            inner = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in node.value]
+            waiting += inner
+            if isinstance(node, yaml.MappingNode) and uses[id(node)] == 1:
+                pairs += node.value
+    for key, value in pairs:
+        yield key, value, uses[id(value)] > 1
+
+
+def _written_at(
+    settings: list[tuple[yaml.Node, yaml.Node, bool]], name: str, key: str, place: str, now: Any
+) -> tuple[yaml.Node, yaml.Node]:
+    """(key node, value node) of the setting on the line that `place` names, which says what a program takes for `key`.
+
+    Raises:
+        ConfigError: no such.
+    """
+    line, said = place.rpartition(":")[2], yaml.SafeLoader("")
+    there = [(one, value) for one, value, _ in settings if str(one.start_mark.line + 1) == line]
+    found = [one for one in there if said.construct_object(one[1], deep=True) == now]
+    if len(found) > 1:
+        found = [one for one in found if one[0].value == key]
+    if len(found) != 1:
+        raise ConfigError(f"{name}: {key} is no literal there ({place})", hint="make the change where it is set")
+    return found[0]
 
 
 def _find(root: yaml.MappingNode, parts: list[str]) -> tuple[yaml.Node, yaml.Node] | None:
@@ -174,21 +236,33 @@ def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> s
     return text[: first.index] + f"{inner}: {scalar(value)}  # {ADDED}{break_}{indent}" + text[first.index :]
 
 
-def _rewrite_notebook(text: str, name: str, edits: dict[str, Any]) -> str:
-    """The last code cell that holds training arguments, changed; the rest as Jupyter writes it."""
+def in_cells(text: str, change: Callable[[list[str]], list[str]]) -> str:
+    """A notebook with the sources of its code cells changed; the rest as Jupyter writes it."""
     document = json.loads(text)
-    for cell in reversed(document["cells"]):
-        source = "".join(cell["source"])
-        if cell["cell_type"] != "code" or not any(f"{one}(" in source for one in ARGUMENTS):
-            continue
-        try:
-            changed = _rewrite_python(source, name, edits)
-        except (SyntaxError, ConfigError):
-            continue  # lines for the shell, or a call that takes its settings from elsewhere
-        cell["source"] = changed.splitlines(keepends=True) if isinstance(cell["source"], list) else changed
-        indent = re.match(r"\{\r?\n( +)", text)
-        return json.dumps(document, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n"
-    raise ConfigError(f"{name} has no cell that can be changed in place", hint="make the changes by hand")
+    cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    for cell, source, changed in zip(cells, sources, change(sources), strict=True):
+        if changed != source:
+            cell["source"] = changed.splitlines(keepends=True) if isinstance(cell["source"], list) else changed
+    indent = re.match(r"\{\r?\n( +)", text)
+    return json.dumps(document, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n"
+
+
+def _rewrite_notebook(
+    text: str, name: str, edits: dict[str, Any], call_line: int, places: Mapping[str, str], now: Mapping[str, Any]
+) -> str:
+    """The cells as one program, changed."""
+    source = of_notebook(text, name)
+
+    def changed(sources: list[str]) -> list[str]:
+        cells = [one.splitlines(keepends=True) for one in sources]
+        lines = [cells[cell - 1][line - 1] for cell, line in source.origin]
+        lines = _rewrite_python(lines, source, name, edits, call_line, places, now)
+        for (cell, line), one in zip(source.origin, lines, strict=True):
+            cells[cell - 1][line - 1] = one
+        return ["".join(cell) for cell in cells]
+
+    return in_cells(text, changed)
 
 
 def _written(node: ast.expr) -> bool:
@@ -200,38 +274,37 @@ def _names_in(node: ast.AST) -> bool:
     return any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
 
 
-def _source(tree: ast.Module, name: str, key: str, place: str) -> ast.expr:
-    """The literal that a setting's value comes from: the only one on the line that `place` names, and no part of a sum.
+def _source(tree: ast.Module, source: Source, name: str, key: str, place: str, now: Mapping[str, Any]) -> ast.expr:
+    """The literal that a setting's value comes from: the only one on the line that `place` names which says it, and no
+    part of a sum.
 
     Raises:
         ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
     """
-    file, _, line = place.partition(",")[0].rpartition(":")
-    sums = (one for one in ast.walk(tree) if isinstance(one, ast.BinOp) and str(one.lineno) == line)
+    line = source.line(place) if place.startswith(f"{name}:") else 0
+    sums = (one for one in ast.walk(tree) if isinstance(one, ast.BinOp) and one.lineno == line)
     computed = {id(one) for node in sums for one in ast.walk(node)}
-    found = [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.Constant)
-        and not isinstance(one.value, str)
-        and str(one.lineno) == line
-        and id(one) not in computed
-    ]
-    if file != name or len(found) != 1:
+    said = [one for one in ast.walk(tree) if isinstance(one, ast.Constant) and one.lineno == line]
+    found = [one for one in said if id(one) not in computed and not isinstance(one.value, str)]
+    if isinstance(wanted := now.get(key), str):
+        found = [one for one in said if one.value == wanted]
+    if len(found) != 1 or (key in now and found[0].value != wanted):
         where = f" ({place})" if place else ""
         raise ConfigError(f"{name}: {key} is no literal in the call{where}", hint="make the change where it is set")
     return found[0]
 
 
 def _rewrite_python(
-    text: str, name: str, edits: dict[str, Any], call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-    raw = text.encode()
-    call, tree = None, ast.parse(text)
+    lines: list[str],
+    source: Source,
+    name: str,
+    edits: dict[str, Any],
+    call_line: int,
+    places: Mapping[str, str],
+    now: Mapping[str, Any],
+) -> list[str]:
+    """The lines of a program, each with what takes its place."""
+    call, tree = None, tree_of(source.text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -241,32 +314,38 @@ def _rewrite_python(
         raise ConfigError(
             f"{name} has no training arguments that can be changed in place", hint="make the changes by hand"
         )
-    splices: list[tuple[int, int, str]] = []
+    splices: list[tuple[int, int, int, int, str]] = []
     by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     first = call.keywords[0]
     left: list[ConfigError] = []
     for key, value in edits.items():
         shown = literal(value)
-        if key in by_name:
-            node_ = by_name[key]
-            if isinstance(node_, ast.BinOp) and _names_in(node_):  # it may follow from what another edit changes
-                left.append(
-                    ConfigError(f"{name}: {key} is computed in the call", hint="make the change where it is set")
-                )
-                continue
-            if not _written(node_):
-                node_ = _source(tree, name, key, places.get(key, ""))
-            assert node_.end_lineno is not None
-            assert node_.end_col_offset is not None
-            start = starts[node_.lineno - 1] + node_.col_offset
-            splices.append((start, starts[node_.end_lineno - 1] + node_.end_col_offset, shown))
-        else:
-            start = starts[first.lineno - 1] + first.col_offset
-            before = raw[starts[first.lineno - 1] : start].decode()
+        if key not in by_name and not places.get(key, "").startswith(f"{name}:"):
+            before = lines[first.lineno - 1].encode()[: first.col_offset].decode()
             tail = f"\n{before}" if not before.strip() else " "
-            splices.append((start, start, f"{key}={shown},{tail}"))
+            splices.append((first.lineno, first.col_offset, first.lineno, first.col_offset, f"{key}={shown},{tail}"))
+            continue
+        node_ = by_name.get(key)
+        if isinstance(node_, ast.BinOp) and _names_in(node_):  # it may follow from what another edit changes
+            left.append(ConfigError(f"{name}: {key} is computed in the call", hint="make the change where it is set"))
+            continue
+        if node_ is None or not _written(node_):
+            node_ = _source(tree, source, name, key, places.get(key, ""), now)
+        assert node_.end_lineno is not None
+        assert node_.end_col_offset is not None
+        splices.append((node_.lineno, node_.col_offset, node_.end_lineno, node_.end_col_offset, shown))
     if left and not splices:
         raise left[0]
-    for start, end, shown in sorted(splices, reverse=True):
-        raw = raw[:start] + shown.encode() + raw[end:]
-    return raw.decode()
+    replaced = {one for one in splices if one[:2] != one[2:4]}
+    if len({one[:4] for one in replaced}) < len(replaced):
+        raise ConfigError(f"{name}: one value says several of {', '.join(edits)}", hint="change it by hand")
+    read = source.text.splitlines()
+    changed = {line for start, _, end, _, _ in splices for line in range(start, end + 1)}
+    if any(lines[line - 1].rstrip("\r\n") != read[line - 1] for line in changed):
+        raise ConfigError(f"{name}: a line for the notebook or the shell is not changed", hint="change it by hand")
+    lines = list(lines)
+    for start, column, end, end_column, shown in sorted(set(splices), reverse=True):
+        tail = lines[end - 1].encode()[end_column:].decode()
+        lines[start - 1] = lines[start - 1].encode()[:column].decode() + shown + tail
+        lines[start:end] = [""] * (end - start)
+    return lines

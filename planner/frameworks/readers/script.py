@@ -178,7 +178,7 @@ class _Script:
             older=self.transformers.older,
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
-            call_line=_line(self.found.arguments),
+            call_line=self.source.line(self.found.arguments.where) if self.found.arguments is not None else 0,
             eval_seqs=evaluating.of_program(
                 self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
             ),
@@ -486,8 +486,3 @@ class _Script:
         if isinstance(mesh, Made) and num_gpus > 1:
             layout = layout | cut_sequences(self.arguments, self.settings(mesh), layout)
         return parallel_of(self.arguments, layout)
-
-
-def _line(made: Made | None) -> int:
-    tail = made.where.rpartition(":")[2] if made is not None else ""
-    return int(tail) if tail.isdigit() else 0

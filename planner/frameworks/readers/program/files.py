@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.frameworks.readers import hydra
-from planner.frameworks.readers.loading import parse_json, parse_yaml
+from planner.frameworks.readers.loading import json_lines, parse_json, parse_yaml
 from planner.frameworks.readers.program.reading import Reading
 from planner.frameworks.readers.program.values import Items, Known, Made, Table, Unknown, Value, plain
 from planner.frameworks.readers.shell import is_open
@@ -52,11 +52,12 @@ def hydra_settings(reader: Reading, made: Made) -> Value:
     if text is None:
         return Unknown(f"{made.where}: settings of another file ({path})")
     try:
-        values, files = hydra.composed(parse_yaml(text, path).values, reader.outside.exactly, folder, words)
+        parsed = parse_yaml(text, path)
+        values, files = hydra.composed(parsed.values, reader.outside.exactly, folder, words)
     except ConfigError as error:
         return Unknown(f"{made.where}: {error.message}")
     reader.program.sources += [path, *files]
-    return to_value(values, path)
+    return to_value(values, path, {} if files else parsed.lines)
 
 
 def loaded(reader: Reading, made: Made) -> Value:
@@ -78,4 +79,4 @@ def loaded(reader: Reading, made: Made) -> Value:
         data = parse_json(text, path) if path.endswith(".json") else (parsed := parse_yaml(text, path)).values
     except ConfigError as error:
         return Unknown(f"{made.where}: {error.message}")
-    return to_value(data, path, {} if path.endswith(".json") else parsed.lines)
+    return to_value(data, path, json_lines(text) if path.endswith(".json") else parsed.lines)

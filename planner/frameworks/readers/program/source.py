@@ -22,11 +22,24 @@ class Source:
     Attributes:
         label: the name of a line for people; None: its number.
         pins: package -> version, from `pip install` lines in it.
+        origin: of a notebook, the code cell and the line in it (both from 1) of every line.
     """
 
     text: str
     label: Callable[[int], str] | None = None
     pins: tuple[tuple[str, str], ...] = ()
+    origin: tuple[tuple[int, int], ...] = ()
+
+    def line(self, place: str) -> int:
+        """The number of the line that a place ("t.py:7", "n.ipynb:cell 3, line 2") names; 0: none."""
+        found = _PLACE.search(place)
+        if found is None or found[1] is None:
+            return int(found[2]) if found is not None else 0
+        inner = (int(found[1]), int(found[2]))
+        return self.origin.index(inner) + 1 if inner in self.origin else 0
+
+
+_PLACE = re.compile(r":(?:cell (\d+), line )?(\d+)(?=,|$)")
 
 
 def of_script(text: str) -> Source:
@@ -53,13 +66,14 @@ def of_notebook(text: str, name: str) -> Source:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         # empty lines instead of a cell that Python cannot read: other languages, broken examples
         kept = {number: _readable(code, "\n" * code.count("\n")) for number, code in kept.items()}
-    origin = [(number, line) for number, code in kept.items() for line in range(1, len(code.splitlines()) + 1)]
+    lines = ((number, line) for number, code in kept.items() for line in range(1, len(code.splitlines()) + 1))
+    origin = tuple(lines)
 
     def label(line: int) -> str:
         cell, inner = origin[line - 1] if 0 < line <= len(origin) else (0, line)
         return f"cell {cell}, line {inner}"
 
-    return Source(text=_joined(kept), label=label, pins=pins("\n".join(codes)))
+    return Source(text=_joined(kept), label=label, pins=pins("\n".join(codes)), origin=origin)
 
 
 def of_cells(text: str) -> tuple[str, dict[str, str]]:

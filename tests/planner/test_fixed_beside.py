@@ -1,0 +1,275 @@
+"""`plan check --fix` of values that stand beside the file: in YAML or JSON, another cell, what a launch starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune_planner.cli.checking import CheckRequest
+from finetune_planner.cli.fixing import Fixed, beside, fixed_files
+from finetune_planner.improvement import Improved
+from planner.core.errors import ConfigError
+from planner.frameworks.readers import read_config
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.planning.check import Verdict
+from planner.planning.predict import predict
+from planner.setup import TrainSetup
+
+MODEL, GPU = catalogue.load("Qwen/Qwen2.5-1.5B"), find_gpu("rtx-4090")
+HEAD = "import json, os, sys, yaml\nfrom transformers import AutoModelForCausalLM\n"
+HEAD += "from trl import SFTConfig, SFTTrainer\n"
+TAIL = """model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B", dtype="bfloat16")
+args = SFTConfig(
+    "out",  # where it goes
+    {more}bf16=True, max_length=1024,
+)
+SFTTrainer(model, args=args, train_dataset=data).train()
+"""
+GIVEN = "per_device_train_batch_size={}, gradient_accumulation_steps={}, "
+
+
+def program(before: str, batch: str, steps: str) -> str:
+    return HEAD + before + TAIL.format(more=GIVEN.format(batch, steps))
+
+
+def fixed(folder: Path, files: dict[str, str], *, sets: tuple[str, ...] = (), **changed: object) -> Fixed:
+    """What `--fix` writes for the first of the files where its micro-batch of 8 x 2 shall be 4 x 4."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    file = folder / next(iter(files))
+    arguments = sets or None
+    config = read_config(file, model=MODEL, arguments=arguments)
+    before = config.setup
+    assert (before.micro_batch_seqs, before.accumulation_steps, config.missing) == (8, 2, ())
+    after = before.replace(**{"micro_batch_seqs": 4, "accumulation_steps": 4, **changed})
+    found = Improved(setup=after, labels=("x",), after=predict(MODEL, GPU, TrainSetup(), None), verdict=Verdict.FITS)
+    answer = fixed_files(file, config, found, MODEL, asked=CheckRequest(arguments=arguments))
+    for of, text in answer.texts.items():  # what a person finds on disk, read as it stands
+        beside(of).write_text(text)
+    assert all((folder / name).read_text() == text for name, text in files.items())
+    if file in answer.texts:
+        again = read_config(beside(file), model=MODEL, arguments=arguments).setup
+        assert (again.micro_batch_seqs, again.accumulation_steps) == (4, 4)
+    return answer
+
+
+def differing(before: str, after: str) -> list[str]:
+    return [line for line in after.splitlines() if line not in before.splitlines()]
+
+
+BESIDE = {
+    "a block, by OmegaConf": (
+        "conf/base.yaml",
+        "# ours\nhparams:\n  bsz: 8     # per card\n\n  acc: 2\n",
+        "from omegaconf import OmegaConf\nc = OmegaConf.load('conf/base.yaml')\n",
+        ("c.hparams.bsz", "c.hparams.acc"),
+        ["  bsz: 4     # per card", "  acc: 4"],
+    ),
+    "one line of braces, with pathlib": (
+        "cfg.yml",
+        "train: {n: 8, k: 2, lr: 1.0e-4}  # all of it\nseed: 8\n",
+        "from pathlib import Path\nt = yaml.safe_load(Path('cfg.yml').read_text())['train']\n",
+        ("t['n']", "t['k']"),
+        None,
+    ),
+    "JSON, an option's default": (
+        "hp.json",
+        '{\n\t"name": "8",\n\t"batch": 8,\n\t"steps": 2\n}\n',
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--c', default='hp.json')\n"
+        "h = json.load(open(p.parse_args().c))\n",
+        ("h['batch']", "h['steps']"),
+        ['\t"batch": 4,', '\t"steps": 4'],
+    ),
+    "an anchor that nobody uses": (
+        "a.yaml",
+        "b: &unused 8\ns: 2\n",
+        "c = yaml.safe_load(open('a.yaml'))\n",
+        ("c['b']", "c.get('s', 1)"),
+        ["b: &unused 4", "s: 4"],
+    ),
+    "an alias": (
+        "a.yaml",
+        "workers: &w 8\nb: *w  # as many\ns: 2\n",
+        "c = yaml.safe_load(open('a.yaml'))\n",
+        ("c['b']", "c['s']"),
+        ["b: 4  # as many", "s: 4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_literal_beside_is_changed_and_its_file_named(name: str, tmp_path: Path) -> None:
+    path, text, load, (batch, steps), lines = BESIDE[name]
+    script = program(load, batch, steps)
+    answer = fixed(tmp_path, {"train.py": script, path: text})
+    assert {one.relative_to(tmp_path).as_posix() for one in answer.texts} == {"train.py", path}
+    written = answer.texts[tmp_path / path]
+    if lines is None:
+        assert written == text.replace("n: 8, k: 2", "n: 4, k: 4")
+        lines = differing(text, written)
+    assert differing(text, written) == lines
+    (renamed,) = differing(script, answer.texts[tmp_path / "train.py"])
+    assert beside(Path(path)).as_posix() in renamed
+    assert answer.said == ()
+
+
+SHARED = {
+    "an anchor others use": ("b: &w 8\nworkers: *w\ns: 2\n", "c['b']", "c['s']", "other settings"),
+    "a block that is merged": (
+        "base: &base\n  b: 8\n  s: 2\nevaluation:\n  <<: *base\n",
+        "c['base']['b']",
+        "c['base']['s']",
+        "other settings",
+    ),
+    "one value for both": ("b: 8\ns: 2\n", "c['b']", "c['b'] // 4", ""),
+    "computed from it": ("b: 4\ns: 2\n", "c['b'] * 2", "c['s']", ""),
+    "computed by a function": ("b: '8'\ns: 2\n", "int(c['b'])", "c['s']", ""),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_others_have_too_or_is_computed_is_left(name: str, tmp_path: Path) -> None:
+    text, batch, steps, why = SHARED[name]
+    script = program("c = yaml.safe_load(open('c.yaml'))\n", batch, steps)
+    if name == "one value for both":  # what follows from the changed value follows it
+        with pytest.raises(ConfigError):
+            fixed(tmp_path, {"t.py": script, "c.yaml": text})
+        return
+    with pytest.raises(ConfigError) as caught:
+        fixed(tmp_path, {"t.py": script, "c.yaml": text})
+    assert why in caught.value.message
+    assert not list(tmp_path.glob("*.fixed.*"))
+
+
+def test_a_path_that_is_no_literal_is_said(tmp_path: Path) -> None:
+    script = program("c = yaml.safe_load(open(sys.argv[1]))\n", "c['b']", "c['s']")
+    answer = fixed(tmp_path, {"t.py": script, "mine.yaml": "b: 8\ns: 2\n"}, sets=("mine.yaml",))
+    assert answer.texts == {tmp_path / "mine.yaml": "b: 4\ns: 4\n"}
+    assert answer.said == ("t.py names mine.yaml by no literal: hand it mine.fixed.yaml",)
+
+
+def notebook(*cells: str) -> str:
+    listed = [{"cell_type": "code", "outputs": [], "source": one.splitlines(keepends=True)} for one in cells]
+    return json.dumps({"cells": [{"cell_type": "markdown", "source": "BATCH = 8"}, *listed], "nbformat": 4}, indent=1)
+
+
+CELLS = {
+    "constants above": (
+        "!pip install trl\nBATCH = 8  # ä\nSTEPS = 2",
+        "BATCH",
+        "STEPS",
+        ["BATCH = 4  # ä\n", "STEPS = 4"],
+    ),
+    "a dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass H:\n    b: int = 8\n    s: int = 2\nh = H()",
+        "h.b",
+        "h.s",
+        ["    b: int = 4\n", "    s: int = 4\n"],
+    ),
+    "a form's fields": (
+        "B = 8 #@param {type:'integer'}\nS = 2 #@param\nprint('8')",
+        "B",
+        "S",
+        ["B = 4 #@param {type:'integer'}\n", "S = 4 #@param\n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_literal_in_another_cell_is_changed(name: str, tmp_path: Path) -> None:
+    cell, batch, steps, lines = CELLS[name]
+    text = notebook(HEAD, cell, "%matplotlib inline", TAIL.format(more=GIVEN.format(batch, steps)))
+    answer = fixed(tmp_path, {"n.ipynb": text})
+    before, after = (json.loads(one)["cells"] for one in (text, answer.texts[tmp_path / "n.ipynb"]))
+    assert [one for one, two in zip(after, before, strict=True) if one != two] == [after[2]]
+    assert [line for line in after[2]["source"] if line not in before[2]["source"]] == lines
+
+
+def test_a_cell_that_sets_it_twice_is_left(tmp_path: Path) -> None:
+    text = notebook(HEAD, "A = [8, 2]\nB, S = A", TAIL.format(more=GIVEN.format("B", "S")))
+    with pytest.raises(ConfigError):
+        fixed(tmp_path, {"n.ipynb": text})
+
+
+AXOLOTL = """# the run
+base_model: Qwen/Qwen2.5-1.5B
+sequence_len: 1024
+micro_batch_size: 8  # too much
+gradient_accumulation_steps: 2
+bf16: true
+learning_rate: 1.0e-5
+datasets: [{path: rows, type: alpaca}]
+"""
+TRL = "model_name_or_path: Qwen/Qwen2.5-1.5B\n"
+TRL += "per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nmax_length: 1024\n"
+LAUNCHED = {
+    "a tool's YAML": ({"go.sh": "# x.yaml\naxolotl train x.yaml\n", "x.yaml": AXOLOTL}, "axolotl train x.fixed.yaml"),
+    "from a folder": (
+        {"go.sh": "cd sub\naccelerate launch -m axolotl.cli.train conf/x.yaml\n", "sub/conf/x.yaml": AXOLOTL},
+        "accelerate launch -m axolotl.cli.train conf/x.fixed.yaml",
+    ),
+    "an equals sign": ({"go.sh": "trl sft --config=./y.yml\n", "y.yml": TRL}, "trl sft --config=./y.fixed.yml"),
+    "a variable's folder": (
+        {"go.sh": "trl sft \\\n  --config $HERE/y.yaml\n", "y.yaml": TRL},
+        "  --config $HERE/y.fixed.yaml",
+    ),
+    "a program's call": (
+        {"go.sh": "torchrun --nproc_per_node=1 t.py\n", "t.py": program("", "8", "2")},
+        "torchrun --nproc_per_node=1 t.fixed.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launch_takes_the_fixed_file(name: str, tmp_path: Path) -> None:
+    """A setting that nobody says yet goes where the others stand."""
+    files, line = LAUNCHED[name]
+    answer = fixed(tmp_path, files, checkpointing=1 - read_setup(files, tmp_path).checkpointing)
+    assert differing(files["go.sh"], answer.texts[tmp_path / "go.sh"]) == [line]
+    (other,) = {*answer.texts} - {tmp_path / "go.sh"}
+    if other.suffix != ".py":
+        was, now = (yaml.safe_load(one) for one in (files[[*files][1]], answer.texts[other]))
+        assert {key: now[key] for key in was} != was
+        assert {key for key in now if key not in was} <= {
+            "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
+        }  # fmt: skip
+
+
+def read_setup(files: dict[str, str], folder: Path) -> TrainSetup:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return read_config(folder / next(iter(files)), model=MODEL).setup
+
+
+def test_three_files_in_a_row(tmp_path: Path) -> None:
+    files = {
+        "go.sh": "python scripts/t.py\n",
+        "scripts/t.py": program("c = yaml.safe_load(open('conf/c.yaml'))\n", "c['b']", "c['s']"),
+        "conf/c.yaml": "b: 8\ns: 2\n",
+    }
+    answer = fixed(tmp_path, files)
+    assert {one.relative_to(tmp_path).as_posix() for one in answer.texts} == {*files}
+    assert answer.texts[tmp_path / "conf/c.yaml"] == "b: 4\ns: 4\n"
+
+
+@pytest.mark.parametrize("cells", [True, False])
+def test_a_file_that_the_checked_one_writes_is_changed_in_it(cells: bool, tmp_path: Path) -> None:
+    if cells:
+        files = {"n.ipynb": notebook("%%writefile x.yaml\n" + AXOLOTL, "!axolotl train x.yaml")}
+    else:
+        files = {"go.sh": f"cat > x.yaml <<'EOF'\n{AXOLOTL}EOF\naxolotl train x.yaml\n"}
+    answer = fixed(tmp_path, files)
+    (text,) = answer.texts.values()
+    assert "micro_batch_size: 4  # too much" in text
+    assert text.count("axolotl train x.yaml") == 1
+
+
+def test_an_imported_module_is_left(tmp_path: Path) -> None:
+    """No name of it could say another file."""
+    script = program("from settings import B, S\n", "B", "S")
+    with pytest.raises(ConfigError, match="imported"):
+        fixed(tmp_path, {"t.py": script, "settings.py": "B = 8\nS = 2\n"})
