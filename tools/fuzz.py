@@ -439,7 +439,8 @@ def trace_case(folder: Path, dice: random.Random) -> Case:
     result = {
         "status": "done", "error": "", "num_steps": 2, "num_events": 9, "peak_allocated_bytes": 10**9,
         "peak_reserved_bytes": 10**9, "context_bytes": 10**8, "peak_phase": "forward", "phase_peaks_bytes": {"load": 1},
-        "by_category": [part], "by_module": [part], "by_line": [part], "by_op": [part], "refusal": None, "notes": ["x"],
+        "by_category": [part], "by_module": [part], "by_line": [part], "by_code": [part],
+        "by_op": [part], "refusal": None, "notes": ["x"],
         "questions": [["x", "train.py:1", 1]], "kernels": {"a": 1}, "timeline": [[0.0, 1, "forward"]], "libraries": {},
         "elapsed_s": 1.0,
     }  # fmt: skip

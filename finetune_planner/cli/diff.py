@@ -1,5 +1,5 @@
 """`plan diff`: two configs, or one under two versions of what runs it: what changes in memory and speed, and which
-setting is responsible. Nothing is executed."""
+setting is responsible. Nothing is executed, but with --trace the program, in an environment of each side."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -8,12 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.checking import CheckRequest, checked
+from finetune_planner.cli.diff_traces import lines as trace_lines
+from finetune_planner.cli.diff_traces import trace_both
 from finetune_planner.cli.output import tell
-from planner.core.errors import SetupError, UsageError
+from planner.core.errors import PlannerError, SetupError, UsageError
 from planner.core.records import dataclass
-from planner.core.units import gib
+from planner.core.units import gib, signed_gib
+from planner.hardware.gpus import find_gpu
 from planner.planning.check import CheckResult
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
@@ -56,9 +60,18 @@ def diff(
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="What the files leave open; repeatable.")
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run it too, on a phantom GPU, in an environment of each side made by uv.")
+    ] = False,
+    beside: Annotated[
+        list[str] | None, typer.Option("--with", metavar="REQUIREMENT", help="In both environments; repeatable.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
     as_json: options.Json = False,
 ) -> int:
     """What changes in memory and speed between two configs, or from one version of its tools to another.
+
+    With --trace it executes the program, on the CPU alone and without weights; what it writes is a private copy.
 
     Exit codes: 0, or 1 where the second does not fit and the first is not known not to; 2 it cannot be read.
     """
@@ -69,19 +82,61 @@ def diff(
         raise UsageError(
             "one file is compared under two versions", hint="--from trl==0.25 --to 1.16, or name two files"
         )
+    files, versions = (file, other or file), (old, new)
+    settings: _Settings | None = None
+    try:
+        settings = _by_setting(files, versions, gpu, sets, model)
+    except PlannerError as error:
+        if not trace:
+            raise
+        say(f"plan diff: not by setting: {error.message}")
+    runs = trace_both(files, versions, beside or (), options.said(find_gpu(gpu)), yes) if trace else None
+    shown = {**(settings.document if settings else {"kind": "diff"}), **({"trace": runs} if runs else {})}
+    texts = [*(settings.lines(traced=trace) if settings else ()), *(trace_lines(runs) if runs else ())]
+    tell(shown, texts, as_json=as_json)
+    return settings.exit_code if settings else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Both sides as they are read, and each differing setting, the largest first."""
+
+    first: CheckResult
+    second: CheckResult
+    found: Sequence[Responsible]
+    document: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where the second does not fit and the first may."""
+        return int(self.second.exit_code == 1 and self.first.exit_code != 1)
+
+    def lines(self, *, traced: bool) -> Iterator[str]:
+        """For a terminal."""
+        return _lines(self.first, self.second, self.found, traced)
+
+
+def _by_setting(
+    files: tuple[Path, Path],
+    versions: tuple[Sequence[str], Sequence[str]],
+    gpu: str,
+    sets: Sequence[str] | None,
+    model: str | None,
+) -> _Settings:
+    """Raises what `checked` raises."""
+    (file, other), (old, new) = files, versions
     first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
-    second, _, _ = checked(other or file, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
+    second, _, _ = checked(other, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
     found = sorted(responsible(first, second, predicted), key=lambda one: -abs(one.added_bytes))
     document = {
         "kind": "diff",
         "before": _side(first, file, old),
-        "after": _side(second, other or file, new),
+        "after": _side(second, other, new),
         "added_bytes": second.prediction.peak_device_bytes - first.prediction.peak_device_bytes,
         "changes": to_jsonable(found),
         "terms": [{"term": name, "added_bytes": size} for name, size in _terms(first.prediction, second.prediction)],
     }
-    tell(document, _lines(first, second, found), as_json=as_json)
-    return int(second.exit_code == 1 and first.exit_code != 1)
+    return _Settings(first=first, second=second, found=found, document=document)
 
 
 def responsible(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[Responsible]:
@@ -159,16 +214,19 @@ def _terms(before: Prediction, after: Prediction) -> list[tuple[str, int]]:
     return sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: -abs(row[1]))[:NUM_TERMS]
 
 
-def _lines(first: CheckResult, second: CheckResult, found: Sequence[Responsible]) -> Iterator[str]:
+def _lines(first: CheckResult, second: CheckResult, found: Sequence[Responsible], traced: bool) -> Iterator[str]:
     added = second.prediction.peak_device_bytes - first.prediction.peak_device_bytes
     verdicts = " -> ".join(one.verdict.value.replace("_", " ") for one in (first, second))
-    yield f"{gib(first.prediction.peak_device_bytes)} -> {gib(second.prediction.peak_device_bytes)} ({_signed(added)})"
+    peaks = " -> ".join(gib(one.prediction.peak_device_bytes) for one in (first, second))
+    yield f"{peaks} ({signed_gib(added)})"
     yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [formula]"
     if first.prediction.tokens_per_s and second.prediction.tokens_per_s:
         yield f"{first.prediction.tokens_per_s:,.0f} -> {second.prediction.tokens_per_s:,.0f} tokens/s"
     if not found:
-        yield "No setting differs. What the tools' own code does otherwise between versions is not in the settings:"
-        yield "plan trace -- python FILE in each environment runs it on a GPU that computes nothing."
+        yield "No setting differs."
+        if not traced:
+            yield "What the tools' own code does otherwise between versions is not in the settings: --trace runs it in"
+            yield "two environments, on a GPU that computes nothing."
         return
     yield "Each setting's change alone:"
     for one in found:
@@ -177,13 +235,9 @@ def _lines(first: CheckResult, second: CheckResult, found: Sequence[Responsible]
             f"{_name(name)} {value_words(before, name)} -> {value_words(after, name)}" for name in one.names
         )
         speed = f", speed x {one.speedup:.2f}" if one.speedup is not None else ""
-        yield f"  {_signed(one.added_bytes):>12}{speed}  {words}" + (f"  [{one.origin}]" if one.origin else "")
+        yield f"  {signed_gib(one.added_bytes):>12}{speed}  {words}" + (f"  [{one.origin}]" if one.origin else "")
     for name, size in _terms(first.prediction, second.prediction):
-        yield f"  {_signed(size):>12}  {name}"
-
-
-def _signed(size_bytes: int) -> str:
-    return f"{'-' if size_bytes < 0 else '+'}{gib(abs(size_bytes))}"
+        yield f"  {signed_gib(size):>12}  {name}"
 
 
 def _name(field: str) -> str:

@@ -118,7 +118,7 @@ def trace(
 
     card = options.said(find_gpu(gpu))
     order = follow.order(command, card, data, memory.of(card)[0])
-    _ask(order, program(command), protection(order).kind, yes)
+    ask(order, program(command), protection(order).kind, yes)
     answer = answer_of(order, card, memory.of(card))
     if out is not None:
         write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
@@ -179,7 +179,7 @@ def _pixels(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> None:
+def ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> None:
     """Says what will be executed and asks once.
 
     Raises:

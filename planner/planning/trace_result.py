@@ -68,7 +68,8 @@ class TraceResult:
         error: what ended it, "" where nothing did.
         num_steps: optimizer steps that ran.
         phase_peaks_bytes: allocated peak of load, forward, backward, step and evaluation.
-        by_category, by_module, by_line, by_op: what is alive at the peak, largest first.
+        by_category, by_module, by_line, by_code, by_op: what is alive at the peak, largest first; by the program's
+            line, and by the innermost function that is not PyTorch's.
         questions: values that only a GPU knows and the program asked for: (what, line, how often).
         timeline: (fraction of the run, allocated bytes), thinned.
         kernels: launches of Triton kernels and attention kernels, by name.
@@ -90,6 +91,7 @@ class TraceResult:
     by_category: tuple[Holding, ...]
     by_module: tuple[Holding, ...]
     by_line: tuple[Holding, ...]
+    by_code: tuple[Holding, ...]
     by_op: tuple[Holding, ...]
     refusal: Refusal | None
     notes: tuple[str, ...]
@@ -139,7 +141,7 @@ class TraceResult:
         return cls(
             **{
                 **raw,
-                **{name: holdings(name) for name in ("by_category", "by_module", "by_line", "by_op")},
+                **{name: holdings(name) for name in ("by_category", "by_module", "by_line", "by_code", "by_op")},
                 "refusal": None if raw["refusal"] is None else Refusal(**raw["refusal"]),
                 "notes": tuple(raw["notes"]),
                 "questions": tuple((what, line, times) for what, line, times in raw["questions"]),

@@ -45,6 +45,8 @@ def shortened(phantom: Phantom, generation: Any, patch: Patch) -> None:
     Source: transformers 5.23 generation/utils.py `_sample`.
     """
     mixin = generation.GenerationMixin
+    if not hasattr(mixin, "_has_unfinished_sequences"):  # transformers before 4.39: every token is run
+        return
     update, unfinished = mixin._update_model_kwargs_for_generation, mixin._has_unfinished_sequences
     running: list[_Run] = []
 

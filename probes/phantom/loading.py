@@ -102,7 +102,6 @@ def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None
     Source: transformers 4.46 and 4.57 modeling_utils.py `from_pretrained`.
     """
     from transformers import BitsAndBytesConfig
-    from transformers.quantizers import AutoHfQuantizer
 
     bits = {one: given.pop(one) for one in ("load_in_4bit", "load_in_8bit") if one in given}
     switched = BitsAndBytesConfig(**bits) if any(bits.values()) else None
@@ -115,7 +114,7 @@ def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None
         given.pop(key, None)
     if config is None or isinstance(config, str):
         config, given = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **given)
-    quantizer = AutoHfQuantizer.from_config(quantization) if quantization is not None else None
+    quantizer = _quantizer(quantization) if quantization is not None else None
     if kind == "auto":
         kind = getattr(config, "torch_dtype", None)
     kind = getattr(torch, kind) if isinstance(kind, str) else kind
@@ -136,6 +135,41 @@ def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None
             quantizer.postprocess_model(model)
     phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
     return model.eval()
+
+
+def _quantizer(quantization: Any) -> Any:
+    """What replaces a model's linear layers: transformers' own."""
+    try:
+        from transformers.quantizers import AutoHfQuantizer
+    except ImportError:
+        return _QuantizerBefore438(quantization)
+    return AutoHfQuantizer.from_config(quantization)
+
+
+class _QuantizerBefore438:
+    """As `from_pretrained` itself did it: bitsandbytes alone.
+
+    Source: transformers 4.35 modeling_utils.py `from_pretrained`.
+    """
+
+    def __init__(self, quantization: Any) -> None:
+        self.quantization_config = quantization
+
+    def preprocess_model(self, *, model: Any, device_map: Any, keep_in_fp32_modules: Any) -> None:
+        """Its linear layers become bitsandbytes', but the head."""
+        from transformers import integrations
+
+        kept = integrations.get_keys_to_not_convert(model)
+        integrations.replace_with_bnb_linear(
+            model, modules_to_not_convert=kept, quantization_config=self.quantization_config
+        )
+
+    def postprocess_model(self, model: Any) -> None:
+        """What Trainer and PEFT ask a model for."""
+        model.is_loaded_in_4bit = getattr(self.quantization_config, "load_in_4bit", False)
+        model.is_loaded_in_8bit = self.quantization_config.load_in_8bit
+        model.is_quantized = model._is_quantized_training_enabled = True
+        model.quantization_method = "bitsandbytes"
 
 
 _LOADING = (

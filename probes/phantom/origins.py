@@ -25,6 +25,7 @@ _LIBRARIES = tuple(
         os.path.join(_HERE, "planner"),
     }
 )
+_TORCH = f"-packages{os.sep}torch{os.sep}"
 _MARKS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", "<string>", "<attrs", "<eval")
 
 
@@ -43,15 +44,16 @@ class Origin:
 
     Attributes:
         module: path of the module that was running, "" outside all.
+        code: the innermost function that is none of PyTorch's or Python's: the program's or a library's.
         event_index: of its `Alloc`.
     """
 
-    __slots__ = ("event_index", "line", "module", "op", "phase", "size_bytes")
+    __slots__ = ("code", "event_index", "line", "module", "op", "phase", "size_bytes")
 
     def __init__(self, origins: "Origins", op: str, size_bytes: int, event_index: int) -> None:
         self.phase = origins.phase
         self.module = origins.module
-        self.line = user_line()
+        self.line, self.code = _running()
         self.op = op
         self.size_bytes = size_bytes
         self.event_index = event_index
@@ -220,12 +222,42 @@ def from_library(file: str) -> bool:
 
 def user_line() -> Line | None:
     """The innermost running line that belongs to no library, None where only libraries run."""
-    frame: Any = sys._getframe(1)
+    return _running()[0]
+
+
+_is_below: dict[str, bool] = {}
+
+
+def _below(file: str) -> bool:
+    """Whether a file is PyTorch's, Python's or this project's: what libraries that train stand on."""
+    found = _is_below.get(file)
+    if found is None:
+        others = any(mark in file for mark in _MARKS[:2]) and _TORCH not in file
+        found = _is_below[file] = from_library(file) and not others
+    return found
+
+
+def _running() -> tuple[Line | None, Any]:
+    """`user_line`, and the code of the innermost function that is none of PyTorch's, Python's or ours."""
+    frame: Any = sys._getframe(2)
     known = _is_library.get  # for every allocation some 40 frames are asked
+    code: Any = None
     while frame is not None:
         file = frame.f_code.co_filename
+        if code is None and not _below(file):
+            code = frame.f_code
         found = known(file)
         if not (from_library(file) if found is None else found):
-            return Line(file, frame.f_lineno)
+            return Line(file, frame.f_lineno), code
         frame = frame.f_back
-    return None
+    return None, code
+
+
+def code_name(code: Any) -> str:
+    """A function by its file, from the library's folder on, and name: the same in every environment."""
+    if code is None:
+        return "(PyTorch)"
+    file = code.co_filename
+    for mark in _MARKS[:2]:
+        file = file.rpartition(mark)[2]
+    return f"{file}: {getattr(code, 'co_qualname', code.co_name)}"

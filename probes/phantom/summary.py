@@ -10,7 +10,7 @@ from probes.allocator.repetitions import rounded
 from probes.installed import installed
 from probes.phantom.compiled import EAGER
 from probes.phantom.mode import Phantom
-from probes.phantom.origins import Origin
+from probes.phantom.origins import Origin, code_name
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "liger-kernel", "datasets")
 _POINTS = 400
@@ -35,6 +35,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         by_category=_grouped(phantom, alive, lambda number, origin: category_of(phantom, number, origin)),
         by_module=_grouped(phantom, alive, lambda number, origin: _module(phantom, number, origin)),
         by_line=_grouped(phantom, alive, lambda number, origin: str(origin.line or "(libraries)")),
+        by_code=_grouped(phantom, alive, lambda number, origin: code_name(origin.code)),
         by_op=_grouped(phantom, alive, lambda number, origin: _op(origin)),
         refusal=phantom.origins.refused,
         notes=(*phantom.notes, *_repeated(phantom), *[IDLE] * phantom.origins.idle_checkpointing),

@@ -29,6 +29,7 @@ def ended(status: str, num_steps: int, error: str = "") -> Ended:
         by_category=(),
         by_module=(),
         by_line=(),
+        by_code=(),
         by_op=(),
         refusal=None,
         notes=(),

@@ -1,0 +1,127 @@
+"""`plan diff --trace`: environments of each side by a uv that installs nothing, and what their traces differ in."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_planner.app import environments
+from finetune_planner.cli import diff_traces
+from finetune_planner.cli.app import run
+from planner.core.errors import EnvironmentProblem, UsageError
+from planner.planning.trace_result import Holding, TraceResult
+
+UV = """#!{python}
+import os, pathlib, sys
+with open({log!r}, "a") as log:
+    print(*sys.argv[1:], file=log)
+if "bad==1" in sys.argv:
+    sys.exit("no such release")
+if sys.argv[1] == "venv":
+    folder = pathlib.Path(sys.argv[-1])
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to({python!r})
+    (folder / "lib" / ("python%d.%d" % sys.version_info[:2]) / "site-packages").mkdir(parents=True)
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a stand-in of uv was asked."""
+    log, uv = tmp_path / "calls", tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(UV.format(python=sys.executable, log=str(log)))
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(uv.parent / "python"))
+    monkeypatch.setattr(environments, "environments_path", lambda: tmp_path / "kept")
+    return log
+
+
+def test_an_environment_is_made_once_and_sees_this_torch(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = environments.environment(["transformers==4.56", "peft"])
+    assert "uv makes an environment of peft, transformers==4.56" in capsys.readouterr().err
+    folder = python.parents[1]
+    (linked,) = folder.rglob("zz_torch.pth")
+    assert (Path(linked.read_text()) / "torch").resolve() == Path(str(find_spec("torch").origin)).parent
+    assert (folder / "override.txt").read_text() == environments.NO_TORCH
+    asked = calls.read_text()
+    assert environments.environment(["peft", "transformers==4.56"]) == python
+    assert calls.read_text() == asked
+    assert capsys.readouterr().err == ""
+
+
+def test_a_torch_that_is_asked_for_is_installed(calls: Path) -> None:
+    python = environments.environment(["torch==2.9.0", "transformers==4.56"])
+    assert "--override" not in calls.read_text()
+    assert not list(python.parents[1].rglob("zz_torch.pth"))
+
+
+def test_what_uv_cannot_make_is_said_and_not_kept(calls: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(EnvironmentProblem, match="no such release"):
+            environments.environment(["bad==1"])
+
+
+RESULT = TraceResult(
+    status="done", num_steps=2, num_events=9, peak_allocated_bytes=5 << 30, peak_reserved_bytes=6 << 30,
+    context_bytes=1 << 28, peak_phase="backward", phase_peaks_bytes={"forward": 4 << 30, "backward": 5 << 30},
+    by_category=(Holding(name="loss", size_bytes=2 << 30, num_allocations=1),), by_module=(), by_line=(), by_code=(),
+    by_op=(Holding(name="_log_softmax", size_bytes=2 << 30, num_allocations=1),), refusal=None, notes=(), questions=(),
+    kernels={}, timeline=(), libraries={"transformers": "4.56.0"},
+)  # fmt: skip
+
+
+def test_the_answer_names_what_grew(
+    tmp_path: Path, calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    softmax = Holding(name="_softmax", size_bytes=3 << 30, num_allocations=8)
+    grown = replace(
+        RESULT, peak_allocated_bytes=8 << 30, peak_reserved_bytes=9 << 30, libraries={"transformers": "5.23.0"},
+        phase_peaks_bytes={"forward": 4 << 30, "backward": 8 << 30},
+        by_category=(*RESULT.by_category, replace(softmax, name="activations kept for the backward")),
+        by_module=(replace(softmax, name="model.layers.*.self_attn"),), by_op=(softmax, *RESULT.by_op),
+    )  # fmt: skip
+    ran: list[Any] = []
+
+    def traced(order: Any) -> TraceResult:
+        ran.append(order)
+        return (RESULT, grown)[len(ran) - 1]
+
+    monkeypatch.setattr(diff_traces, "traced", traced)
+    monkeypatch.setattr("probes.phantom.runner.protection", lambda order: type("P", (), {"kind": "landlock"}))
+    file = tmp_path / "train.py"
+    file.write_text("import transformers, peft, torch, json, mine\n")  # no setup that can be read
+    words = ["diff", str(file), "--from", "transformers==4.56", "--to", "5.23", "--with", "numpy<3", "--gpu", "h200"]
+    assert run([*words, "--trace", "-y", "--json=full"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)["trace"]
+    assert (found["added_bytes"], found["by_phase"]) == (3 << 30, {"forward": 0, "backward": 3 << 30})
+    assert found["by_module"] == [{"name": "model.layers.*.self_attn", "added_bytes": 3 << 30}]
+    assert [one["name"] for one in found["by_op"]] == ["_softmax"]
+    assert "not by setting" in told.err
+    assert told.err.count("executes this program") == 2
+    asked = calls.read_text().splitlines()
+    assert [line.split("override.txt ")[1] for line in asked if "override" in line] == [
+        "accelerate numpy<3 peft transformers==4.56",
+        "accelerate numpy<3 peft transformers==5.23",
+    ]
+    assert ran[0].command[1:] == ran[1].command[1:] == (str(file),)
+    assert ran[0].command[0] != ran[1].command[0]
+    assert not ran[0].options.limited
+    ran.clear()
+    assert run([*words, "--trace", "-y"]) == 0
+    shown = capsys.readouterr().out
+    assert "transformers 4.56.0 -> 5.23.0" in shown
+    assert "+3.00 GiB  model.layers.*.self_attn" in shown
+
+
+def test_a_config_is_no_program(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model: {a: [b\n")
+    with pytest.raises(UsageError, match="runs Python programs"):
+        diff_traces._imported(tmp_path / "train.yaml", ())
