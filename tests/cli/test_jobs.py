@@ -109,9 +109,9 @@ def test_a_job_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_are_of_cards_in_the_table_and_labels_are_labels() -> None:
-    from planner.frameworks.exporters.jobs import _names
+    from planner.frameworks.exporters.jobs import scheduler_names
 
-    assert {find_gpu(key).key for key in _names()} == set(_names())
+    assert {find_gpu(key).key for key in scheduler_names()} == set(scheduler_names())
     for gpu in all_gpus():
         label = SCHEDULERS["kubernetes"].card(gpu, 1)
         assert re.fullmatch(r"([\w.-]{1,63})?", label, re.ASCII), gpu.key

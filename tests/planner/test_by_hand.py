@@ -278,7 +278,7 @@ def test_int8_multiplications_search_outliers_and_cast() -> None:
 def test_int8_layers_pay_for_that_traffic() -> None:
     """Plain and int8 matmuls of the layers: each forward at int8's rate, and 21 in + 18 out bytes a token."""
     model = speed()
-    plain, int8 = model.matmuls("bf16", 2048, False), model.matmuls("bf16", 2048, True)
+    plain, int8 = (model.matmuls("bf16", "bf16", 2048, one) for one in (False, True))
     around = 2048 * LAYERS * (21 * (576 * 6 + 1536) + 18 * (576 * 3 + 192 * 2 + 1536 * 2)) / model.bandwidth
     assert int8.forward == pytest.approx(plain.forward / model.constants.int8_rate + around)
     assert int8.input_gradient == plain.input_gradient
