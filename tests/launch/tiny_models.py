@@ -29,8 +29,20 @@ def kind_of(entry: catalogue.CatalogueEntry) -> str:
     return "+".join([entry.model_type, *(name for name, there in marks.items() if there)])
 
 
-TYPES = {kind_of(entry): entry for entry in reversed(catalogue.entries())}
-"""Every kind of model. All models of a kind get the same settings: tests/planner/test_exporters_targets.py."""
+def _takes_text(entry: catalogue.CatalogueEntry) -> bool:
+    """Whether its files are of next tokens: encoders alone and readers of pictures have tests of their own."""
+    spec = catalogue.load(entry.model_id)
+    assert spec is not None
+    return not spec.reads_both_ways and "causal" not in spec.lacks
+
+
+TYPES = {
+    kind: entry
+    for kind, entry in {kind_of(entry): entry for entry in reversed(catalogue.entries())}.items()
+    if _takes_text(entry)
+}
+"""Every kind of model that predicts next tokens of text. All models of a kind get the same settings:
+tests/planner/test_exporters_targets.py."""
 VOCAB, PAD, EOS = 264, 0, 1
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
