@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.errors import ConfigError, NotPlanned, Undetermined
+from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.frameworks.readers import read_config, read_text
 from planner.frameworks.readers.overrides import overrides, parse_sets
 from planner.frameworks.readers.types import ReadConfig
@@ -420,3 +420,55 @@ def test_whether_a_package_is_there_is_asked_for_where_it_decides(body: str) -> 
 def test_a_trainer_that_is_not_known_is_said_to_be_one() -> None:
     with pytest.raises(Undetermined, match="a trainer that is not known"):
         read("KINDS = {'sft': SFTTrainer}\nT = KINDS[cfg['kind']]\nT(model=NAME, args=SFTConfig, **cfg['a']).train()\n")
+
+
+OF_A_KNOWN_CLASS = {
+    "adapters put on": "model = get_peft_model(model, LoraConfig())\nN = 2 if isinstance(model, PeftModel) else 16\n",
+    "a plain model": "N = 16\nif not isinstance(model, peft.PeftModel):\n    N = 2\n",
+    "in a function, behind the preparation": "from peft.peft_model import PeftModel as Wrapped\n"
+    "def size(m):\n    if isinstance(m, (Wrapped, str)):\n        return 16\n    return 2\n"
+    "N = size(prepare_model_for_kbit_training(model))\n",
+    "transformers' own": "N = 2 if isinstance(model, transformers.PreTrainedModel) else 16\n",
+    "not transformers' own": "model = PeftModel.from_pretrained(model, 'a/b', is_trainable=True)\n"
+    "N = 16 if isinstance(model, transformers.PreTrainedModel) and not isinstance(model, PeftModel) else 2\n",
+    "PyTorch's": "from torch import nn\nassert isinstance(model, nn.Module)\n"
+    "N = 2 if isinstance(model, nn.Module) else 16\n",
+    "data": "WORD = '2'\nN = int(WORD) if isinstance(WORD, str) else 16\n",
+    "no data": "GIVEN = None\nN = 16 if isinstance(GIVEN, (int, float)) else 2\n",
+}
+OF_AN_UNKNOWN_CLASS = {
+    "a builder": "from mine import build\nother = build()\nN = 2 if isinstance(other, PeftModel) else 16\n",
+    "another wrapper": "from mine import wrap\nother = wrap(model)\nN = 2 if isinstance(other, PeftModel) else 16\n",
+    "a class of its own": "from mine import Kind\nN = 2 if isinstance(model, Kind) else 16\n",
+    "peft's for a task": "other = get_peft_model(model, LoraConfig(r=4))\nfrom peft import PeftModelForCausalLM\n"
+    "N = 2 if isinstance(other, PeftModelForCausalLM) else 16\n",
+    "data of a file": "N = 2 if isinstance(cfg['x'], str) else 16\n",
+}
+
+
+@pytest.mark.parametrize("name", [*OF_A_KNOWN_CLASS, *OF_AN_UNKNOWN_CLASS])
+def test_a_branch_on_a_class_is_asked_for_where_it_is_not_known(name: str) -> None:
+    body = (OF_A_KNOWN_CLASS | OF_AN_UNKNOWN_CLASS)[name]
+    text = "import peft, transformers\nfrom peft import PeftModel, get_peft_model, prepare_model_for_kbit_training\n"
+    text += trained("gradient_accumulation_steps=N", before=body)
+    asked = "accumulation_steps" in open_fields(found := read(text))
+    assert asked == (name in OF_AN_UNKNOWN_CLASS)
+    assert asked or found.setup.accumulation_steps == 2
+
+
+CACHED = '"""\n2026.3.1\n2026.3.3\n5.2.0\n0.24.0\n__UNSLOTH_VERSIONING__\n"""\n'
+CACHED_CLASS = "from trl import {0}Config\n@dataclass\nclass Unsloth{0}Config({0}Config):\n    seed: int = 3407\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [CACHED + "import torch\n", CACHED_CLASS.format("KTO"), CACHED_CLASS.format("SFT"), CACHED.replace("\n0.24.0", "")],
+)
+def test_what_unsloth_caches_is_refused_by_its_name(text: str) -> None:
+    with pytest.raises(NotATraining, match="unsloth_compiled_cache"):
+        read_text(text, "UnslothKTOTrainer.py")
+
+
+def test_a_program_that_names_the_cache_is_read() -> None:
+    body = "# remove the cache first: __UNSLOTH_VERSIONING__\nclass UnslothSettings(SFTConfig):\n    pass\n"
+    assert read(body + trained()).missing == ()

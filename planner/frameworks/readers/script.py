@@ -4,6 +4,7 @@ The program is followed by `planner.frameworks.readers.program`; what it hands t
 libraries' own defaults for what it leaves out. A setting that only running it would tell is `Missing`, never a default.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,11 @@ HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure")
 UNSLOTH = "unsloth-script"
 OF_PAIRS = ("max_length", "max_prompt_length", "precompute_ref_log_probs")
 """What trainers of preferences took themselves before TRL 0.13."""
+OF_UNSLOTHS_CACHE = re.compile(
+    r"\A\s*\"\"\"\s*(?:[\w.+-]+\s+){0,6}?__UNSLOTH_VERSIONING__|^class Unsloth(\w+)Config\(\1Config\):", re.MULTILINE
+)
+"""What Unsloth writes: the versions that it is of, and an argument class around TRL's. Source: unsloth_zoo
+`create_new_function`, unsloth `models/rl_replacements.py`."""
 ARGUMENTS = (
     *("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments"),
     *CONFIGS.values(),
@@ -55,6 +61,11 @@ def read(text: str, name: str, outside: FileContext, source: Source | None = Non
     Raises:
         ConfigError: not Python, or nothing in it that trains as is planned.
     """
+    if OF_UNSLOTHS_CACHE.search(text):
+        raise NotATraining(
+            f"{name} is a trainer that Unsloth has written into its cache (unsloth_compiled_cache): it trains nothing",
+            hint="give the script that makes the trainer",
+        )
     source = source or of_script(text)
     pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
     around = replace(outside.of_program(), newest=not pinned)

@@ -128,6 +128,11 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
                 return Known(decides in truths if decides else False not in truths, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "isinstance" | "hasattr":
+            asked = made.positional[1:] if callee.path == "isinstance" else []
+            kinds = asked[0].items if asked and isinstance(asked[0], Items) else asked
+            answers = {_is_a(first, kind) for kind in kinds} or {None}
+            if True in answers or None not in answers:
+                return Known(True in answers, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "range" if first is not None:
             bounds = [plain(one) for one in made.positional]
@@ -137,6 +142,38 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
             few = [Known(number, made.where) for number in islice(range(*bounds), MAX_LOOP + 1)]
             return Items([*few]) if len(few) <= MAX_LOOP else None
     return None
+
+
+TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict}
+CLASSES = {
+    "peft.PeftModel": {"peft": True, "transformers": False},
+    "transformers.PreTrainedModel": {"peft": False, "transformers": True},
+    "torch.nn.Module": {"peft": True, "transformers": True},
+}
+"""Class -> whether a model that peft, or a class of transformers, hands back is one. Source: peft 0.21
+`PeftModel(PushToHubMixin, torch.nn.Module)`."""
+MAX_WRAPPERS = 8
+
+
+def _is_a(value: Value | None, kind: Value) -> bool | None:
+    """Whether a model is of a library's class, or data of a built-in one; None where that is not known."""
+    path = kind.path if isinstance(kind, Dotted) else ""
+    if isinstance(value, Known) and path in TYPES:
+        return isinstance(value.data, TYPES[path])
+    for _ in range(MAX_WRAPPERS):  # that hand back what they are given
+        if not isinstance(value, Made) or value.name != "prepare_model_for_kbit_training":
+            break
+        value = value.argument("model", 0)
+    if not isinstance(value, Made) or value.made_by is not None:
+        return None
+    loads = value.name in ("from_pretrained", "from_config") and "Model" in value.owner
+    wraps = value.name == "get_peft_model" and value.package in ("peft", "unsloth")
+    by = "peft" if wraps else value.package if loads and value.package in ("peft", "transformers") else ""
+    if path in TYPES:
+        return False if by else None
+    package, _, rest = path.partition(".")
+    asked = path if package == "torch" else f"{package}.{rest.rpartition('.')[2]}"
+    return CLASSES.get(asked, {}).get(by)
 
 
 def _in_order(first: Value, made: Made, *, backwards: bool) -> Value:
