@@ -27,9 +27,9 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 
 HARM: Mapping[str, int] = {
-    **dict.fromkeys(("attention", "kernels", "compile", "linear_attention"), 0),
+    **dict.fromkeys(("kernels", "compile", "linear_attention"), 0),
     **dict.fromkeys(("checkpointing", "selective_checkpointing", "activation_offload", "reentrant_checkpointing"), 1),
-    "loss": 2,
+    **dict.fromkeys(("loss", "attention"), 2),
     **dict.fromkeys(("micro_batch_seqs", "accumulation_steps", "cached_seqs"), 3),
     "optimizer": 4,
     **dict.fromkeys(("method", "quantization", "adapter_dtype", "precision"), 5),
@@ -37,7 +37,8 @@ HARM: Mapping[str, int] = {
     "seq_len_tokens": 7,
 }
 """Field -> how much a change of it takes from a training, least first: what computes the same, what costs time alone,
-what rounds otherwise, what learns less, what reads less. Fields that are not here spread a job over GPUs: 3."""
+what rounds otherwise or asks for a package that is built for one PyTorch and one card (flash attention), what learns
+less, what reads less. Fields that are not here spread a job over GPUs: 3."""
 OTHER_HARM, LENGTH_HARM = 3, 7
 CUTS = (2, 4)
 """A sequence is cut to a half before it is cut to a fourth, and never to less."""
@@ -74,7 +75,13 @@ MAX_VERIFIED = 6
 
 def harm(before: TrainSetup, after: TrainSetup) -> int:
     """The worst of the changes between two setups."""
-    return max((HARM.get(name, OTHER_HARM) for name in changed_fields(before, after)), default=0)
+    return max(_harms(before, after), default=0)
+
+
+def _harms(before: TrainSetup, after: TrainSetup) -> list[int]:
+    """That of each change; SDPA comes with PyTorch."""
+    changed = (name for name in changed_fields(before, after) if (name, after.attention) != ("attention", "sdpa"))
+    return [HARM.get(name, OTHER_HARM) for name in changed]
 
 
 def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Verify | None = None) -> Improved:
@@ -190,8 +197,7 @@ class _Search:
 
     def _worth(self, tried: _Tried) -> tuple[Any, ...]:
         setup = tried.setup
-        total = sum(HARM.get(name, OTHER_HARM) for name in changed_fields(self.start, setup))
-        return setup.seq_len_tokens, -total, self.predicted(setup).tokens_per_s or 0.0
+        return setup.seq_len_tokens, -sum(_harms(self.start, setup)), self.predicted(setup).tokens_per_s or 0.0
 
     def with_adapters(self) -> Improved:
         """What fits where full fine-tuning does not: adapters, on 4 bits where it takes that; else the start itself."""

@@ -97,6 +97,21 @@ def test_one_change_is_made_where_one_is_enough() -> None:
         assert len(improved(result).labels) == 1
 
 
+PACKED = LORA + "packing: true\n"
+
+
+@pytest.mark.parametrize("text", [PACKED, LORA, f"{LORA}attn_implementation: eager\n"])
+def test_a_package_built_for_one_pytorch_is_asked_for_last(text: str) -> None:
+    """Checkpointing costs time, flash attention an installation that may not exist; SDPA comes with PyTorch."""
+    peak = predicted(judged(text, 24.0).config.setup).peak_device_bytes / GIB
+    found = improved(judged(text, peak * 0.8))
+    assert found.verdict is Verdict.FITS
+    assert found.setup.attention in ("sdpa", "eager")
+    eager = TrainSetup(attention="eager")
+    others = [eager.replace(attention=name) for name in ("sdpa", "flash-attention-2")]
+    assert [harm(eager, one) for one in others] == [0, HARM["attention"]]
+
+
 def test_what_a_better_prediction_refuses_is_not_taken() -> None:
     """The formula's first choice needs a third more by the better prediction: something else is found, which that
     prediction knows to fit."""
