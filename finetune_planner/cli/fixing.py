@@ -119,6 +119,11 @@ class _Fixing:
                 waiting.append(path)
                 yield path, parent
 
+    def _naming(self, path: Path) -> Path | None:
+        """The file, or one that it names, where the last part of a path stands."""
+        ways = {one: text for one, text in self.texts.items() if one == self.file or one in self.named_by}
+        return next((one for one, text in ways.items() if _renamed(text, path.name, "", one) != text), None)
+
     def _path(self, place: str) -> Path | None:
         """The file that a place names; None where the checked one writes it, or nobody does."""
         name = place.rpartition(":")[0] if ":" in place else ""
@@ -158,7 +163,7 @@ class _Fixing:
         names: dict[Path, str] = {}
         for path in [one for one in groups if isinstance(one, Path)]:
             while path != self.file:
-                parent = self.named_by.get(path)
+                parent = self.named_by.get(path) or self._naming(path)
                 names[path] = beside(path).name if parent is not None else path.name
                 if parent is None:
                     said.append(f"{self.file.name} names {path.name} by no literal: hand it {beside(path).name}")

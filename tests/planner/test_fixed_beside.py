@@ -83,6 +83,13 @@ BESIDE = {
         ("h['batch']", "h['steps']"),
         ['\t"batch": 4,', '\t"steps": 4'],
     ),
+    "a path of parts": (
+        "conf/run/c.yaml",
+        "s: 2\nb: !!int 8\n",
+        "c = yaml.safe_load(open(os.path.join(os.path.dirname(__file__), 'conf', 'run', 'c.yaml')))\n",
+        ("c['b']", "c['s']"),
+        ["s: 4", "b: 4"],
+    ),
     "an anchor that nobody uses": (
         "a.yaml",
         "b: &unused 8\ns: 2\n",
@@ -112,7 +119,7 @@ def test_the_literal_beside_is_changed_and_its_file_named(name: str, tmp_path: P
         lines = differing(text, written)
     assert differing(text, written) == lines
     (renamed,) = differing(script, answer.texts[tmp_path / "train.py"])
-    assert beside(Path(path)).as_posix() in renamed
+    assert beside(Path(path)).as_posix() in renamed or f"'{beside(Path(path)).name}'" in renamed
     assert answer.said == ()
 
 
@@ -254,6 +261,38 @@ def test_three_files_in_a_row(tmp_path: Path) -> None:
     answer = fixed(tmp_path, files)
     assert {one.relative_to(tmp_path).as_posix() for one in answer.texts} == {*files}
     assert answer.texts[tmp_path / "conf/c.yaml"] == "b: 4\ns: 4\n"
+
+
+PARSED = (
+    HEAD
+    + """from transformers import HfArgumentParser
+(args,) = HfArgumentParser((SFTConfig,)).parse_yaml_file(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B", dtype="bfloat16")
+SFTTrainer(model, args=args, train_dataset=data).train()
+"""
+)
+
+
+def test_a_parsers_yaml_takes_new_settings(tmp_path: Path) -> None:
+    given = (
+        "output_dir: o\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\nbf16: true\nmax_length: 512\n"
+    )
+    files = {"go.sh": "python t.py mine.yaml\n", "t.py": PARSED, "mine.yaml": given}
+    answer = fixed(tmp_path, files, optimizer="sgd")
+    assert {one.name for one in answer.texts} == {"go.sh", "mine.yaml"}
+    written = yaml.safe_load(answer.texts[tmp_path / "mine.yaml"])
+    assert written == yaml.safe_load(given) | {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "optim": "sgd",
+    }  # fmt: skip
+
+
+def test_a_notebook_that_starts_a_script_takes_the_fixed_one(tmp_path: Path) -> None:
+    """Its outputs, which say the old name too, stay as they are."""
+    files = {"n.ipynb": notebook("!python t.py --x", "# t.py is ours"), "t.py": program("", "8", "2")}
+    files["n.ipynb"] = files["n.ipynb"].replace('"outputs": []', '"outputs": [{"text": "ran t.py"}]')
+    answer = fixed(tmp_path, files)
+    text = answer.texts[tmp_path / "n.ipynb"]
+    assert (text.count("t.fixed.py"), text.count("ran t.py"), text.count("# t.py is ours")) == (1, 2, 1)
 
 
 @pytest.mark.parametrize("cells", [True, False])

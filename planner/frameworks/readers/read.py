@@ -253,7 +253,7 @@ def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConf
         commands, written = of_cells(text)
         named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
         commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
-        inside = replace(around, written=named, versions={**dict(source.pins), **around.versions})
+        inside = replace(around, written={**around.written, **named}, versions={**dict(source.pins), **around.versions})
         try:
             return launches.first(commands, inside)
         except NotATraining:

@@ -146,8 +146,6 @@ def _rewrite_mapping(
         splices.append((start, end, shown))
     for start, end, shown in sorted(splices, reverse=True):
         text = text[:start] + shown + text[end:]
-    if missing and now:  # a program that takes its settings one by one takes no other
-        raise ConfigError(f"{name} says no {', '.join(missing)}", hint="make the changes by hand")
     return _append(text, name, missing, as_json=as_json) if missing else text
 
 
