@@ -44,7 +44,8 @@ CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 3
 def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     """The formula's model."""
     for owner in ("google", "Qwen"):
-        if found := catalogue.load(f"{owner}/{name}"):
+        found = catalogue.load(f"{owner}/{name}")
+        if found is not None and found.config == config:
             return with_vision(found)
     if has_adapter(config["model_type"]):
         return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
