@@ -90,10 +90,15 @@ def diff(
         if not trace:
             raise
         say(f"plan diff: not by setting: {error.message}")
-    runs = trace_both(files, versions, beside or (), options.said(find_gpu(gpu)), yes) if trace else None
-    shown = {**(settings.document if settings else {"kind": "diff"}), **({"trace": runs} if runs else {})}
-    texts = [*(settings.lines(traced=trace) if settings else ()), *(trace_lines(runs) if runs else ())]
-    tell(shown, texts, as_json=as_json)
+    runs: dict[str, Any] = {}
+    try:
+        if trace:
+            runs = trace_both(files, versions, beside or (), options.said(find_gpu(gpu)), yes)
+    finally:  # what the settings say is worth telling also where the program cannot be run
+        if settings or runs:
+            shown = {**(settings.document if settings else {"kind": "diff"}), **({"trace": runs} if runs else {})}
+            texts = [*(settings.lines(traced=trace) if settings else ()), *(trace_lines(runs) if runs else ())]
+            tell(shown, texts, as_json=as_json)
     return settings.exit_code if settings else 0
 
 

@@ -105,14 +105,13 @@ def _side(found: TraceResult, card: GpuSpec) -> dict[str, Any]:
 
 
 def _differing(before: Sequence[Holding], after: Sequence[Holding]) -> list[dict[str, Any]]:
-    sizes: dict[str, int] = {}
-    for sign, rows in ((-1, before), (1, after)):
-        for one in rows:
-            sizes[one.name] = sizes.get(one.name, 0) + sign * one.size_bytes
+    was = {one.name: one.size_bytes for one in before}
+    now = {one.name: one.size_bytes for one in after}
+    added = {name: now.get(name, 0) - was.get(name, 0) for name in {**was, **now}}
     return [
-        {"name": name, "added_bytes": sizes[name]}
-        for name in sorted(sizes, key=lambda one: -abs(sizes[one]))
-        if sizes[name]
+        {"name": name, "before_bytes": was.get(name, 0), "added_bytes": added[name]}
+        for name in sorted(added, key=lambda one: -abs(added[one]))
+        if added[name]
     ]
 
 
@@ -137,4 +136,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for name, title in GROUPS.items():
         if rows := found[name][:NUM_ROWS]:
             yield f"  {title}:"
-            yield from (f"  {signed_gib(one['added_bytes']):>12}  {clean(one['name'])}" for one in rows)
+            for one in rows:
+                is_new = "" if one["before_bytes"] else "  (not there before)"
+                yield f"  {signed_gib(one['added_bytes']):>12}  {clean(one['name'])}{is_new}"

@@ -102,7 +102,7 @@ def test_the_answer_names_what_grew(
     told = capsys.readouterr()
     found = json.loads(told.out)["trace"]
     assert (found["added_bytes"], found["by_phase"]) == (3 << 30, {"forward": 0, "backward": 3 << 30})
-    assert found["by_module"] == [{"name": "model.layers.*.self_attn", "added_bytes": 3 << 30}]
+    assert found["by_module"] == [{"name": "model.layers.*.self_attn", "before_bytes": 0, "added_bytes": 3 << 30}]
     assert [one["name"] for one in found["by_op"]] == ["_softmax"]
     assert "not by setting" in told.err
     assert told.err.count("executes this program") == 2
@@ -118,7 +118,7 @@ def test_the_answer_names_what_grew(
     assert run([*words, "--trace", "-y"]) == 0
     shown = capsys.readouterr().out
     assert "transformers 4.56.0 -> 5.23.0" in shown
-    assert "+3.00 GiB  model.layers.*.self_attn" in shown
+    assert "+3.00 GiB  model.layers.*.self_attn  (not there before)" in shown
 
 
 def test_a_config_is_no_program(tmp_path: Path) -> None:
