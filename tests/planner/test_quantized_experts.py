@@ -18,6 +18,7 @@ from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
+from planner.speed.roofline import CURRENT, throughput_profile
 from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request
 
@@ -145,3 +146,20 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     found = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
     assert isinstance(found, NoPlan)  # weights of which no copy is known
     assert any("16-bit copy" in one.action and one.fits for one in found.remedies)
+
+
+def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
+    """transformers' grouped product is not autocast's: with fp32 masters it is several times slower, as notes say."""
+    model, card = load(QWEN), find_gpu("h200")
+    mixed = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=4, checkpointing=1)
+    slow, fast = (
+        throughput_profile(model, card, one, conditions=CURRENT).step_time(one)
+        for one in (mixed, mixed.replace(precision="bf16-pure"))
+    )
+    assert slow.parts_s["matmul"] > 3 * fast.parts_s["matmul"]
+    assert any("multiply in fp32" in note for note in slow.notes)
+    assert not any("multiply in fp32" in note for note in fast.notes)
+    dense = catalogue.load("Qwen/Qwen3-8B")
+    assert dense is not None
+    noted = throughput_profile(dense, card, mixed, conditions=CURRENT).step_time(mixed).notes
+    assert not any("multiply in fp32" in note for note in noted)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from planner.core.notes import found
 from planner.options.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX
@@ -258,6 +259,13 @@ class ThroughputProfile:
             notes.append("Every micro-batch fetches the experts twice over PCIe, which a slower slot shows.")
         elif self._setup.quantize_experts:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
+        elif speed.model.expert_stacks and self._family.work.stacked == "fp32" != compute:
+            notes.append(
+                found(
+                    "The experts multiply in fp32, several times slower: transformers' grouped product is not "
+                    "autocast's (--precision bf16-pure, or FSDP2, which casts the weights, has 16 bits)."
+                )
+            )
         if self._setup.attention == FLEX:
             notes.append(
                 "No run by FlexAttention has been compared: its rate is PyTorch's own, beside flash attention's."

@@ -55,6 +55,7 @@ class Work:
         unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
         power: of the p-norm that joins GPU and host time.
         further_kernels: of eager attention and of autocast's copies of fp32 weights, forward and backward.
+        stacked: the type in which stacked experts multiply.
     """
 
     __slots__ = (
@@ -65,7 +66,6 @@ class Work:
         "_losses",
         "_micro",
         "_scored",
-        "_stacked",
         "alone",
         "attention",
         "attention_flops",
@@ -79,6 +79,7 @@ class Work:
         "power",
         "seqs_per_sample",
         "speed",
+        "stacked",
         "trained",
         "unpacked",
         "unpacking_s",
@@ -95,7 +96,7 @@ class Work:
         self._losses: dict[tuple[str, int], float] = {}
         self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
-        self._stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.table
+        self.stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.table
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(dtypes, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
@@ -117,7 +118,7 @@ class Work:
         if found is None:
             seqs = max(1, samples * self.seqs_per_sample // self.forwards)
             tokens = seqs * self.length
-            layers = self.speed.matmuls(self.dtypes.compute, self._stacked, tokens, self._int8)
+            layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
             found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
         return found
 
@@ -140,7 +141,7 @@ class Work:
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
         tokens = seqs * length
-        layers = self.speed.matmuls(self.dtypes.compute, self._stacked, tokens, self._int8)
+        layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
         cached = tokens / self.speed.cache_gain(tokens)
         attention = self.attention[0] * seqs * (length / self.length) ** 2
         return layers.forward + self.alone[0] * cached + attention + self.alone[1] + self.unpacking_s
