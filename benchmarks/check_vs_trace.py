@@ -245,6 +245,26 @@ def launch(words: str, load: str = LOAD.format(more="")) -> Case:
     return Case("run.sh", LAUNCH.format(words), ("", "bash", "{file}"), {"train.py": program})
 
 
+SETTINGS = "# per card\ntrain: {batch: 4, steps: 2}  # eight a step\nflags:\n  checkpointing: false\n"
+FROM_FILE = CALL.format(
+    kind="",
+    model="model",
+    arguments="TrainingArguments",
+    args="bf16=True, per_device_train_batch_size=c['train']['batch'], "
+    "gradient_accumulation_steps=c['train']['steps'], gradient_checkpointing=c['flags']['checkpointing']",
+)
+
+
+def beside(opened: str, command: str = "") -> Case:
+    """A program that takes its settings from a YAML beside it, which it opens by its name or by its command line."""
+    load = f"import sys, yaml\nc = yaml.safe_load(open({opened}))\n" + LOAD.format(more="")
+    program = HEAD + TEXTS + CUT + load + FROM_FILE + ").train()\n"
+    files = {"conf/run.yaml": SETTINGS}
+    if not command:
+        return Case("train.py", program, beside=files)
+    return Case("run.sh", command, ("", "bash", "{file}"), {**files, "train.py": program})
+
+
 LORA_FILE = "lora_rank: 16\nlora_target: all\n"
 CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()} | {
     "lf-lora": factory("lora", LORA_FILE + "bf16: true\n"),
@@ -262,6 +282,14 @@ CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()}
     "trl-yaml-packed": trl_file("use_peft: true\npacking: true\ndtype: bfloat16\ngradient_checkpointing: false\n"),
     "launch-full": launch("--optim adamw_torch"),
     "launch-lora": launch("--optim adamw_torch", adapted()),
+    "yaml-beside": beside("'conf/run.yaml'"),
+    "launch-yaml-beside": beside("sys.argv[1]", "#!/bin/bash\nset -e\npython train.py conf/run.yaml\n"),
+    "launch-trl-yaml": Case(
+        "run.sh",
+        "python -m trl.scripts.sft --config t.yaml\n",
+        ("", "bash", "{file}"),
+        {"t.yaml": TRL_FILE.format("dtype: bfloat16\ngradient_checkpointing: false\n")},
+    ),
     "launch-fp32": launch("--optim adamw_torch", LOAD.format(more="").replace("bfloat16", "float32")),
 }
 """Name -> the file; those of a tool's own need an interpreter that has it (`--tool`)."""
