@@ -472,3 +472,26 @@ def test_what_unsloth_caches_is_refused_by_its_name(text: str) -> None:
 def test_a_program_that_names_the_cache_is_read() -> None:
     body = "# remove the cache first: __UNSLOTH_VERSIONING__\nclass UnslothSettings(SFTConfig):\n    pass\n"
     assert read(body + trained()).missing == ()
+
+
+PARSERS = {
+    "args, = HfArgumentParser(SFTConfig).parse_yaml_file('a.yaml')": "a.yaml",
+    "(args,) = HfArgumentParser((SFTConfig,)).parse_json_file(json_file='conf/a.json')": "conf/a.json",
+    "P = os.path.join('conf', 'b.yml')\nargs = HfArgumentParser([SFTConfig]).parse_yaml_file(P)[0]": "conf/b.yml",
+}
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("body", PARSERS)
+def test_a_parsers_file_says_all_where_it_is_at_hand(body: str, there: bool, tmp_path: Path) -> None:
+    """`parse_yaml_file` takes no word of the command line: what it does not say has TRL's defaults."""
+    text = HEAD + LOAD + f"from transformers import HfArgumentParser\n{body}\nSFTTrainer(model, args=args).train()\n"
+    (tmp_path / "t.py").write_text(text)
+    if there:
+        path = tmp_path / PARSERS[body]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"output_dir": "o", "per_device_train_batch_size": 3, "max_length": 256}')
+    for arguments in (None, ("--per_device_train_batch_size", "9")):
+        found = read_config(tmp_path / "t.py", arguments=arguments)
+        assert ("micro_batch_seqs" in open_fields(found)) != there
+        assert not there or (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, found.missing) == (3, 256, ())

@@ -275,11 +275,14 @@ def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
 
+OF_FILES = ("parse_yaml_file", "parse_json_file")
+
+
 def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
     """Settings of the YAML or JSON file that a parser of dataclasses reads: `--config FILE`, or the first word."""
     words = list(reader.outside.arguments or ())
     path: Any = None
-    if made.name in ("parse_yaml_file", "parse_json_file"):
+    if made.name in OF_FILES:
         path = plain(made.positional[0] if made.positional else next(iter(made.keywords.values()), None))
     elif owner.name != "HfArgumentParser" and made.name in ("parse_args_and_config", "parse"):
         first = words[0] if words and owner.name != "TrlParser" else None
@@ -298,8 +301,12 @@ def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
     classes = items_of(given) if given is not None else None
     if classes is None and given is not None:
         classes = [given]
-    words = {**_of_file(reader, owner, made), **on_command_line(reader.outside.arguments)}
-    more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
+    words = dict(_of_file(reader, owner, made))
+    if made.name in OF_FILES:  # which take no word of the command line
+        more = "" if words else f"{made.where}: settings come from another file"
+    else:
+        words |= on_command_line(reader.outside.arguments)
+        more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
     found: list[Value] = []
     for one in classes or []:
         if isinstance(one, Class):
