@@ -171,6 +171,9 @@ def _fixed(
     except ConfigError as error:
         refused = error.message
     targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda one: one != file)}
+    places = {place.resolve() for place in targets.values()}
+    if len(places) < len(targets) or places & {of.resolve() for of in fixed.read}:
+        raise UsageError("a fixed copy would stand over a file that was read", hint="give another name: --out")
     for of, place in targets.items():
         if place.exists():
             say(f"replaces {place}, which was there")

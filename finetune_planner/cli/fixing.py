@@ -29,10 +29,12 @@ _WORD = re.compile(r"[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
 
 
 class Fixed(NamedTuple):
-    """Texts by the files that they are of; `said`: what a person has to do, that the run takes them."""
+    """Texts by the files that they are of; `said`: what a person has to do, that the run takes them; `read`: every file
+    that was read for it."""
 
     texts: dict[Path, str]
     said: tuple[str, ...] = ()
+    read: tuple[Path, ...] = ()
 
 
 def beside(file: Path) -> Path:
@@ -173,7 +175,7 @@ class _Fixing:
         if len({*names.values()}) < len(names):
             raise ConfigError("two files of one name would change", hint="make the changes by hand")
         self._read_back(texts[self.file], {name: texts[path] for path, name in names.items()})
-        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(said))
+        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(said), (*texts,))
 
     def _inner(self) -> dict[str, str]:
         """Text of the files that the file itself writes before it trains, by the names that places have for them."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune_planner.cli.app import run
 from finetune_planner.cli.checking import CheckRequest
 from finetune_planner.cli.fixing import Fixed, beside, fixed_files
 from finetune_planner.improvement import Improved
@@ -312,3 +313,19 @@ def test_an_imported_module_is_left(tmp_path: Path) -> None:
     script = program("from settings import B, S\n", "B", "S")
     with pytest.raises(ConfigError, match="imported"):
         fixed(tmp_path, {"t.py": script, "settings.py": "B = 8\nS = 2\n"})
+
+
+@pytest.mark.parametrize(
+    ("more", "out"), [("", "c.yaml"), ("", "c.fixed.yaml"), ("json.load(open('c.fixed.yaml'))\n", "")]
+)
+def test_nothing_is_written_over_a_file_that_was_read(
+    more: str, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = program(f"{more}c = yaml.safe_load(open('c.yaml'))\n", "c['b']", "c['s']")
+    files = {"t.py": script, "c.yaml": "b: 8\ns: 2\n", "c.fixed.yaml": "{}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    words = ["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "17"]
+    assert run([*words, *(["--out", str(tmp_path / out)] if out else [])]) == 2
+    assert "over a file" in capsys.readouterr().err
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == files
