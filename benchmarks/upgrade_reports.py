@@ -62,7 +62,10 @@ model = AutoModelForCausalLM.from_pretrained("{NAME}", torch_dtype=torch.float16
 lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.05, task_type="CAUSAL_LM")
 model = get_peft_model(model, lora)
 """
-IN_8_BITS = LORA.replace("torch_dtype=torch.float16", "load_in_8bit=True")
+PREPARED = "from peft import prepare_model_for_kbit_training as prepare\nmodel = get_peft_model(prepare(model), lora)"
+IN_8_BITS = LORA.replace("torch_dtype=torch.float16", "load_in_8bit=True").replace(
+    "model = get_peft_model(model, lora)", PREPARED
+)
 LOOP = """
 model.train()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -137,7 +140,7 @@ TRL = ("bitsandbytes==0.46.1", "peft==0.6.2", *OF_2023)
 TRAINS = "Trainer(model=model, args=args, train_dataset=rows).train()\n"
 CASES = {
     "trl/issues/876": Case(FOUR, "trl==0.7.1", "trl==0.7.2", TRL, KEPT, "checkpointing"),
-    "trl/issues/999": Case(sft("load_in_8bit=True"), "trl==0.5.0", "trl==0.7.4", TRL, KEPT, "checkpointing"),
+    "trl/issues/999": Case(FOUR, "trl==0.5.0", "trl==0.7.4", TRL, KEPT, "checkpointing"),
     "trl/issues/1168": Case(FOUR, "trl==0.7.1", "trl==0.7.7", TRL, KEPT, "checkpointing"),
     "transformers/issues/29484": Case(
         DATA + TOKENS + LONG_CONFIG + ARGUMENTS.format(", gradient_checkpointing=True") + TRAINS,

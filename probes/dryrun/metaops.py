@@ -71,13 +71,13 @@ class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
         del half
         product = torch.empty((flat.shape[0], codes.shape[0]), dtype=torch.int32, device=hidden.device)
         launched("bitsandbytes.int8_linear_matmul", [quantized, codes], [product])
-        output = torch.empty(product.shape, dtype=torch.float16, device=hidden.device)
+        # in its last shape: old PEFT adds to it in place, which autograd allows of no view made here
+        output = torch.empty((*hidden.shape[:-1], codes.shape[0]), dtype=torch.float16, device=hidden.device)
         launched("bitsandbytes.int8_mm_dequant", [product], [output])
         del product, quantized, row_stats
-        output = output.to(hidden.dtype)
         ctx.saved = (flat, codes, scales)
         ctx.shape = hidden.shape
-        return output.reshape(*hidden.shape[:-1], codes.shape[0])
+        return output.to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -145,5 +145,6 @@ def meta_operators() -> Iterator[None]:
 
 def in_place_updates() -> None:
     """Tells that bitsandbytes' optimizers change their arguments in place."""
-    operators = torch.ops.bitsandbytes
-    register_in_place(operators.optimizer_update_8bit_blockwise.default, operators.optimizer_update_32bit.default)
+    names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
+    operators = [getattr(torch.ops.bitsandbytes, name, None) for name in names]
+    register_in_place(*(one.default for one in operators if one is not None))  # before 0.47 they are no operators

@@ -1,5 +1,6 @@
 """What single libraries need on a phantom GPU, done as each is imported."""
 
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -72,12 +73,25 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
 def _kernels_do_nothing(phantom: Phantom, module: Any, patch: Patch) -> None:
     """bitsandbytes' Python runs, its launches count."""
     in_place_updates()
-    patch(module, "matmul", int8_matmul)
+    has_operators = hasattr(torch.ops.bitsandbytes, "int8_linear_matmul")
+    patch(module, "matmul", int8_matmul if has_operators else _int8_matmul_before_046)
     patch(module.optim.GlobalOptimManager, "_instance", None)  # it knows parameters by their index and number
     patch(module.functional, "lib", _Kernels(phantom))
     for name, stand_in in _paged(phantom).items():
-        patch(module.functional, name, stand_in)
+        if hasattr(module.functional, name):  # from 0.39 on
+            patch(module.functional, name, stand_in)
     phantom.temporaries = {**phantom.temporaries, **temporaries()}
+
+
+def _int8_matmul_before_046(a: torch.Tensor, b: Any, *, bias: Any = None, state: Any = None, **_: Any) -> Any:
+    """The same of bitsandbytes that turns the codes into a layout of the card's at the first call.
+
+    Source: bitsandbytes 0.38 autograd/_functions.py `MatMul8bitLt.forward`.
+    """
+    if state.CxB is None:
+        state.CxB, state.SB = torch.empty_like(state.CB), (state.CB.shape, state.formatB)
+    row_major = types.SimpleNamespace(CB=state.CxB if state.CB is None else state.CB, SCB=state.SCB)
+    return int8_matmul(a, b, state=row_major, bias=bias)
 
 
 class _Kernels:

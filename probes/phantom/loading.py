@@ -251,7 +251,8 @@ def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, kind
 
     dtype = kind or torch.float16
     whole = torch.empty((module.out_features, module.in_features), dtype=dtype, device=device)
-    if isinstance(module, bnb.nn.Linear4bit):
+    four_bits: Any = getattr(bnb.nn, "Linear4bit", ())  # from bitsandbytes 0.39 on
+    if isinstance(module, four_bits):
         weight = module.weight
         module.weight = meta_params4bit(
             module.out_features,
@@ -267,6 +268,7 @@ def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, kind
         codes = torch.empty(whole.shape, dtype=torch.int8, device=device)
         scales = torch.empty(whole.shape[0], dtype=torch.float32, device=device)
         module.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+        module.weight.CB, module.weight.SCB = codes, scales  # before 0.39 its constructor leaves them out
     module.weight._is_hf_initialized = True
 
 
