@@ -121,6 +121,41 @@ def test_the_answer_names_what_grew(
     assert "+3.00 GiB  model.layers.*.self_attn  (not there before)" in shown
 
 
+SCRIPT = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+Trainer(model=model, args=TrainingArguments("o", per_device_train_batch_size=4), train_dataset=rows).train()
+"""
+
+
+def test_the_settings_are_told_also_where_it_cannot_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> None:
+        raise EnvironmentProblem("FullyShardedDataParallel cannot be followed")
+
+    monkeypatch.setattr("finetune_planner.cli.diff.trace_both", refused)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["diff", str(tmp_path / "train.py"), "--from", "transformers==4.56", "--to", "5.23", "--gpu", "h200"]
+    assert run([*words, "--set", "seq_len_tokens=512", "--trace", "-y", "--json=full"]) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out)["added_bytes"] < 0  # transformers 5 loads 16-bit weights as they are
+    assert "cannot be followed" in told.err
+
+
+def test_a_function_has_one_name_in_every_environment() -> None:
+    """The innermost that is not PyTorch's: what it calls there is not asked for."""
+    from probes.phantom import origins
+
+    here: dict[str, Any] = {"seen": origins._running}
+    torch_file, file = "/x/lib/site-packages/torch/nn/linear.py", "/x/lib/python3.11/site-packages/llama/model.py"
+    exec(compile("def inner():\n    return outer()\ndef outer():\n    return seen()\n", torch_file, "exec"), here)
+    exec(compile("class Model:\n    def forward(self):\n        return inner()\n", file, "exec"), here)
+    line, code = here["Model"]().forward()
+    assert origins.code_name(code) == "llama/model.py: Model.forward"
+    assert line.file == __file__
+
+
 def test_a_config_is_no_program(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("model: {a: [b\n")
     with pytest.raises(UsageError, match="runs Python programs"):
