@@ -25,7 +25,7 @@ from planner.models.spec import ModelSpec
 
 MAX_NAMED = 20
 """Files that a file names, and those that these name."""
-_WORD = re.compile(r"[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
+_WORD = re.compile(r"(?<![\w./${}-])[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
 
 
 class Fixed(NamedTuple):

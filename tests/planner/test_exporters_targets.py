@@ -294,7 +294,8 @@ def test_every_model_gets_the_settings_of_its_kind() -> None:
 
     of_kind = {kind: settings(loaded(entry.model_id)) for kind, entry in TYPES.items()}
     for entry in catalogue.entries():
-        assert settings(loaded(entry.model_id)) == of_kind[kind_of(entry)], entry.model_id
+        if kind_of(entry) in of_kind:  # encoders and readers of pictures have no file of next tokens
+            assert settings(loaded(entry.model_id)) == of_kind[kind_of(entry)], entry.model_id
 
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
