@@ -229,11 +229,7 @@ def _put(text: str, before: str, after: str, file: Path) -> str:
 
 
 def _renamed(text: str, name: str, new: str, file: Path) -> str:
-    """The text with another file named, outside comments; of a notebook, in its code.
-
-    Raises:
-        ConfigError: nothing there names it.
-    """
+    """The text with another file named, outside comments (of a notebook, in its code); as it was where nothing does."""
     if file.suffix == ".ipynb":
         return in_cells(text, lambda cells: [_renamed(one, name, new, Path()) for one in cells])
     word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")

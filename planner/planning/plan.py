@@ -6,7 +6,7 @@ from dataclasses import field, replace
 from typing import Literal
 
 from planner.core.records import dataclass
-from planner.core.units import gib, percent
+from planner.core.units import percent, signed_gib
 from planner.memory.workload import Workload
 from planner.setup.outcome import Candidate, Measurement, Prediction, Verdict
 
@@ -88,7 +88,7 @@ def _trade(
     delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
     change = percent(abs(ratio - 1))
     speed = "as fast" if change == percent(0) else f"{change} {'faster' if ratio >= 1 else 'slower'}"
-    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" if delta else "as much memory"
+    memory = signed_gib(delta) if delta else "as much memory"
     return f"{speed}, {memory}" + {"fits": "", "tight": ", may not fit", "over": ", does not fit"}[verdict]
 
 

@@ -56,7 +56,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
 
 def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | None":
     """The speeds of a structure that has a step program, or nearly."""
-    if not profiled_kind(setup.replace_trusted(compile=False)) or programs_of(model) is None:
+    if programs_of(model) is None or not profiled_kind(setup.replace_trusted(compile=False)):
         return None
     from planner.speed.sized import speed_by_program  # late: few models have programs
 

@@ -65,14 +65,14 @@ class Run(NamedTuple):
 
 
 class SizedSegment(NamedTuple):
-    """A `planner.speed.operators.Stretch` of any size."""
+    """A `planner.speed.operators.Segment` of any size."""
 
     phase: str
     runs: tuple[Run, ...]
 
 
 Block = tuple[tuple[int, ...], int]
-"""Stretches one after another, and how many times."""
+"""Segments one after another, and how many times."""
 Blocks = tuple[Block, ...]
 Counts = tuple[tuple[int, int], ...]
 """(call, how often)."""
@@ -178,7 +178,7 @@ class ModelPrograms:
 
 
 def flat(blocks: Blocks) -> list[int]:
-    """Stretches one after another."""
+    """Segments one after another."""
     return [one for places, times in blocks for _ in range(times) for one in places]
 
 
