@@ -20,7 +20,7 @@ from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, load_profile
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.speed.resized import VOCABULARY_TILE, sizes_of, structure_of
+from planner.models.structures import VOCABULARY_TILE, sizes_of, structure_of
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations

@@ -102,7 +102,7 @@ class ModelPrograms:
 
     Attributes:
         versions: of what was run.
-        any_size: whether they are of a model's layers at sizes that were not run (`planner.speed.resized`).
+        any_size: whether they are of a model's layers at sizes that were not run (`planner.models.structures`).
         operators, segments: what programs name by their places.
         worked_out: of them (`planner.speed.sized`).
     """
@@ -233,7 +233,7 @@ def save_programs(
     """Writes the programs of a model; the same ones give the same bytes.
 
     Args:
-        sizes: of a model that stands for all of its structure (`planner.speed.resized`).
+        sizes: of a model that stands for all of its structure (`planner.models.structures`).
     """
     shared: dict[str, dict[Any, int]] = {"names": {}, "forms": {}, "layouts": {}, "steps": {}}
 

@@ -8,11 +8,11 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.profiles import structure_key
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.models.structures import Resizer, structure_of
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS
 from planner.speed.prices import needed_flops
 from planner.speed.rates import card_rates
-from planner.speed.resized import Resizer, structure_of
 from planner.speed.sized import Sized, program_speed
 from planner.speed.step_program import ModelPrograms, StepProgram, flat, programs_of, spaced
 

@@ -1,0 +1,123 @@
+"""Structures of layers: what two models share whose layers differ in sizes alone; the one's numbers as the other's.
+
+A decoder whose sizes share no factor is run once (`tools.build_profiles --structures`): every dimension of its
+operators and every allocation then says which sizes it is a product of, and is worked out anew for another model.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from planner.models.spec import ModelSpec
+from planner.models.targets import num_lora_params
+
+VOCABULARY_TILE = 32_768
+"""Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""
+FEWEST_BESIDE = -6
+"""Modules, tensors in lists or calls that come beside those of every layer: so many fewer, or up to as many more as a
+model has layers (37 were run: up to 30, five lists of what five other modules have)."""
+Sizes = dict[str, int]
+
+
+def structure_of(model: ModelSpec) -> str | None:
+    """16 hexadecimal digits that stand for a model's layers whatever their sizes; None where they are not all alike, or
+    are none of plain attention and one MLP or as many experts."""
+    if len(model.layer_kinds) != 1 or model.num_layers < 2 or model.config.get("quantization_config"):
+        return None  # also where weights are stored packed
+    layer = model.layer_kinds[0]
+    attention, mlp = layer.attention, layer.mlp
+    if attention is None or attention.kind != "softmax" or mlp is None or layer.cross_attention:
+        return None
+    if attention.softcap or attention.sinks or attention.value_head_dim != attention.head_dim:
+        return None
+    whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
+    config = model.config
+    said = [
+        model.model_type, config.get("tie_word_embeddings"), whole, rest > 0, mlp.kind, mlp.activation,
+        attention.num_heads > attention.num_kv_heads, attention.rotary, attention.rotary_fraction,
+        attention.head_dim <= 128, layer.parallel_residual, layer.path, config.get("attention_dropout", 0) or 0,
+        [(one.name, one.role, one.bias, one.num) for one in layer.linears],
+        [(one.name, one.kind, one.bias, one.weight) for one in layer.norms],
+    ]  # fmt: skip
+    said += [mlp.num_experts, mlp.num_active_experts, mlp.gated_experts] if mlp.num_experts else []
+    rarer = {
+        "window": attention.window_tokens is not None,  # a program is of samples that one holds
+        "shared expert": mlp.shared_intermediate_size > 0,
+        "norms behind": not config.get("do_layer_norm_before", True),
+        "narrow embeddings": config.get("word_embed_proj_dim", model.hidden_size) != model.hidden_size,
+    }
+    said += [name for name, there in rarer.items() if there]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def sizes_of(model: ModelSpec) -> Sizes:
+    """What a structure's numbers are products and sums of."""
+    layer = model.layer_kinds[0]
+    attention, mlp = layer.attention, layer.mlp
+    assert attention is not None
+    assert mlp is not None
+    pairs = sum(one.in_features + one.out_features for one in layer.linears if one.role in ("q", "v"))
+    heads, groups = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
+    return {
+        "hidden": model.hidden_size, "intermediate": mlp.intermediate_size, "head": attention.head_dim,
+        "kv heads": heads, "groups": groups, "shared": mlp.shared_intermediate_size,
+        "vocabulary": model.vocab_size, "layers": model.num_layers,
+        "rest": model.vocab_size % VOCABULARY_TILE, "weights": model.num_params,
+        "adapters: all": num_lora_params(model, "all-linear", 1),
+        "adapters: attention": num_lora_params(model, "attention", 1),
+        "adapters: queries and values": model.num_layers * pairs,
+        "queries, keys and values": (attention.num_heads + 2 * heads) * attention.head_dim,
+    }  # fmt: skip
+
+
+_SUMS = (
+    "weights", "vocabulary", "rest", "adapters: all", "adapters: attention", "adapters: queries and values",
+    "queries, keys and values",
+)  # fmt: skip
+_LEAST = 14
+"""Powers of two that the smallest share of a size is below it."""
+_FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups", "shared")
+
+
+def _odd(number: int) -> int:
+    while number and number % 2 == 0:
+        number //= 2
+    return number
+
+
+class Resizer:
+    """Numbers of one model as another's.
+
+    Args:
+        own: sizes of the model that was run, each with an odd factor that no other has; of one group there is none.
+    """
+
+    def __init__(self, own: Mapping[str, int], other: Mapping[str, int]) -> None:
+        self._own, self._other = own, other
+        self._tags = [(name, tag) for name in _FACTORS if (tag := _odd(own.get(name, 1))) > 1]
+
+    def size(self, number: float) -> float:
+        """A dimension, or the factor of one."""
+        for name in _SUMS:
+            if own := self._own.get(name):
+                ratio = number / own
+                if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
+                    return self._other[name] * ratio
+        rest, found = number * 2**_LEAST, 1.0  # also of packed weights, two of them a byte, and of scales
+        for name, tag in self._tags:
+            while rest % tag == 0:
+                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
+        return rest * found / 2**_LEAST if either else number
+
+    def count(self, number: int) -> int:
+        """How many there are of something in all layers and beside them."""
+        layers = self._own["layers"]
+        each, beside = divmod(number - FEWEST_BESIDE, layers)
+        return each * self._other["layers"] + beside + FEWEST_BESIDE
+
+
+def _is_power(ratio: float) -> bool:
+    """Of two."""
+    numerator, denominator = float(ratio).as_integer_ratio()
+    return numerator & (numerator - 1) == 0 and denominator & (denominator - 1) == 0
