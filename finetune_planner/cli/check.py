@@ -167,7 +167,8 @@ def _fixed(
     helps = bool(found.labels) and found.verdict is not Verdict.DOES_NOT_FIT
     try:
         if helps and not found.elsewhere:
-            fixed = fixed_files(file, config, found, spec, card=result.gpu, asked=asked)
+            home, words = config.through or (file, asked.arguments)
+            fixed = fixed_files(home, config, found, spec, card=result.gpu, asked=replace(asked, arguments=words))
     except ConfigError as error:
         refused = error.message
     targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda one: one != file)}

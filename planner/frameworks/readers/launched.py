@@ -88,7 +88,9 @@ class Launches:
             inner = replace(self, name=command.target.rpartition("/")[2])
             return inner.first(text, replace(inside, depth=around.depth + 1))
         if command.tool == "swift":
-            extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
+            words = shell.flags(command.arguments)
+            named = "rlhf" in command.arguments[:1] and "rlhf_type" not in words
+            extra = {"rlhf_type": swift.DEFAULT_RLHF} if named else {}
             if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
                 extra["device_map"] = "auto"  # one process over the visible GPUs (ms-swift 4 get_default_device_map)
             return self._of_flags(command, swift.FORMAT, inside, extra)

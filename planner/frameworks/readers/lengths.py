@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from planner.frameworks.readers.program import Known, Program, Undecided, Unknown
 from planner.frameworks.readers.program.reading import LENGTH_NAMES
-from planner.frameworks.readers.program.source import tree_of
+from planner.frameworks.readers.program.source import Source, tree_of
 from planner.frameworks.readers.values import Settings
 
 TRL_LENGTH = 1024
@@ -13,12 +13,13 @@ TRL_LENGTH = 1024
 
 
 def of_program(
-    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: int, text: str
+    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: int, source: Source
 ) -> tuple[int, str]:
     """(tokens, why they are open, "" where they are known).
 
     Args:
-        by_trainer: to how many tokens the trainer cuts by itself, as TRL's does, 0: it does not; text: the program's.
+        by_trainer: to how many tokens the trainer cuts by itself, as TRL's does, 0: it does not;
+            source: the program's text.
     """
     for settings in (arguments, loader):
         key = settings.first("max_length", "max_seq_length")
@@ -29,7 +30,7 @@ def of_program(
     prepared = arguments.raw("dataset_kwargs", {})
     untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
     if by_trainer and not arguments.more and not untouched:
-        cuts = [*program.cuts, *_prepared(program, name, text)]
+        cuts = [*program.cuts, *_prepared(program, name, source)]
         longest = min(by_trainer, max((int(value.data) for value in cuts), default=by_trainer))
         arguments.assume(f"max_length absent: {longest} tokens (TRL's default is {by_trainer})")
         return longest, ""
@@ -68,10 +69,11 @@ def _named(program: Program) -> list[Known]:
     ]
 
 
-def _prepared(program: Program, name: str, text: str) -> Iterator[Known]:
+def _prepared(program: Program, name: str, source: Source) -> Iterator[Known]:
     """The lengths to which functions of the main file cut what they give back: rows that are tokenized before the
     trainer gets them, which leaves them as they are."""
-    lines = {f"{name}:{line}" for line in _given_back(text)}
+    label = source.label or str
+    lines = {f"{name}:{label(line)}" for line in _given_back(source.text)}
     for made in program.made:
         value = made.keywords.get("max_length")
         cuts = made.where in lines and "truncation" in made.keywords

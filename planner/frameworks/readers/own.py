@@ -42,6 +42,7 @@ NAMES = {
     ),
     "rank": (
         "lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r", "r",
+        "rank",
     ),
     "targets": ("lora_target_modules", "target_modules"),
     "four": ("load_in_4bit", "use_4bit", "load_4bit", "use_qlora", "qlora"),
@@ -61,7 +62,11 @@ NAMES = {
     "mixed": ("mixed_precision",),
     "attention": ("attn_implementation",),
     "flash": ("use_flash_attn", "use_flash_attention_2", "use_flash_attention", "flash_attn", "flash_attention"),
-    "adapter": ("peft_type", "adapter", "finetuning_type", "train_type", "tuner_type", "peft.method"),
+    "adapter": (
+        "peft_type", "adapter", "finetuning_type", "train_type", "tuner_type", "peft.method", "peft.type",
+        "finetune_type", "tuning_type", "method", "mode", "tuning_method", "peft_method", "finetune_method",
+        "tuning_mode", "finetuning_method", "finetuning_mode", "adapter_type",
+    ),
     "bits": ("quantization", "quantization_bit", "load_in_kbits", "bits"),
     "packing": ("packing",),
     "evaluates": ("eval_strategy", "evaluation_strategy", "eval_steps"),
@@ -287,9 +292,9 @@ def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]
     """Switches that a file says in words: `peft_type: qlora`, `quantization: 4bit`, `use_flash_attn: true`."""
     said: dict[str, tuple[str, Any]] = {}
     path, word = found.get("adapter", ("", ""))
-    if str(word).lower() in ADAPTERS:
-        said["lora"] = (path, ADAPTERS[str(word).lower()])
-        said |= {"four": (path, True)} if str(word).lower() == "qlora" else {}
+    if kind := _adapter(word):
+        said["lora"] = (path, ADAPTERS[kind])
+        said |= {"four": (path, True)} if kind == "qlora" else {}
     path, word = found.get("bits", ("", ""))
     if key := BITS.get(str(word).lower()):
         said[key] = (path, True)
@@ -297,6 +302,12 @@ def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]
     if str(word).lower() == "true":
         said["attention"] = (path, "flash_attention_2")
     return said
+
+
+def _adapter(word: Any) -> str:
+    """The method that a setting names (`lora_sft`, `full-finetune`), "" where it names none."""
+    parts = re.split(r"[^a-z0-9]+", word.lower()) if isinstance(word, str) else []
+    return next((kind for kind in ADAPTERS if kind in (parts if kind != "none" else [word])), "")
 
 
 def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -314,6 +325,11 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         for name in names:
             alike = by_last.get(name.partition(".")[2] or name, ())
             said = [(path, value) for path, value, words in alike if _is_named(words, name)]
+            if key == "adapter":  # what else has such a name is another setting
+                said = [one for one in said if _adapter(one[1])]
+            if name == "rank":  # a process has one too
+                scaled = {path[:-1] for path, _, words in leaves if "alpha" in words[-1]}
+                said = [one for one in said if one[0][:-1] in scaled]
             if key == "model":  # a name without an owner may be a run's: it stands where nothing better does
                 said = [one for one in said if isinstance(one[1], str)]
                 if said and "/" not in said[0][1]:

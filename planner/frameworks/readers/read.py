@@ -20,6 +20,7 @@ from planner.frameworks.readers import (
     shell,
     swift,
     tasks,
+    through,
     torchtitan,
     torchtune,
     trl,
@@ -284,7 +285,7 @@ def read_config(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
         )
     text = read_bounded(path)
-    return read_text(
+    found = read_text(
         text,
         path.name,
         model=model,
@@ -298,6 +299,13 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
+    if found.format != own.FORMAT or arguments is not None or launcher is not None:
+        return found
+
+    def of_program(program: Path, words: tuple[str, ...] | None) -> ReadConfig:
+        return read_config(program, model=model, num_gpus=num_gpus, gpu=gpu, arguments=words, versions=versions)
+
+    return through.read(path, found, of_program)
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:

@@ -195,6 +195,7 @@ class _Script:
             ),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
             beside_bytes=self.beside_bytes,
+            sources=tuple(dict.fromkeys(self.program.sources)),
             loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
         )
 
@@ -477,7 +478,7 @@ class _Script:
             self.arguments,
             self.loader,
             by_trainer=(default or lengths.TRL_LENGTH) if cuts_itself else 0,
-            text=self.source.text,
+            source=self.source,
         )
         if why:
             self.missing["seq_len_tokens"] = why

@@ -4,6 +4,7 @@ import operator
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
@@ -284,8 +285,8 @@ SAID_ONLY = (
 )  # fmt: skip
 """Commands in whose words a launch is only named."""
 SCRIPT_STARTERS = ("bash", "sh", "sbatch")
-UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv")
-"""Modules that `python -m` starts in setup scripts."""
+UTILITIES = ("pip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv", "uv", "build", "jupyter")
+"""Modules that `python -m` starts in setup scripts, beside Python's own of one word."""
 MAX_CONTINUED = 200
 MAX_FILLED = 1 << 17
 """Characters that variables add to one word: Linux takes no longer argument (`MAX_ARG_STRLEN`)."""
@@ -692,7 +693,7 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:
     if words[:1] in (["-m"], ["--module"]) and len(words) > 1:
-        if words[1].partition(".")[0] in UTILITIES or words[1] in UTILITIES:
+        if {words[1].partition(".")[0], words[1]} & {*UTILITIES} or words[1] in sys.stdlib_module_names:
             return None
         tool, _, verb = words[1].partition(".")
         if tool in TOOLS_AS_MODULES and verb:

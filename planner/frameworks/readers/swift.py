@@ -22,6 +22,13 @@ MARKS = {"tuner_type", "train_type", "sft_type", "quant_bits", "rlhf_type", "vit
 """Settings that only ms-swift has."""
 REWARDED = {"reward_funcs", "reward_model", "num_generations", "ref_model", "ref_adapters", "reward_weights"}
 """Settings of `swift rlhf`, whose kind may stand on the command line alone."""
+DEFAULT_RLHF = "dpo"
+"""What `swift rlhf` trains where nothing says it. Source: ms-swift 4.6 swift/arguments/rlhf_args.py."""
+TASKS = {
+    "seq_cls": "classification", "embedding": "embedding", "reranker": "reranking",
+    "generative_reranker": "reranking",
+}  # fmt: skip
+"""Tasks of ms-swift beside next-token prediction -> what they train."""
 NOT_COUNTED = {
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
@@ -66,12 +73,13 @@ def read(settings: Settings) -> ReadConfig:
 
 def _refuse_other_training(settings: Settings) -> None:
     said, marked = settings.optional_text("rlhf_type"), REWARDED & set(settings.values)
-    if said or marked:
-        what = f"{said} (rlhf_type)" if said else f"reinforcement learning ({', '.join(sorted(marked))})"
-        raise NotPlanned(f"{settings.name}: {what} is not planned", hint="supervised fine-tuning is")
     task = settings.text("task_type", "causal_lm")
-    if task != "causal_lm":
-        raise NotPlanned(f"{settings.name}: task_type {task} is not planned", hint="supervised fine-tuning is")
+    what = f"{said.upper()} (rlhf_type)" if said else f"reinforcement learning ({', '.join(sorted(marked))})"
+    if task != "causal_lm" and not said:
+        what = f"{TASKS.get(task, task)} (task_type {task})"
+    elif not said and not marked:
+        return
+    raise NotPlanned(f"{settings.name} trains {what} with ms-swift: not planned", hint="supervised fine-tuning is")
 
 
 def _method(settings: Settings, *, old: bool) -> dict[str, Any]:

@@ -22,6 +22,10 @@ OPTIMIZERS = {
 }
 
 
+LOSSES = ("CrossEntropyLoss", "CEWithChunkedOutputLoss")
+"""Ends of the names of losses of next tokens; its others are of preferences and of teachers."""
+
+
 def read(settings: Settings) -> ReadConfig:
     """The setup of a torchtune recipe's config.
 
@@ -32,10 +36,17 @@ def read(settings: Settings) -> ReadConfig:
     """
     name, num_gpus = settings.name, settings.outside.num_gpus
     loss = settings.block("loss").text("_component_", "")
-    if of_recipe(FORMAT, (name.lower(), loss.lower(), *TEACHER & set(settings.values))):
-        raise NotPlanned(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
+    other = of_recipe(FORMAT, (name.lower(), loss.lower(), *({*TEACHER, "quantizer"} & set(settings.values))))
+    if not other and loss and not loss.endswith(LOSSES):
+        other = loss.rpartition(".")[2]
+    if other:
+        raise NotPlanned(
+            f"{name}: no recipe of supervised fine-tuning ({other}): not planned", hint="full and LoRA recipes are"
+        )
     tokenizer, inner = settings.block("tokenizer"), settings.block("model")
-    if not tokenizer.has("max_seq_len"):
+    dataset = Settings(_first_dataset(settings), f"{name}: dataset")
+    cuts = tokenizer if tokenizer.has("max_seq_len") else dataset
+    if not cuts.has("max_seq_len"):
         settings.ask("seq_len_tokens", ": tokenizer.max_seq_len is null: nothing is cut")
     settings.approximate("torchtune's own model code is counted as transformers'")
     if "lora_qwen2" in inner.text("_component_", ""):
@@ -47,8 +58,8 @@ def read(settings: Settings) -> ReadConfig:
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
         **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
-        "seq_len_tokens": tokenizer.integer("max_seq_len", 2048, at_least=1),
-        "packing": Settings(_first_dataset(settings), f"{name}: dataset").flag("packed", False),
+        "seq_len_tokens": cuts.integer("max_seq_len", 2048, at_least=1),
+        "packing": dataset.flag("packed", False),
         "optimizer": common.optimizer(settings.block("optimizer"), "optim", "adamw_torch", _optimizer(settings)),
         "attention": "sdpa",
         "checkpointing": int(settings.flag("enable_activation_checkpointing", False)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from planner.core.records import dataclass
@@ -102,6 +103,9 @@ class ReadConfig:
         beside_bytes: what else lies on the GPU while it trains, as a person said.
         loaded_again: where, and in which type, the program loads the model onto the GPU once more after its training,
             what was trained being there still; "" twice: it does not.
+        sources: files that a program takes settings or code from, as it names them.
+        through: the program that takes its settings from the file, with its words (None: none are said), where it was
+            read by that; None: by itself.
     """
 
     format: str
@@ -126,6 +130,8 @@ class ReadConfig:
     eval_logits: bool = False
     beside_bytes: int = 0
     loaded_again: tuple[str, str] = ("", "")
+    sources: tuple[str, ...] = ()
+    through: tuple[Path, tuple[str, ...] | None] | None = None
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
         """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""

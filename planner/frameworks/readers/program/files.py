@@ -68,11 +68,15 @@ def loaded(reader: Reading, made: Made) -> Value:
             return to_value(parse_yaml(source.data, made.where).values, source.where or made.where)
         except ConfigError as error:
             return Unknown(f"{made.where}: {error.message}")
+    if isinstance(source, Made) and source.name == "dumps" and source.positional:
+        return source.positional[0]  # a deep copy of settings
     while isinstance(source, Made) and source.name != "open" and source.receiver is not None:
         source = source.receiver
     path = plain(source.positional[0]) if isinstance(source, Made) and source.positional else None
     text = reader.outside.read(path) if isinstance(path, str) else None
     if text is None or not isinstance(path, str):
+        if isinstance(path, Unknown):
+            return path
         return Unknown(f"{made.where}: settings of another file ({path if isinstance(path, str) else 'not known'})")
     reader.program.sources.append(path)
     try:

@@ -4,7 +4,7 @@ import ast
 
 from planner.frameworks.readers.program import files, objects, options
 from planner.frameworks.readers.program.expressions import Expressions
-from planner.frameworks.readers.program.reading import MAX_DEPTH, Loop, Return, file_of
+from planner.frameworks.readers.program.reading import MAX_DEPTH, MAX_NESTED, Loop, Return, file_of
 from planner.frameworks.readers.program.values import (
     Argument,
     Class,
@@ -103,7 +103,7 @@ class Functions(Expressions):
     def called(self, function: Function, call: Made) -> Value:
         """What a function of the program returns for these arguments."""
         node = function.node
-        if self.depth >= MAX_DEPTH or node in self.running:
+        if self.depth >= MAX_DEPTH or (node in self.running and not self.goes_down(node, call)):
             return Unknown(f"{call.where}: calls nested too deep")
         self.entered.add(id(node))
         scope = Scope(parent=function.scope, file=file_of(function.scope))
@@ -132,6 +132,12 @@ class Functions(Expressions):
             made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)
             return made if made is not None else Undecided(f"{call.where}: depends on a condition inside the function")
         return result
+
+    def goes_down(self, node: ast.AST, call: Made) -> bool:
+        """Whether a function that calls itself is followed once more: into settings that are at hand (a deep merge, an
+        `extends:`), so far as people nest them."""
+        given = (*call.positional, *call.keywords.values())
+        return any(isinstance(one, (Known, Items, Table)) for one in given) and self.running.count(node) < MAX_NESTED
 
     def bind(self, function: Function, call: Made, scope: Scope) -> None:
         arguments = function.node.args

@@ -48,6 +48,8 @@ PATH_PARTS: dict[str, Callable[[str], str]] = {
 }
 """Attributes of a `Path`, which is read as its text."""
 SAME_PATH = ("resolve", "absolute", "expanduser", "as_posix")
+THERE = ("exists", "is_file")
+"""What is asked of a path; of a file that is not at hand nothing is known."""
 BF16_QUESTIONS = ("is_bf16_supported", "is_torch_bf16_gpu_available", "is_bfloat16_supported")
 """Of torch, of transformers (which asks torch) and of Unsloth."""
 SAME_OBJECT = (
@@ -56,6 +58,8 @@ SAME_OBJECT = (
     "freeze_encoder",
 )  # fmt: skip
 """Methods that change a model or trainer and give it back, or nothing."""
+OF_SETTINGS = ("get", "pop", "setdefault", "items", "keys", "values", "copy", "lower", "strip")
+"""Methods that hand on what settings hold."""
 PREPARED = ("prepare", "prepare_model", "compile")
 TEXT_METHODS = (
     "lower", "upper", "strip", "rstrip", "lstrip", "replace", "startswith", "endswith", "split", "rsplit", "title",
@@ -149,6 +153,8 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
         else:
             made.name = made.name or callee.name
     elif isinstance(callee, Unknown):
+        if made.name in OF_SETTINGS:  # of settings that are not known: for the same reason
+            return Unknown(callee.reason)
         made.more = made.more or callee.reason
     if made.name == "ScalingConfig":
         reader.program.workers = made.argument("num_workers", 1) or Known(1, made.where)
@@ -211,9 +217,9 @@ def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
     name = made.name
     first = made.positional[0] if made.positional else None
     if isinstance(owner, Known) and isinstance(owner.data, str):
-        return _of_text(owner, made)
+        return _of_text(reader, owner, made)
     if isinstance(owner, Table):
-        return _of_table(owner, made)
+        return _of_table(reader, owner, made)
     if isinstance(owner, Items):
         if name == "append" and first is not None:
             owner.items.append(first)
@@ -247,9 +253,11 @@ def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
     return None
 
 
-def _of_text(owner: Known, made: Made) -> Value | None:
+def _of_text(reader: Reading, owner: Known, made: Made) -> Value | None:
     if made.name in SAME_PATH:
         return owner
+    if made.name in THERE and reader.outside.exactly(owner.data) is not None:
+        return Known(True, made.where)
     if made.name == "is_absolute":
         return Known(owner.data.startswith("/"), made.where)
     if made.name in ("open", "read_text"):
@@ -270,13 +278,14 @@ def _of_text(owner: Known, made: Made) -> Value | None:
     return to_value(result, made.where)
 
 
-def _of_table(owner: Table, made: Made) -> Value | None:
+def _of_table(reader: Reading, owner: Table, made: Made) -> Value | None:
     first = made.positional[0] if made.positional else None
     match made.name:
         case "get" | "pop" | "setdefault" if first is not None:
             key = plain(first)
             if isinstance(key, str) and key in owner.entries:
-                return owner.entries[key]
+                gone = made.name == "pop" and not reader.uncertain
+                return owner.entries.pop(key) if gone else owner.entries[key]
             if owner.more:
                 return Unknown(owner.more)
             return made.positional[1] if len(made.positional) > 1 else Known(None, made.where)

@@ -91,14 +91,20 @@ def _of_system(reader: Reading, callee: Dotted, first: Value | None, made: Made)
             return (
                 Known(above(first.data), made.where) if isinstance(first, Known) and type(first.data) is str else None
             )
+        case "os.path.exists" | "os.path.isfile" if (
+            isinstance(plain(first), str) and reader.outside.exactly(plain(first)) is not None
+        ):
+            return Known(True, made.where)
+        case "os.path.expandvars" if isinstance(first, Known) and "$" not in str(first.data):
+            return first
         case "os.path.abspath" | "os.path.realpath" | "os.path.normpath":
             return first
         case "os.getcwd" | "pathlib.Path.cwd" | "Path.cwd":
             return Known(".", made.where)
         case "os.path.join" | "pathlib.Path" | "Path" | "os.path.expanduser" | "str" if made.positional:
             parts = [plain(one) for one in made.positional]
-            if isinstance(parts[0], Unknown) and callee.path == "str":
-                return parts[0]
+            if unknown := next((part for part in parts if isinstance(part, Unknown)), None):
+                return unknown
             known = all(isinstance(part, (str, int, float)) for part in parts)
             return Known("/".join(str(part) for part in parts), made.where) if known else None
     return None
@@ -127,6 +133,8 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
             if decides in truths or None not in truths:
                 return Known(decides in truths if decides else False not in truths, made.where)
             return Undecided(f"{made.where}: depends on a condition")
+        case "hasattr" if len(made.positional) == 2 and (has := _has(first, plain(made.positional[1]))) is not None:
+            return Known(has, made.where)
         case "isinstance" | "hasattr":
             asked = made.positional[1:] if callee.path == "isinstance" else []
             kinds = asked[0].items if asked and isinstance(asked[0], Items) else asked
@@ -144,7 +152,19 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
     return None
 
 
+def _has(value: Value | None, name: Any) -> bool | None:
+    """Whether an object of settings has an attribute, None where that is not known."""
+    if not isinstance(value, (Table, Instance)) or not isinstance(name, str):
+        return None
+    entries = value.entries if isinstance(value, Table) else value.attributes
+    foreign = isinstance(value, Instance) and value.made_by is not None and value.made_by.base
+    return True if name in entries else None if value.more or foreign else False
+
+
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict}
+MAPPINGS = ("dict", "Mapping", "MutableMapping", "DictConfig")
+LISTS = ("list", "Sequence", "Iterable", "ListConfig")
+"""Types of settings: of a table, of a list (a tuple may stand for one)."""
 CLASSES = {
     "peft.PeftModel": {"peft": True, "transformers": False},
     "transformers.PreTrainedModel": {"peft": False, "transformers": True},
@@ -158,6 +178,12 @@ MAX_WRAPPERS = 8
 def _is_a(value: Value | None, kind: Value) -> bool | None:
     """Whether a model is of a library's class, or data of a built-in one; None where that is not known."""
     path = kind.path if isinstance(kind, Dotted) else ""
+    named = path.rpartition(".")[2]
+    if isinstance(value, (Table, Items)):
+        own = MAPPINGS if isinstance(value, Table) else LISTS
+        return True if named in own else False if named in {*TYPES, *MAPPINGS, *LISTS} - {"tuple"} else None
+    if isinstance(value, Known) and named in (*MAPPINGS, "ListConfig"):
+        return False
     if isinstance(value, Known) and path in TYPES:
         return isinstance(value.data, TYPES[path])
     for _ in range(MAX_WRAPPERS):  # that hand back what they are given

@@ -166,6 +166,25 @@ def parents_of(made: Made) -> list[Value]:
     return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
 
 
+def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
+    """The options that a command line gives by their place; none where it has flags that are not declared."""
+    flags = {flag: option for option in options for flag in option.flags if flag.startswith("-")}
+    placed: list[str] = []
+    while words:
+        flag, equals, _ = (word := words.pop(0)).partition("=")
+        if not word.startswith("-"):
+            placed.append(word)
+        elif (option := flags.get(flag)) is None:
+            return {}
+        elif option.switch is None and not equals:
+            del words[:1]
+    names = [option for option in options if option.flags and not option.flags[0].startswith("-")]
+    return {
+        option.name: _open(option.name, word) or Known(_converted(word, option.kind), "the command line")
+        for option, word in zip(names, placed, strict=False)
+    }
+
+
 def _parsed(owner: Made, outside: ProgramContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
@@ -175,6 +194,8 @@ def _parsed(owner: Made, outside: ProgramContext) -> Instance:
     options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
     found = Instance({option.name: option.value(outside) for option in options})
     subparsers = owner.keywords.get("subparsers")
+    if not isinstance(subparsers, Made):
+        found.attributes |= _in_place(options, list(outside.arguments or ()))
     if isinstance(subparsers, Made):
         named = {name: one for name, one in subparsers.attributes.items() if isinstance(one, Made)}
         words = [word for word in outside.arguments or () if word in named]

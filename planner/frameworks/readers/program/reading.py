@@ -10,6 +10,7 @@ from planner.frameworks.readers.program.values import Class, Function, Known, Ma
 
 MAX_STEPS = 200_000
 MAX_DEPTH = 24
+MAX_NESTED = 5
 MAX_LOOP = 64
 MAX_LISTED = 512
 MAX_MODULES = 40

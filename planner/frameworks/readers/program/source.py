@@ -113,7 +113,7 @@ def imported(text: str, package: str) -> tuple[str, ...]:
 def pins(text: str) -> tuple[tuple[str, str], ...]:
     """package -> version of the `pip install` lines (the last of each)."""
     found: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in text.replace("\\\n", " ").splitlines():
         install = _INSTALL.search(line)
         if install:
             found.update({name.lower(): version for name, version in _PIN.findall(install[1])})

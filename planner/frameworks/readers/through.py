@@ -1,0 +1,134 @@
+"""Settings of a program, read through the program of the same project that reads them.
+
+A file whose settings no tool owns says what its program makes of it: the loss, what is absent, which words stand above.
+The program is found by the file's name in the project's texts: in its own, or in a launch that somebody wrote down.
+"""
+
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from planner.core.errors import ConfigError
+from planner.frameworks.readers.loading import read_bounded
+from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.types import ReadConfig
+
+TOPS = (".git", "pyproject.toml", "requirements.txt", "setup.py", "README.md")
+"""What lies in a project's topmost folder."""
+TELLS = (".py", ".sh", ".md", ".slurm", ".sbatch", "Makefile")
+"""Ends of the names of texts in which a launch may stand."""
+NOT_THE_PROJECTS = re.compile(r"^\.|^(?:node_modules|site-packages|venv|env|tests?|build|dist)$")
+MAX_FILES = 1500
+MAX_READ, MAX_TRIED = 12, 2
+"""Readings of programs in all, and of one with different words."""
+MAX_ABOVE = 5
+Words = tuple[str, ...] | None
+
+
+def read(path: Path, found: ReadConfig, of_program: Callable[[Path, Words], ReadConfig]) -> ReadConfig:
+    """The reading of a file by the one program of its project that takes its settings from it, or `found` where none,
+    or several that train otherwise, do, or where the program leaves more open than the file's own words.
+
+    Args:
+        of_program: reads a program that is launched with these words (None: nobody says).
+    """
+    readings: dict[Path, tuple[Words, ReadConfig]] = {}
+    tried: Counter[Path] = Counter()
+    tier = 0
+    for of, program, words in dict.fromkeys(programs(path)):
+        if of > tier and readings:
+            break
+        tier = of
+        if program in readings or tried[program] >= MAX_TRIED or tried.total() >= MAX_READ:
+            continue
+        tried[program] += 1
+        try:
+            reading = of_program(program, words)
+        except ConfigError:
+            continue
+        beside = FileContext(roots=(program.parent, *program.parents[1:MAX_ABOVE]))
+        if any(beside.find(source) == path.absolute() for source in reading.sources):
+            readings[program] = words, reading
+    setups = {reading.setup for _, reading in readings.values()}
+    if len(setups) != 1:
+        return found
+    program, (words, reading) = next(iter(readings.items()))
+    if len(reading.missing) > len(found.missing):
+        return found
+    said = f"read through {program.name}, which takes its settings from {path.name}"
+    return replace(reading, path=found.path, assumptions=(said, *reading.assumptions), through=(program, words))
+
+
+def programs(path: Path) -> Iterator[tuple[int, Path, Words]]:
+    """Programs of the project that may read a file, with the words that they are launched with: (0) those of whose
+    launch with it somebody wrote, (1) those that name it, (2) those that are launched with another of its folder."""
+    top = next((above for above in path.absolute().parents[:MAX_ABOVE] if _is_top(above)), path.absolute().parent)
+    texts = {file: text for file in _files(top) if (text := _text(file)) and file != path.absolute()}
+    for file, text in texts.items():
+        if path.name in text:
+            yield from ((0, *one) for one in _launched(text, file, top, path, path.name))
+    for file, text in texts.items():
+        if file.suffix == ".py" and (path.name in text or f'"{path.stem}"' in text):
+            yield 1, file, None
+    for sibling in sorted(path.absolute().parent.glob(f"*{path.suffix}"))[:20]:
+        for file, text in texts.items():
+            if sibling.name != path.name and sibling.name in text:
+                yield from ((2, *one) for one in _launched(text, file, top, path, sibling.name))
+
+
+def _is_top(folder: Path) -> bool:
+    return folder != Path.home() and any((folder / name).exists() for name in TOPS)
+
+
+def _files(top: Path) -> Iterator[Path]:
+    """The texts of a project, nearest first."""
+    waiting, num = [top], 0
+    while waiting and num < MAX_FILES:
+        folder = waiting.pop(0)
+        try:
+            inside = sorted(folder.iterdir())
+        except OSError:
+            continue
+        for one in inside:
+            num += 1
+            if one.is_symlink() or NOT_THE_PROJECTS.search(one.name):
+                continue
+            if one.is_dir():
+                waiting.append(one)
+            elif one.name.endswith(TELLS):
+                yield one
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bounded(file)
+    except ConfigError:
+        return ""
+
+
+def _launched(text: str, file: Path, top: Path, path: Path, name: str) -> Iterator[tuple[Path, Words]]:
+    """Programs that a text's lines start with the words in which a file's name stands, that being `path`."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if name not in line or (".py" not in line and " -m " not in line):
+            continue
+        try:
+            words = shlex.split(re.split(r"[|;&>`]", line.strip("`$ "))[0], comments=True)
+        except ValueError:
+            continue
+        module = next((at for at, word in enumerate(words[:-1]) if word == "-m" and "." in words[at + 1]), None)
+        start = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+        if start is None and module is not None:
+            start, words[module + 1] = module + 1, words[module + 1].replace(".", "/") + ".py"
+        if start is None or not any(name in word for word in words[start + 1 :]):
+            continue
+        program = next((one for root in (file.parent, top) if (one := root / words[start]).is_file()), None)
+        if program is not None:
+            own = os.path.relpath(path.absolute(), top)
+            given = (
+                re.sub(r"[^=]*$", own, word, count=1) if word.endswith(name) else word for word in words[start + 1 :]
+            )
+            yield program.resolve(), tuple(given)

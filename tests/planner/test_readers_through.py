@@ -1,0 +1,306 @@
+"""Settings of a program are read through the program of their project that takes them, and by no other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.core.errors import NotPlanned
+from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
+from planner.frameworks.readers.through import programs
+
+SETTINGS = """
+model: {name: Qwen/Qwen3-0.6B, max_len: 512}
+lora: {r: 8, lora_alpha: 16, target_modules: [q_proj, v_proj]}
+training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 4, gradient_checkpointing: true, bf16: true}
+"""
+TRAINS = """
+import json, os, sys, yaml, torch, argparse
+from pathlib import Path
+from collections.abc import Mapping
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+{load}
+model = AutoModelForCausalLM.from_pretrained(cfg["model"]["name"], dtype=torch.bfloat16)
+args = SFTConfig("out", max_length=cfg["model"]["max_len"], **cfg["training"])
+SFTTrainer(model=model, args=args, train_dataset=ds, peft_config=LoraConfig(**cfg["lora"])).train()
+"""
+NAMED = "cfg = yaml.safe_load(open('conf/small.yaml'))"
+OPTION = (
+    "p = argparse.ArgumentParser()\np.add_argument('{flag}', required=True)\n"
+    "cfg = yaml.safe_load(Path(p.parse_args().{name}).read_text())"
+)
+
+
+def project(folder: Path, load: str, document: str = "", settings: str = SETTINGS) -> Path:
+    (folder / ".git").mkdir()
+    (folder / "conf").mkdir()
+    (folder / "code").mkdir()
+    (folder / "code" / "tune.py").write_text(TRAINS.replace("{load}", load), "utf-8")
+    (folder / "NOTES.md").write_text(document, "utf-8")
+    (folder / "conf" / "small.yaml").write_text(settings, "utf-8")
+    return folder / "conf" / "small.yaml"
+
+
+LAUNCHES = {
+    "a default of the program": (NAMED, ""),
+    "a launch in a document": (
+        OPTION.format(flag="--recipe-file", name="recipe_file"),
+        "Run it:\n\n```bash\nCUDA_VISIBLE_DEVICES=0 python code/tune.py --recipe-file conf/small.yaml | tee log\n```\n",
+    ),
+    "over two lines, with an equals sign": (
+        OPTION.format(flag="--params", name="params"),
+        "$ torchrun --nproc_per_node 1 code/tune.py \\\n    --params=conf/small.yaml\n",
+    ),
+    "as a module": (
+        OPTION.format(flag="settings", name="settings").replace(", required=True", ""),
+        "`python -m code.tune conf/small.yaml`\n",
+    ),
+    "of another file of its folder": (
+        OPTION.format(flag="--job", name="job"),
+        "python code/tune.py --job conf/large.yaml\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_settings_are_read_through_the_program_that_takes_them(case: str, tmp_path: Path) -> None:
+    load, document = LAUNCHES[case]
+    file = project(tmp_path, load, document)
+    (tmp_path / "conf" / "large.yaml").write_text("x: 1", "utf-8")
+    found = read_config(file)
+    assert found.format == "hf-script"
+    assert found.through is not None
+    assert not found.missing
+    assert found.setup.loss == "chunked"  # TRL's, where the file alone says nothing of it
+    assert (found.setup.micro_batch_seqs, found.setup.lora_targets) == (2, ("q_proj", "v_proj"))
+    assert found.origins["micro_batch_seqs"].startswith("conf/small.yaml:")
+    assert any(one.startswith("read through tune.py") for one in found.assumptions)
+
+
+LOADS = {
+    "extended": "def load(path):\n    one = yaml.safe_load(Path(path).open())\n    if 'parent' in one:\n"
+    "        one = merged(load(Path(path).parent / one.pop('parent')), one)\n    return one\n"
+    "def merged(a, b):\n    out = dict(a)\n    for k, v in b.items():\n"
+    "        out[k] = merged(out[k], v) if k in out and isinstance(out[k], dict) and isinstance(v, dict) else v\n"
+    "    return out\ncfg = load('conf/small.yaml')",
+    "filled in": "def filled(o):\n    if isinstance(o, str):\n        return os.path.expandvars(o)\n"
+    "    if isinstance(o, list):\n        return [filled(x) for x in o]\n    if isinstance(o, Mapping):\n"
+    "        return {k: filled(v) for k, v in o.items()}\n    return o\n"
+    "cfg = filled(yaml.safe_load(open('conf/small.yaml')) or {})\ncfg.pop('parent', None)",
+    "upon defaults": "cfg = json.loads(json.dumps({'training': {}, 'model': {'name': 'x'}}))\n"
+    "if os.path.exists('conf/small.yaml'):\n    cfg.update(yaml.safe_load(open('conf/small.yaml')))\n",
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_settings_are_followed_through_helpers_that_call_themselves(case: str, tmp_path: Path) -> None:
+    settings = SETTINGS.replace("gradient_accumulation_steps: 4, ", "") if case == "extended" else SETTINGS
+    file = project(tmp_path, LOADS[case], settings=f"parent: base.yaml\n{settings}" if case == "extended" else settings)
+    (file.parent / "base.yaml").write_text("training: {gradient_accumulation_steps: 4}", "utf-8")
+    found = read_config(file)
+    assert found.through is not None
+    assert not found.missing
+    assert (found.setup.accumulation_steps, found.setup.seq_len_tokens) == (4, 512)
+
+
+OTHERS = {
+    "another file is read": ("cfg = yaml.safe_load(open('conf/other.yaml'))  # not conf/small.yaml", ""),
+    "it only looks at it": ("print(yaml.safe_load(open('conf/small.yaml')))\nraise SystemExit(0)", ""),
+    "nobody names it": (OPTION.format(flag="--c", name="c"), "python code/tune.py --c elsewhere/small.json\n"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_settings_stay_by_themselves_where_no_program_takes_them(case: str, tmp_path: Path) -> None:
+    file = project(tmp_path, *OTHERS[case])
+    (tmp_path / "conf" / "other.yaml").write_text(SETTINGS, "utf-8")
+    found = read_config(file)
+    assert (found.format, found.through) == ("own settings", None)
+
+
+def test_settings_that_two_programs_take_otherwise_stay_by_themselves(tmp_path: Path) -> None:
+    file = project(tmp_path, NAMED)
+    other = TRAINS.replace("{load}", NAMED).replace('SFTConfig("out", ', 'SFTConfig("out", packing=True, ')
+    (tmp_path / "code" / "again.py").write_text(other, "utf-8")
+    assert len({program for _, program, _ in programs(file)}) == 2
+    assert read_config(file).format == "own settings"
+
+
+def test_a_tools_own_file_is_read_by_the_tools_rules(tmp_path: Path) -> None:
+    file = project(tmp_path, NAMED, settings="base_model: Qwen/Qwen3-0.6B\nsequence_len: 512\nmicro_batch_size: 2\n"
+                   "gradient_accumulation_steps: 1\nadapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+                   "datasets: [{path: x, type: alpaca}]\n")  # fmt: skip
+    assert read_config(file).format == "axolotl"
+
+
+def own(text: str) -> ReadConfig:
+    return read_text(f"model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 512\nbatch_size: 2\n{text}", "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("tuning_method: full-finetune", "full"),
+        ("finetune_type: QLoRA\nrank: 16\nalpha: 32", "qlora"),
+        ("training: {mode: lora_dpo_free, gradient_accumulation_steps: 2}\nadapter: {rank: 16, alpha: 32}", "lora"),
+    ],
+)
+def test_a_method_in_a_programs_own_words_is_not_asked_for(text: str, method: str) -> None:
+    found = own(f"{text}\nlora_alpha: 1\ngradient_accumulation_steps: 2")
+    assert "method" not in {one.field for one in found.missing}
+    assert (found.setup.method, found.setup.lora_rank) == (method, 0 if method == "full" else 16)
+
+
+@pytest.mark.parametrize("text", ["mode: train", "method: sft", "distributed: {rank: 1, world: 4}"])
+def test_other_words_of_those_names_leave_the_method_open(text: str) -> None:
+    found = own(f"{text}\ngradient_accumulation_steps: 2")
+    assert "method" in {one.field for one in found.missing}
+
+
+RECIPE = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: MAX}
+dataset: {_component_: torchtune.datasets.DATASET, max_seq_len: 1024}
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj], lora_rank: 8}
+checkpointer: {checkpoint_dir: /x/Meta-Llama-3.1-8B-Instruct}
+optimizer: {_component_: torch.optim.AdamW}
+batch_size: 2
+gradient_accumulation_steps: 1
+loss: {_component_: LOSS}
+"""
+
+
+@pytest.mark.parametrize(
+    "loss", ["torchtune.modules.loss.ORPOLoss", "mine.losses.FocalLoss", "torchtune.rlhf.loss.SimPOLoss"]
+)
+def test_a_torchtune_recipe_of_another_loss_is_refused_by_its_name(loss: str) -> None:
+    with pytest.raises(NotPlanned, match=loss.rpartition(".")[2]):
+        read_text(RECIPE.replace("LOSS", loss).replace("MAX", "512"), "x.yaml")
+
+
+@pytest.mark.parametrize(("limit", "length"), [("512", 512), ("null", 1024)])
+def test_a_torchtune_recipe_is_cut_by_its_tokenizer_or_its_data(limit: str, length: int) -> None:
+    text = RECIPE.replace("LOSS", "torchtune.modules.loss.LinearCrossEntropyLoss").replace("MAX", limit)
+    found = read_text(text, "x.yaml")
+    assert (found.setup.seq_len_tokens, found.missing) == (length, ())
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("swift rlhf --rlhf_type grpo --model Qwen/Qwen3-0.6B", "GRPO"),
+        ("swift rlhf --model Qwen/Qwen3-0.6B --rlhf_type kto", "KTO"),
+        ("swift rlhf --model Qwen/Qwen3-0.6B", "DPO"),
+        ("swift sft --model Qwen/Qwen3-0.6B --task_type seq_cls --num_labels 2", "classification"),
+        ("swift sft --model Qwen/Qwen3-Embedding-0.6B --task_type embedding", "embedding"),
+        ("swift sft --model Qwen/Qwen3-Reranker-0.6B --task_type generative_reranker", "reranking"),
+    ],
+)
+def test_what_swift_trains_beside_next_tokens_is_refused_by_its_name(command: str, said: str) -> None:
+    with pytest.raises(NotPlanned, match=f"trains {said} .* with ms-swift"):
+        read_text(command, "run.sh")
+
+
+@pytest.mark.parametrize("module", ["compileall src", "unittest discover", "zipfile -l x.zip", "build --wheel"])
+def test_pythons_own_modules_in_a_script_are_no_training(module: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.py").write_text(TRAINS.replace("{load}", f"cfg = yaml.safe_load('''{SETTINGS}''')"), "utf-8")
+    around = FileContext(roots=(tmp_path,))
+    found = read_text(f"python -m {module}\npython tune.py\n", "run.sh", around=around)
+    assert found.setup.micro_batch_seqs == 2
+    assert not any("launches 2" in one for one in found.assumptions)
+
+
+def test_a_module_of_ones_own_under_a_name_of_pythons_is_started(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    text = TRAINS.replace("{load}", f"cfg = yaml.safe_load('''{SETTINGS}''')")
+    (tmp_path / "code" / "profile.py").write_text(text, "utf-8")
+    found = read_text("python -m code.profile\n", "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert found.setup.micro_batch_seqs == 2
+
+
+PROGRAM = """
+from types import SimpleNamespace
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+{before}
+q = BitsAndBytesConfig(load_in_4bit=True) if {test} else None
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", quantization_config=q)
+SFTTrainer(model=model, args=SFTConfig(max_length=512), train_dataset=ds, peft_config=LoraConfig(r=8)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "test", "quantization"),
+    [
+        ("c = OmegaConf.create({'four': True})", "hasattr(c, 'four') and c.four", "nf4"),
+        ("c = SimpleNamespace(bits=8)", "hasattr(c, 'four')", "none"),
+        ("class C:\n    four = True\nc = C()", "hasattr(c, 'four')", "nf4"),
+    ],
+)
+def test_what_settings_have_is_known_where_they_are(before: str, test: str, quantization: str) -> None:
+    found = read_text(PROGRAM.format(before=before, test=test), "t.py")
+    assert (found.setup.quantization, found.missing) == (quantization, ())
+
+
+def test_what_unknown_settings_have_is_asked_for() -> None:
+    found = read_text(PROGRAM.format(before="import sys\nc = sys.modules", test="hasattr(c, 'four')"), "t.py")
+    assert {one.field for one in found.missing} & {"method", "quantization"}
+
+
+@pytest.mark.parametrize(
+    "install",
+    [
+        '!uv pip install --system torch \\\n    "trl==0.24.0" peft \\\n    bitsandbytes\n',
+        "%pip install -q \\\n  transformers==4.57.1 \\\n  trl==0.24.0\n",
+        "!pip install -qU accelerate \\\n   trl==0.24.0 datasets\n",
+    ],
+)
+def test_versions_are_read_where_an_install_goes_over_lines(install: str) -> None:
+    found = read_text(f"{install}{PROGRAM.format(before='', test='False')}", "t.py")
+    assert not any("no TRL version named" in one for one in found.assumptions)
+    assert found.setup.loss == "full"  # the head is cut since 1.7
+
+
+CELLS = (
+    "import trl\ndef prep(b):\n    return tok(b['t'], truncation=True, max_length={length})\n",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer\nfrom trl import SFTConfig, SFTTrainer\n"
+    "tok = AutoTokenizer.from_pretrained('Qwen/Qwen3-0.6B')\ntok.model_max_length = 300\nds = ds.map(prep)\n"
+    "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-0.6B')\n"
+    "SFTTrainer(model=model, args=SFTConfig('o'), train_dataset=ds).train()\n",
+)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [("300", 300), ("tok.model_max_length", 300), ("2048", 1024)])
+def test_rows_that_a_notebook_cuts_itself_are_as_long_as_it_cuts_them(length: str, tokens: int) -> None:
+    cells = [{"cell_type": "code", "source": [text.format(length=length)]} for text in CELLS]
+    assert read_text(json.dumps({"cells": cells}), "n.ipynb").setup.seq_len_tokens == tokens
+
+
+PLACED = """
+import argparse
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+p = argparse.ArgumentParser()
+p.add_argument("model")
+p.add_argument("size", type=int)
+p.add_argument("-n", "--name")
+p.add_argument("--fast", action="store_true")
+a = p.parse_args()
+model = AutoModelForCausalLM.from_pretrained(a.model)
+SFTTrainer(model, args=SFTConfig(max_length=512, per_device_train_batch_size=a.size), train_dataset=ds).train()
+"""
+
+
+@pytest.mark.parametrize("words", ["Qwen/Qwen3-0.6B 3", "--fast Qwen/Qwen3-0.6B --name x 3", "-n=y Qwen/Qwen3-0.6B 3"])
+def test_options_by_their_place_are_those_of_the_command_line(words: str) -> None:
+    found = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
+    assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == ("Qwen/Qwen3-0.6B", 3, ())
+
+
+@pytest.mark.parametrize("words", ["", "Qwen/Qwen3-0.6B", "--other 4 Qwen/Qwen3-0.6B 3"])
+def test_options_by_a_place_that_is_not_given_are_asked_for(words: str) -> None:
+    found = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
+    assert "micro_batch_seqs" in {one.field for one in found.missing}
