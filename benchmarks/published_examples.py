@@ -179,6 +179,7 @@ SAME_SHAPES = {
     "mistralai/Magistral-Small-2507": "mistralai/Mistral-Small-24B-Base-2501",
     "allenai/Olmo-3-7B-Instruct-SFT": "allenai/Olmo-3-1025-7B",
     "katanemo/Plano-Orchestrator-4B": "Qwen/Qwen3-4B",
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": "Qwen/Qwen3-8B",
 }
 """Models of the examples -> those of the catalogue that they were trained from, as their names or model cards say."""
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -195,6 +196,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "XiaomiMiMo/MiMo-7B-RL": {
         "model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 11008,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151680, "tie_word_embeddings": False,
+    },
+    "LiquidAI/LFM2-350M": {
+        "model_type": "lfm2", "hidden_size": 1024, "num_hidden_layers": 16, "intermediate_size": 6656,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 65536,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    },
+    "LiquidAI/LFM2-8B-A1B": {
+        "model_type": "lfm2_moe", "num_hidden_layers": 24,
+        "layer_types": ["full_attention" if n in {2, 6, 10, 14, 18, 21} else "conv" for n in range(24)],
+    },
+    "arcee-ai/Trinity-Nano-Preview": {
+        "model_type": "afmoe", "hidden_size": 1024, "num_hidden_layers": 56, "intermediate_size": 3072,
+        "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 200192, "num_dense_layers": 2, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "sliding_window": 2048, "mup_enabled": True, "tie_word_embeddings": False,
+    },
+    "mistralai/Ministral-3-3B-Reasoning-2512": {
+        "model_type": "mistral3", "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "ministral3", "hidden_size": 3072, "num_hidden_layers": 26, "intermediate_size": 9216,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        },
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
     },
 }  # fmt: skip
 """Configurations of others: Seed-OSS and Apertus as MLX ports have them (mlx-swift-lm's ApertusConfiguration);
