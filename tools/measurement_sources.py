@@ -108,6 +108,10 @@ def transformers_version(row: Row) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+OLDER_BITSANDBYTES = "0.43.1"
+"""The newest of a run before 0.43.2, of 23 July 2024."""
+
+
 def fms(row: Row) -> Mapped:
     """IBM fms-acceleration: fms-hf-tuning around TRL's SFTTrainer, flash attention 2, checkpointing, foreach AdamW.
 
@@ -150,15 +154,16 @@ def fms(row: Row) -> Mapped:
             mapped.differs.append("TRL of that time cast embeddings, head and adapters back to bf16 (norms stay fp32)")
     if "float16" in compute or "None weights" in compute:
         mapped.assumed.append("16-bit weights without autocast taken as bf16: same bytes, same rate on this card")
-    version = transformers_version(row)
-    if version is None:
+    setup |= {"packing": False, "reentrant_checkpointing": setup["checkpointing"]}  # TRL's ConstantLengthDataset
+    stated = transformers_version(row)
+    version = stated or (4, 41)
+    if stated is None:
         mapped.assumed.append("library versions not stated (April to June 2024: transformers 4.39 to 4.41)")
-    if version is None or version < (4, 43):
+    if version < (4, 43):
         mapped.differs.append("transformers below 4.43: each layer kept a rotary table of the maximum length")
-        if row["method"] == "qlora":
-            mapped.differs.append("bitsandbytes below 0.43.2 kept the input of every 4-bit matmul")
-    if version is not None and (4, 46) <= version < (5, 0):
-        mapped.differs.append("transformers 4.48: one 16-bit copy of the logits more")
+    setup["transformers_version"] = "{}.{}".format(*version)
+    if row["method"] == "qlora":
+        setup["bitsandbytes_version"] = row["versions"]["bitsandbytes"] if stated else OLDER_BITSANDBYTES
     if row["len_class"] in ("dynamic", "padding_free"):
         average = row.get("avg_seq_len")
         mapped.unmapped_memory = "length of the longest batch unknown"
@@ -241,9 +246,8 @@ def litgpt(row: Row) -> Mapped:
         mapped.differs.append("LoRA on the fused qkv matrix pads its output to full width")
         if row["method_class"] == "qlora":
             setup["quantization"] = "nf4-double" if "dq" in str(row.get("quantization")) else "nf4"
-            mapped.differs.append(
-                "the output head is quantized too; bitsandbytes 0.41 kept the input of every 4-bit matmul"
-            )
+            setup["bitsandbytes_version"] = OLDER_BITSANDBYTES
+            mapped.differs.append("the output head is quantized too")
     if row["compute_dtype"] == "bf16-mixed":
         setup["precision"] = "bf16-mixed"
         setup["adapter_dtype"] = "fp32" if setup["method"] != "full" else "auto"

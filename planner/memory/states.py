@@ -674,6 +674,18 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
         yield Held(category="weights", name=REFERENCE, size_bytes=size)
 
 
+def rotary_table_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Cosines and sines of every position that the configuration names, which each layer kept before transformers 4.43.
+
+    Source: transformers 4.41 `MistralRotaryEmbedding._set_cos_sin_cache`, in the type that the weights are loaded in.
+    """
+    if not setup.before_transformers(4, 43):
+        return 0
+    kinds = [(layer.attention, num) for layer, num in model.layer_counts]
+    width = sum(int(one.head_dim * one.rotary_fraction) * num for one, num in kinds if one is not None and one.rotary)
+    return 2 * (model.max_position_embeddings or 0) * width * SIZE_BYTES[setup.weight_dtype]
+
+
 def heeds_loss(model: ModelSpec, setup: TrainSetup) -> bool:
     """Whether `whole_weights` and `whole_gradients` ask which loss it is: of a tied head, trained or with its rows."""
     return model.tied and (setup.method == "full" or setup.kind.form == "rows")

@@ -18,7 +18,7 @@ from planner.memory.micro_batch import (
 )
 from planner.memory.rank_part import RankPart
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
-from planner.memory.states import BACKWARD, RankState
+from planner.memory.states import BACKWARD, RankState, rotary_table_bytes
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
@@ -157,6 +157,7 @@ Source: experts4bit-qlora 0.58.1 `engines/chunked_lm_loss.py` AUTO_MIN_LOGITS_BY
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, aim = step_dtype_policy(model, setup), setup.trainer, setup.aim
+    several = setup.micro_batch_seqs > 1 and (by.packs_rows or not setup.packing)  # all but one row's last: no copy
     shape = LossShape(
         tokens=setup.forward_tokens if aim.head == "none" else setup.scored_tokens,
         vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
@@ -175,9 +176,9 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         compiled=setup.compiled and by.compiles_loss,
         asked=setup.asks_reference,
         widened=by.widens_outputs and dtypes.autocast is not None,
-        upcast_early=by.transformers_loss and setup.before_transformers(4, 46),
+        upcast_early=(by.transformers_loss or by.shifted_loss) and setup.before_transformers(4, 46),
         log_probs=setup.log_probs,
-        copies_shifted=by.transformers_loss and setup.before_transformers(4, 49),
+        copies_shifted=several and (by.shifted_loss or setup.copies_logits),
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
         return aim.whole_logits(shape, setup.stack)
@@ -508,6 +509,9 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     totals = dynamic_bytes(state, moments, in_flight=waiting, in_loss=total_bytes(in_loss))
     shown = _Shown(_resident(part, gpu, setup, state, parts))
     shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
+    if setup.trainer.keeps_outputs and setup.pins_inputs:  # the outputs hold the last micro-batch's graph
+        held = parts.stored["pinned"]
+        shown.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", held)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
     largest: dict[str, int] = {}
     for phase in AFTER_LOAD[:-1]:
@@ -557,6 +561,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
     boundary = boundary_bytes(part, setup, state.setup, micro_batches=steps, flight=part.in_flight)
     return [
         *((one.category, one.name, one.size_bytes) for one in state.held if one.resident),
+        ("weights", "rotary tables of every layer", rotary_table_bytes(part.model, setup)),
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
         ("activations", "pixels of the step's pictures", steps * parts.encoder.inputs),

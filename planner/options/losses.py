@@ -162,9 +162,16 @@ class FullLoss(Loss):
         beside = kept + shape.cast_bytes
         held = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
         if shape.in_place:
-            there = (8 if shape.shifted else logit) * elements + beside  # shifted: in the backward, its padded gradient
-            late = logit * elements if shape.shifted else 0
-            return LossChain(loss_bytes=there, backward_bytes=there, logits_bytes=late, kept_bytes=held)
+            if not shape.shifted:
+                there = logit * elements + beside
+                return LossChain(loss_bytes=there, backward_bytes=there, kept_bytes=held)
+            narrow = 0 if shape.upcast_early else logit  # what the model's own forward still holds
+            return LossChain(
+                loss_bytes=(4 + 4 * shape.copies_shifted + narrow) * elements + beside,
+                backward_bytes=8 * elements + beside,  # the gradient over the copy, and padded
+                logits_bytes=logit * elements,
+                kept_bytes=held,
+            )
         if shape.compiled:
             return LossChain(
                 loss_bytes=logit * elements + beside,

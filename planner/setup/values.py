@@ -308,12 +308,18 @@ class SetupValues:
     @property
     def computed_otherwise(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
-        own = OBJECTIVES[self.objective].supervised and self.trainer.transformers_loss
-        loss = self.loss == "full" and own and self.before_transformers(4, 49)
-        return self.use_cache or self.repeats_keys or loss or self._pins_four_bit
+        older = self.repeats_keys or self.copies_logits or self.pins_four_bit
+        return self.use_cache or older or self.before_transformers(4, 43)
 
     @property
-    def _pins_four_bit(self) -> bool:
+    def copies_logits(self) -> bool:
+        """Whether transformers' own loss copies all logits but the last ones (before 4.49)."""
+        own = OBJECTIVES[self.objective].supervised and self.trainer.transformers_loss
+        return self.loss == "full" and own and self.before_transformers(4, 49)
+
+    @property
+    def pins_four_bit(self) -> bool:
+        """Whether bitsandbytes keeps the input of every 4-bit product (before 0.43.2)."""
         return self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2))
 
     @property
@@ -322,7 +328,7 @@ class SetupValues:
 
         Source: bitsandbytes 0.50 `MatMul8bitLt` (ctx.tensors); of 4 bits 0.43.1 `MatMul4Bit` ((A, B)), not 0.43.2.
         """
-        return self.quantization == "int8" or self._pins_four_bit
+        return self.quantization == "int8" or self.pins_four_bit
 
     @property
     def repeats_keys(self) -> bool:

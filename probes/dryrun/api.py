@@ -169,10 +169,8 @@ def _refusal(setup: TrainSetup) -> str:
         return f"the kernel of {setup.attention} is no operation of torch, which a dry run follows"
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
-    if setup.computed_otherwise:
-        return (
-            "it runs the installed libraries, without a key-value cache: not the older ones or the cache of this setup"
-        )
+    if setup.use_cache:
+        return "it runs without a key-value cache"
     if setup.trainer.grouped_experts:
         return "experts4bit-qlora's kernels and loader are not installed here"
     if setup.quantize_experts and setup.quantization == "int8":

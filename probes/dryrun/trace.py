@@ -22,6 +22,7 @@ from probes.stack.autocast import emulation_installed
 from probes.stack.batch import make_batch, waiting_inputs
 from probes.stack.build import auto_class, build_from_config, build_reference
 from probes.stack.configs import layers_of
+from probes.stack.earlier import older_libraries
 from probes.stack.optimizers import optimizer_of, wide_parameters
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
@@ -157,6 +158,7 @@ def trace_run(
         stack.enter_context(_emulated(log, config, device))
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
+        stack.enter_context(older_libraries(model, setup))
         tracker = (tracker_class if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )

@@ -252,9 +252,13 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
         trainer.kept[:] = [outputs]
     targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
     if by.shifted_loss:
+        narrow = trainer.setup.autocast_dtype or trainer.setup.weight_dtype
+        early = trainer.setup.before_transformers(4, 46)
+        held = None if early else logits.to(DTYPES[narrow])  # by the model's own forward
         logits = logits.float()
         copied = logits[:, :-1].contiguous().flatten(0, 1)
         shifted: torch.Tensor = InPlaceCrossEntropy.apply(copied, labels[:, 1:].flatten())
+        del held
         return shifted
     rows = logits.flatten(0, 1)
     del outputs, logits

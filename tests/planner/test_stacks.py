@@ -75,7 +75,7 @@ def test_outputs_that_were_cast_are_kept_as_cast() -> None:
         ("torchtune", 2 + 4 + 4 / 8, 4 + 8 / 8),  # the copy and the gradients of one of eight pieces
         ("litgpt", 2 + 2, 2 + 2 * 2 / 8),  # 1,024 tokens are eight pieces of 128, all in 16 bit
         ("unsloth", 2, 2),  # the gradient lies over the logits
-        ("fms-acceleration", 8, 8),  # fp32 logits and their shifted copy, where the gradient is; then both gradients
+        ("fms-acceleration", 2 + 4, 8),  # logits and fp32 ones (of one row no copy), the gradient over them; and padded
         ("plain-loop-own-model", 2 + 2, 2 * 3),  # no copy: logits and log-softmax; log-softmax and two gradients
         ("torchtune-whole-loss", 2 + 4 + 4, 12),
     ],
@@ -131,8 +131,9 @@ def test_speed_knows_the_stack() -> None:
     assert not conditions_of(by("plain-loop")).trainer_overhead
 
 
-FIXED_SEGMENTS = 0.075
-"""The worst device peak of the fms runs, as transformers' Trainer and TRL start: 6.4 %; expandable segments: 19 %."""
+FIXED_SEGMENTS = 0.09
+"""The worst device peak of the fms runs, as transformers' Trainer and TRL start: 8.6 % (holes of a QLoRA's fp32 copies,
+whose allocated peak is 1.0 % off); expandable segments: 19 %."""
 
 
 def test_device_peak_without_expandable_segments() -> None:
@@ -257,8 +258,11 @@ def test_older_libraries_keep_more() -> None:
     today, older = terms(kept), terms(kept.replace(transformers_version="4.53"))
     repeated = 24 * 2 * (14 - 2) * 64 * 2 * TOKENS
     assert older["attention inputs and outputs"] - today["attention inputs and outputs"] == repeated
-    chains = [loss_parts(MODEL, kept.replace(transformers_version=one)).loss_bytes for one in ("4.53", "4.48", "4.44")]
-    assert [one // LOGITS for one in chains] == [10, 14, 12]
+    rows = kept.replace(micro_batch_seqs=2, seq_len_tokens=TOKENS // 2)
+    versions = ("4.53", "4.48", "4.44")
+    for each, wanted in ((rows, [10, 14, 12]), (kept, [10, 10, 8])):  # all but the last of one row is no copy
+        chains = [loss_parts(MODEL, each.replace(transformers_version=one)).loss_bytes for one in versions]
+        assert [one // LOGITS for one in chains] == wanted
     packed = kept.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
     assert "inputs that quantized matrices keep" in terms(packed)
     assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))

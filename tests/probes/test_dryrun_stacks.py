@@ -1,5 +1,7 @@
 """The dry run of other stacks' steps: held against published runs, and the formula against it."""
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,6 +48,34 @@ def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
     assert predict_memory(model, find_gpu("a100-80gb"), setup).peak_allocated_bytes == pytest.approx(
         found.peak_allocated_bytes, rel=AGREE
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "stack"),
+    [
+        ({"transformers_version": "4.48", "micro_batch_seqs": 2, "vocab_size": 20_000}, "trl"),
+        ({"transformers_version": "4.41", "method": "full", "lora_rank": 0, "loss": "liger"}, "trl"),
+        ({"transformers_version": "4.53", "attention": "sdpa", "checkpointing": 0, "loss": "liger"}, "trl"),
+        ({"bitsandbytes_version": "0.43.1", "method": "qlora", "quantization": "nf4", "checkpointing": 0}, "litgpt"),
+    ],
+)
+def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> None:
+    """What they keep more, formula and dry run say alike: logits copied, tables of positions, repeated keys, inputs."""
+    asked = {"attention": "flash-attention-2", "loss": "full", "lora_rank": 4, **fields}
+    sizes = {"vocab_size": asked.pop("vocab_size", 320), "max_position_embeddings": 32_768}
+    model = spec_from_config(small_config("qwen2") | sizes, model_id="small", source="test")
+    older = TrainSetup(stack=stack, seq_len_tokens=1024, accumulation_steps=2, **asked)
+    today = older.replace(transformers_version="", bitsandbytes_version="")
+    peaks = []
+    for setup in (older, today):
+        found = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
+        assert isinstance(found, Prediction), found
+        said = predict_memory(model, find_gpu("a100-80gb"), setup)
+        peaks.append((found.peak_allocated_bytes, said.peak_allocated_bytes))
+    (dry, formula), (dry_today, formula_today) = peaks
+    assert formula == pytest.approx(dry, rel=0.04)
+    assert formula > formula_today
+    assert dry > 1.01 * dry_today
 
 
 def test_in_place_cross_entropy_is_cross_entropy() -> None:
