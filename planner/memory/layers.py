@@ -161,16 +161,20 @@ def _aligned(keys: int) -> int:
 
 
 def attention_held(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes that a fused attention gives: its output, and one fp32 number per head and token; 0 for other kernels,
-    which selective checkpointing does not know.
+    """Bytes that selective checkpointing keeps: what a fused attention gives, its output and one fp32 number per head
+    and token (other kernels it does not know); torchtitan's keeps every second product of matrices too.
 
-    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`.
+    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`;
+    torchtitan 0.2 `distributed/activation_checkpoint.py` _apply_op_sac.
     """
     found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
-    if context.kernel not in ("flash", "efficient"):
-        return 0
-    size = SIZE_BYTES[context.dtypes.attention_input]
-    return sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
+    size, held = SIZE_BYTES[context.dtypes.attention_input], 0
+    if context.kernel in ("flash", "efficient"):
+        held = sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
+    if context.setup.trainer.selects_products:
+        dense = [one.out_features for one in layer.linears if not (one.is_stack or one.bias)]
+        held += context.tokens * size * sum(dense[::2])
+    return held
 
 
 def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:

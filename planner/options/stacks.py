@@ -49,6 +49,7 @@ class Stack:
         overlaps_offload: what is offloaded of activations is copied beside the computation.
         single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
             rearrangement einops', as a course's transformer is written.
+        selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
@@ -79,6 +80,7 @@ class Stack:
     fused: bool = False
     overlaps_offload: bool = False
     single_operations: bool = False
+    selects_products: bool = False
     packs_rows: bool = False
     wide_embedding_states: bool = False
     torch_nf4: bool = False
@@ -248,8 +250,9 @@ _ROWS = (
         title="torchtitan",
         traces_masks=False,
         expandable_segments=True,
+        selects_products=True,
         source="torchtitan 0.2 components/loss.py (pred.float()), train.py (`del pred` before the backward), "
-        "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments)",
+        "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments), distributed/activation_checkpoint.py _apply_op_sac",
     ),
     Stack(
         name="litgpt",

@@ -67,7 +67,7 @@ class SetupValues:
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.options.objectives`).
         selective_checkpointing: checkpointed layers keep what their attention gave and recompute the rest (TRL's and
-            Axolotl's selective activation checkpointing).
+            Axolotl's selective activation checkpointing; torchtitan's keeps every second product of matrices too).
         adapter: one of ADAPTER_KINDS (`planner.options.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
         frozen_encoder: of an encoder-decoder the encoder, convolutions included, does not train (`freeze_encoder`).

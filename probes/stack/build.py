@@ -243,18 +243,25 @@ def _offloaded(function: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def _keeping_attention() -> Any:
+def _keeping(products: bool) -> Any:
     """The context that keeps what fused attention gave and recomputes the rest, as TRL 1.16
-    `enable_selective_activation_checkpointing` makes it."""
-    from functools import partial
-
+    `enable_selective_activation_checkpointing` makes it; of a layer's `products` of matrices the first, the third and
+    so on too, as torchtitan 0.2 `_apply_op_sac` does."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:
-        kept = "_scaled_dot_product_" in str(operator) or "flash_attn" in str(operator)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> Any:
+        counts = {True: 0, False: 0}  # of the recomputation, and of the forward
 
-    return partial(create_selective_checkpoint_contexts, policy)
+        def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:
+            kept = "_scaled_dot_product_" in str(operator) or "flash_attn" in str(operator)
+            if products and operator is torch.ops.aten.mm.default:
+                counts[context.is_recompute] += 1
+                kept = counts[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
 
 
 def enable_checkpointing(model: Any, setup: TrainSetup) -> None:
@@ -266,7 +273,7 @@ def enable_checkpointing(model: Any, setup: TrainSetup) -> None:
     every, offload = setup.checkpointing, setup.activation_offload
     kwargs: dict[str, Any] = {"use_reentrant": setup.reentrant_checkpointing}
     if setup.selective_checkpointing:
-        kwargs["context_fn"] = _keeping_attention()
+        kwargs["context_fn"] = _keeping(setup.trainer.selects_products)
     if hasattr(model, "activation_checkpointing_enable"):
         real = offload and next(model.parameters()).device.type != "meta"
         host = {"offload": True} if real else {}

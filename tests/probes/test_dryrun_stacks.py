@@ -78,6 +78,24 @@ def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> Non
     assert dry > 1.01 * dry_today
 
 
+def test_torchtitan_keeps_every_second_product() -> None:
+    """Its selective checkpointing (`_apply_op_sac`): of q, k, v, o, gate, up and down the first, third and so on."""
+    config = small_config("llama", num_hidden_layers=8, num_key_value_heads=4)
+    model = spec_from_config(config, model_id="small", source="test")
+    tokens, card, peaks = 2048, find_gpu("a100-80gb"), {}
+    for stack in ("trl", "torchtitan"):
+        setup = TrainSetup(
+            stack=stack, method="full", lora_rank=0, loss="full", attention="sdpa", precision="bf16-pure",
+            checkpointing=1, selective_checkpointing=True, seq_len_tokens=tokens, packing=False,
+        )  # fmt: skip
+        found = dry_run(model, card, setup, use_cache=False)
+        assert isinstance(found, Prediction), found
+        peaks[stack] = found.phase_peaks_bytes["forward"]
+        said = predict_memory(model, card, setup)
+        assert said.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=AGREE)
+    assert peaks["torchtitan"] - peaks["trl"] == pytest.approx(8 * tokens * 2 * (3 * 64 + 96), rel=0.2)
+
+
 def test_in_place_cross_entropy_is_cross_entropy() -> None:
     """Loss and gradient of torch's own, on numbers."""
     torch.manual_seed(0)

@@ -60,7 +60,6 @@ def flavor(model: ModelSpec | None) -> str:
 RUNS: dict[str, tuple[object, str]] = {
     "loss": ("full", "torchtitan computes the logits in full"),
     "attention": ("sdpa", "torchtitan's models call SDPA"),
-    "selective_checkpointing": (False, "torchtitan's selection by operation keeps products of matrices too"),
     "activation_offload": (False, "torchtitan's checkpoints stay on the GPU"),
     "kernels": ("eager", "torchtitan has kernels of its own, by torch.compile"),
     "packing": (True, "torchtitan fills every sequence with the next samples"),
@@ -211,6 +210,8 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:
+    if setup.selective_checkpointing:
+        return [Line("mode", "selective"), Line("selective_ac_option", "op", "attention and every second product kept")]
     if setup.checkpointing <= 1:
         return [Line("mode", "full" if setup.checkpointing else "none")]
     return [Line("mode", "selective"), Line("selective_ac_option", str(setup.checkpointing), "every n-th layer")]

@@ -61,11 +61,11 @@ def read(settings: Settings) -> ReadConfig:
         "packing": True,
         "precision": PRECISIONS[pair],
         "optimizer": _optimizer(parts["optimizer"]),
-        "checkpointing": _checkpointing(parts["activation_checkpoint"]),
         "compile": parts["compile"].flag("enable", False),
         "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
         **_layout(parts["parallelism"], training),
     }
+    fields |= _checkpointing(parts["activation_checkpoint"], fields)
     data = training.optional_text("dataset_path") or training.optional_text("dataset")
     return config(TORCHTITAN, top, fields, model_id=parts["model"].optional_text("hf_assets_path"), dataset=data)
 
@@ -164,15 +164,18 @@ def _optimizer(settings: Settings) -> str:
     return TORCHTITAN_ADAMW[word]
 
 
-def _checkpointing(settings: Settings) -> int:
+def _checkpointing(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
     mode = settings.text("mode", "selective")
     if mode in ("full", "none"):
-        return int(mode == "full")
+        return {"checkpointing": int(mode == "full")}
     option = str(settings.raw("selective_ac_option", "2"))
     if mode == "selective" and option.isdigit():
-        return int(option)
-    settings.approximate(f"activation checkpointing by {mode} {option} is counted as checkpointing every layer")
-    return 1
+        return {"checkpointing": int(option)}
+    split = any(fields.get(f"{one}_degree", 1) > 1 for one in ("tensor", "pipeline", "context", "expert"))
+    by_operation = mode == "selective" and option == "op" and not split
+    if not by_operation:
+        settings.approximate(f"activation checkpointing by {mode} {option} is counted as checkpointing every layer")
+    return {"checkpointing": 1, "selective_checkpointing": by_operation}
 
 
 def is_registry(text: str) -> bool:
