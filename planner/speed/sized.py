@@ -15,6 +15,7 @@ from planner.memory.profiles import MONOMIALS, profiled_kind, respaced, structur
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
+from planner.options.stacks import DEFAULT
 from planner.setup import TrainSetup
 from planner.speed.host import host_of
 from planner.speed.operators import ISSUERS, Layout, Operator
@@ -36,6 +37,7 @@ from planner.speed.step_program import (
 )
 from planner.speed.timeline import (
     IDLE,
+    TRAINERS,
     Course,
     Issue,
     Issued,
@@ -303,6 +305,7 @@ class ProgramSpeed:
     ) -> None:
         self._model, self._gpu, self._setup = model, gpu, setup
         self._programs, self._program = programs, program
+        self._hooks = program.checkpointed and not setup.reentrant_checkpointing
         facts = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
         self._card = facts, id(load_calibration()), setup.attention, setup.packing
         self._one = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
@@ -355,7 +358,7 @@ class ProgramSpeed:
         """A step's micro-batches, and its optimizer's part."""
         program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
         ahead, behind = (
-            sized.blocks(blocks, checkpointed=program.checkpointed, tiles=tiles, scale=scale)
+            sized.blocks(blocks, checkpointed=self._hooks, tiles=tiles, scale=scale)
             for blocks in (program.ahead, program.behind)
         )
         found = Timeline(
@@ -497,9 +500,9 @@ class ScaledSpeed:
 
 
 def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
-    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie, in
-    which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a plan compares errs
-    alike."""
+    """`program_speed`; where there is none, the formula's beside a structure that differs in its trainer, in where
+    checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a
+    plan compares errs alike."""
     found = program_speed(model, gpu, setup)
     if found is not None or programs_of(model) is None:
         return found
@@ -508,7 +511,10 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
         "compile": False,
         "kbit_fp32_cast": False,
         "quantize_experts": False,
+        "selective_checkpointing": False,
     }
+    if setup.trainer.trainer_overhead and setup.trainer.traces_masks:  # around transformers' own models
+        changed |= {"stack": DEFAULT, "adapter_dtype": "auto"}
     if setup.method != "full":
         changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
     for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
@@ -521,13 +527,17 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
 
 def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | None:
     """The speeds of a setup by its structure's program; None where it has none, or where what it moves to the host is
-    no operator."""
+    no operator. Reentrant checkpoints are those of programs without their hooks (`HOOK_S`): -4 to +2 % of six dry
+    runs' tokens/s, of which their forward without a graph, which is not counted, makes the most."""
     if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
     programs = programs_of(model)
     if programs is None or (programs.any_size and _beyond_window(model, setup)):
         return None
-    key, apart = structure_key(model, gpu, setup), setup.checkpointing
+    issued = setup.replace_trusted(reentrant_checkpointing=False)
+    if setup.stack in TRAINERS:
+        issued = issued.replace_trusted(stack=DEFAULT, adapter_dtype=setup.resolved_adapter_dtype)
+    key, apart = structure_key(model, gpu, issued), setup.checkpointing
     program = programs.get(key)
     if program is None and apart > 1:
         program = programs.spaced((respaced(key, 0), respaced(key, 1)), apart, model.num_layers)

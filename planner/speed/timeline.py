@@ -37,8 +37,9 @@ _OWNERS = {"loss": "loss", "step": "optimizer"}
 BAND_FRACTION = 0.1
 """Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
 price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
-WAITS_FOR_LOSS = frozenset({"trl", "hf", "axolotl", "llamafactory", "sentence-transformers"})
-"""Stacks whose loop looks at the loss after every backward, and so waits for the device.
+TRAINERS = frozenset({"trl", "hf", "axolotl", "llamafactory", "ms-swift", "sentence-transformers"})
+"""Stacks that are transformers' Trainer around its models: their steps issue the same calls, and their loop looks at
+the loss after every backward, and so waits for the device.
 
 Source: transformers 5.23 `Trainer._run_epoch` (`logging_nan_inf_filter`, on by default).
 """
@@ -287,7 +288,7 @@ def loop_of(setup: TrainSetup) -> Loop:
     return Loop(
         accumulation=setup.accumulation_steps,
         tokens=setup.tokens_per_step,
-        waits=setup.stack in WAITS_FOR_LOSS,
+        waits=setup.stack in TRAINERS,
         trainer=setup.trainer.trainer_overhead,
     )
 

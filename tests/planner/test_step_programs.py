@@ -133,6 +133,19 @@ def test_what_has_no_program_is_the_formulas() -> None:
         assert speed.at(2, 4)[0] / plain == pytest.approx(formulas[0] / formulas[1], rel=0.2)
 
 
+def test_trainers_around_transformers_models_share_a_program() -> None:
+    trl = LORA.replace(checkpointing=1, micro_batch_seqs=1, seq_len_tokens=256)
+    seconds = speed_profile(MODEL, H200, trl).at(1, 4)
+    for stack in ("axolotl", "llamafactory", "ms-swift"):
+        own = trl.replace(stack=stack)
+        assert speed_profile(MODEL, H200, own).at(1, 4) == seconds
+        reentrant = speed_profile(MODEL, H200, own.replace(reentrant_checkpointing=True))
+        assert isinstance(reentrant, ProgramSpeed)
+        assert reentrant.at(1, 4)[0] < 0.9 * seconds[0]  # its host passes no hooks
+    assert isinstance(speed_profile(MODEL, H200, trl.replace(stack="unsloth")), ScaledSpeed)
+    assert isinstance(speed_profile(MODEL, H200, trl.replace(stack="torchtune")), ThroughputProfile)
+
+
 def test_paged_optimizer_moves_its_states() -> None:
     paged = FULL.replace(optimizer="paged-adamw-32bit")
     answer = speed_profile(MODEL, H200, paged).step_time(paged)
