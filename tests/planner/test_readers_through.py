@@ -304,3 +304,86 @@ def test_options_by_their_place_are_those_of_the_command_line(words: str) -> Non
 def test_options_by_a_place_that_is_not_given_are_asked_for(words: str) -> None:
     found = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
     assert "micro_batch_seqs" in {one.field for one in found.missing}
+
+
+def test_settings_of_a_program_whose_training_is_not_planned_are_refused_as_it_is(tmp_path: Path) -> None:
+    file = project(tmp_path, NAMED)
+    loop = "model = AutoModel.from_pretrained('x')\nfor b in c:\n    model(b).loss.backward()\n"
+    (tmp_path / "code" / "tune.py").write_text(f"from transformers import AutoModel\n{loop}", "utf-8")
+    (tmp_path / "run.sh").write_text("python code/tune.py --c conf/small.yaml\n", "utf-8")
+    with pytest.raises(NotPlanned, match=r"small\.yaml is the settings of tune\.py"):
+        read_config(file)
+
+
+def test_a_program_that_is_launched_with_a_sibling_alone_may_not_train_this_file(tmp_path: Path) -> None:
+    load = OPTION.format(flag="--c", name="c")
+    file = project(tmp_path, load, "python code/tune.py --c conf/sft.yaml\npython code/rank.py --c conf/rank.yaml\n")
+    other = TRAINS.replace("{load}", load).replace("SFTTrainer", "OnlineDPOTrainer")
+    (tmp_path / "code" / "rank.py").write_text(other, "utf-8")
+    for name in ("sft", "rank"):
+        (tmp_path / "conf" / f"{name}.yaml").write_text("x: 1", "utf-8")
+    assert read_config(file).format == "own settings"
+
+
+MERGED = """
+import sys, yaml
+from dataclasses import dataclass, field
+from typing import cast
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+@dataclass
+class Inner:
+    batch: int = 3
+@dataclass
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+{merge}
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+SFTTrainer(model, args=SFTConfig(max_length=512, per_device_train_batch_size={value}), train_dataset=ds).train()
+"""
+SAID = "yaml.safe_load(open(sys.argv[1]))"
+
+
+@pytest.mark.parametrize(
+    ("merge", "value"),
+    [
+        (f"c = {{**{{'batch': 3}}, **{SAID}}}", "c['batch']"),
+        (f"c = dict(batch=3)\nc.update({SAID})", "c['batch']"),
+        ("c = OmegaConf.merge(OmegaConf.structured(Outer), OmegaConf.load(sys.argv[1]))", "c.inner.batch"),
+        (f"c = {{'a': 1, 'batch': 3}} | {{'b': 2, **{SAID}}}", "c['batch']"),
+    ],
+)
+def test_defaults_under_settings_that_are_not_at_hand_are_not_known(merge: str, value: str) -> None:
+    found = read_text(MERGED.format(merge=merge, value=value), "t.py")
+    assert "micro_batch_seqs" in {one.field for one in found.missing}
+
+
+@pytest.mark.parametrize(
+    ("merge", "value"),
+    [
+        (f"c = {{**{SAID}, 'batch': 3}}", "c['batch']"),
+        (f"c = {{'b': {SAID}}}\nc.update(batch=3)", "c['batch']"),
+        ("c = OmegaConf.merge(OmegaConf.structured(Outer), OmegaConf.create({'x': 1}))", "c.inner.batch"),
+        ("c = cast('Outer', Outer())", "c.inner.batch"),
+        (f"def f(batch, **more):\n    return batch\nb = f(batch=3, **{SAID})", "b"),
+    ],
+)
+def test_what_stands_over_settings_that_are_not_at_hand_is_known(merge: str, value: str) -> None:
+    found = read_text(MERGED.format(merge=merge, value=value), "t.py")
+    assert (found.setup.micro_batch_seqs, found.missing) == (3, ())
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        "echo $DEVICES | tr ',' '\\n' | wc -l",
+        'echo "$DEVICES" | tr "," "\\n" | wc -l',
+        "echo $DEVICES | awk -F',' '{print NF}'",
+    ],
+)
+def test_gpus_that_a_script_counts_in_a_list_are_counted(count: str, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(MERGED.format(merge="", value="3"), "utf-8")
+    text = f"DEVICES=0,2,3\nN=$({count})\ntorchrun --nproc_per_node $N t.py\n"
+    found = read_text(text, "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert (found.setup.num_gpus, found.missing) == (3, ())

@@ -604,7 +604,17 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         items, place = _words(variables.get(match[1], "")), int(match[2]) if match[2].isdigit() else 0
         return items[place] if place < len(items) else match[0]
 
-    return _USE.sub(value, _SUM.sub(summed, _ELEMENT.sub(element, word)))
+    return _COUNT.sub(_counted, _USE.sub(value, _SUM.sub(summed, _ELEMENT.sub(element, word))))
+
+
+_COUNT = re.compile(
+    r"""\$\(\s*echo ["']?([\d, ]+)["']? *\| *(?:tr ["']?,["']? ['"]?\\+n['"]? *\| *wc -[lw]|awk [^|)]*NF[^|)]*)\)"""
+)
+"""How many GPUs a list names, as scripts count them."""
+
+
+def _counted(match: re.Match[str]) -> str:
+    return str(len(match[1].replace(",", " ").split()))
 
 
 def is_open(word: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from planner.core.errors import ConfigError
+from planner.core.errors import ConfigError, NotPlanned
 from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.types import ReadConfig
@@ -35,12 +35,16 @@ def read(path: Path, found: ReadConfig, of_program: Callable[[Path, Words], Read
 
     Args:
         of_program: reads a program that is launched with these words (None: nobody says).
+
+    Raises:
+        NotPlanned: it is launched for a training alone that is not planned.
     """
     readings: dict[Path, tuple[Words, ReadConfig]] = {}
     tried: Counter[Path] = Counter()
+    refused: NotPlanned | None = None
     tier = 0
     for of, program, words in dict.fromkeys(programs(path)):
-        if of > tier and readings:
+        if of > tier and (readings or refused is not None):
             break
         tier = of
         if program in readings or tried[program] >= MAX_TRIED or tried.total() >= MAX_READ:
@@ -48,13 +52,22 @@ def read(path: Path, found: ReadConfig, of_program: Callable[[Path, Words], Read
         tried[program] += 1
         try:
             reading = of_program(program, words)
+        except NotPlanned as error:
+            if of:
+                return found
+            command = shlex.join([str(program), *(words or ())])
+            hint = f"plan trace -- python {command} runs it on a phantom GPU and says what it needs"
+            refused = NotPlanned(f"{path.name} is the settings of {program.name}: {error.message}", hint=hint)
+            continue
         except ConfigError:
             continue
         beside = FileContext(roots=(program.parent, *program.parents[1:MAX_ABOVE]))
         if any(beside.find(source) == path.absolute() for source in reading.sources):
             readings[program] = words, reading
     setups = {reading.setup for _, reading in readings.values()}
-    if len(setups) != 1:
+    if refused is not None and not readings:
+        raise refused
+    if len(setups) != 1 or refused is not None:
         return found
     program, (words, reading) = next(iter(readings.items()))
     if len(reading.missing) > len(found.missing):

@@ -240,7 +240,7 @@ class Expressions(Reading):
             if keyword.arg is not None:
                 keywords.entries[keyword.arg] = value
             else:
-                keywords.take(objects.as_table(value), f"{call.where}: ** of what is not known")
+                keywords.take(objects.as_table(value), f"{call.where}: ** of what is not known", over=False)
         call.more = keywords.more
         self.note_lengths(callee, call)
         if isinstance(callee, Function):

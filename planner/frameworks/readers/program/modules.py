@@ -10,6 +10,7 @@ from planner.frameworks.readers.program.objects import argument_defaults, as_tab
 from planner.frameworks.readers.program.options import on_command_line, parents_of
 from planner.frameworks.readers.program.reading import MAX_LOOP, Reading
 from planner.frameworks.readers.program.values import (
+    Class,
     Dotted,
     Function,
     Instance,
@@ -50,8 +51,12 @@ def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Mad
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
             return loaded(reader, Made("load", positional=[Made("open", positional=[first])], where=made.where))
+        case "omegaconf.OmegaConf.structured" if isinstance(first, Class):
+            return reader.instance(first, Made("", where=made.where))
         case "omegaconf.OmegaConf.to_container" | "omegaconf.OmegaConf.create" | "omegaconf.OmegaConf.structured":
             return first
+        case "typing.cast" if len(made.positional) == 2:
+            return made.positional[1]
         case "omegaconf.OmegaConf.merge":
             return _merged(made)
         case "omegaconf.OmegaConf.from_cli":
@@ -296,12 +301,13 @@ def _merged(made: Made) -> Value:
     found = Table({}, made.where)
     for one in made.positional:
         inner = as_table(one)
-        if inner is None:
-            found.more = f"{made.where}: merged with what is not known"
+        if inner is None or inner.more:
+            reason = one.reason if isinstance(one, Unknown) else f"{made.where}: merged with what is not known"
+            found.take(inner, reason)
             continue
         for key, value in inner.entries.items():
             before = found.entries.get(key)
-            both = isinstance(before, Table) and isinstance(value, Table)
+            both = isinstance(before, (Table, Instance)) and isinstance(value, (Table, Instance))
             inside = Made("", positional=[one for one in (before, value) if one is not None], where=made.where)
             found.entries[key] = _merged(inside) if both else value
         found.more = found.more or inner.more

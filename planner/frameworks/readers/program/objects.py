@@ -214,7 +214,9 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     if isinstance(left, Items) and isinstance(right, Items) and isinstance(op, ast.Add):
         return Items([*left.items, *right.items], place)
     if isinstance(left, Table) and isinstance(right, Table) and isinstance(op, ast.BitOr):
-        return Table({**left.entries, **right.entries}, place, left.more or right.more)
+        found = Table(dict(left.entries), place, left.more)
+        found.take(right, "")
+        return found
     one, other = plain(left), plain(right)
     for part in (one, other):
         if isinstance(part, Unknown):

@@ -69,13 +69,17 @@ class Table:
     where: str = ""
     more: str = ""
 
-    def take(self, other: "Table | None", why: str) -> None:
-        """Puts another's entries on top; `why` says why some are not known where that is not."""
-        if other is None:
-            self.more = why
-        else:
-            self.entries |= other.entries
-            self.more = self.more or other.more
+    def take(self, other: "Table | None", why: str, *, over: bool = True) -> None:
+        """Puts another's entries on top; `why` says why some are not known where that is not.
+
+        Args:
+            over: it may hold those that are here too, as ** in a call may not.
+        """
+        more = why if other is None else other.more
+        if more and over:
+            self.entries = dict.fromkeys(self.entries, Unknown(more))
+        self.entries |= other.entries if other is not None else {}
+        self.more = self.more or more
 
 
 @dataclass(frozen=True, slots=True)
