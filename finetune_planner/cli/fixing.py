@@ -57,6 +57,8 @@ def fixed_files(
     Raises:
         ConfigError: their form does not allow it.
     """
+    if "loop" in config.setup.stack:
+        raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
     return _Fixing(file, config, found, spec, card, asked or CheckRequest()).fixed()
 
 

@@ -154,6 +154,16 @@ _ROWS = (
         "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/stacks.md",
     ),
     Stack(
+        name="accelerate-loop",
+        title="a loop of one's own under Accelerate's mixed precision that keeps `outputs`",
+        keeps_outputs=True,
+        widens_outputs=True,
+        compiles_loss=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="as plain-loop; accelerate 1.15 Accelerator.prepare_model (convert_outputs_to_fp32 around the forward)",
+    ),
+    Stack(
         name="plain-loop-drops-outputs",
         title="a loop of one's own that drops `outputs`",
         compiles_loss=False,

@@ -190,14 +190,21 @@ class _Script:
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
             call_line=self.source.line(self.found.arguments.where) if self.found.arguments is not None else 0,
-            eval_seqs=evaluating.of_program(
-                self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
-            ),
+            eval_seqs=self._evaluated(),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
             beside_bytes=self.beside_bytes,
             sources=tuple(dict.fromkeys(self.program.sources)),
             loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
         )
+
+    def _evaluated(self) -> int:
+        """Sequences that it evaluates at once."""
+        if self.found.loop is None:
+            measured = measures(self.program, self.found.trainer)
+            return evaluating.of_program(self.found.trainer, self.arguments, measured=measured)
+        if self.found.loop.eval_seqs is None:
+            self.missing["eval_seqs"] = f"{self.name}: the size of what it evaluates at once"
+        return self.found.loop.eval_seqs or 0
 
     def _fields(self) -> dict[str, Any]:
         """The fields of the setup that the program says."""
@@ -227,6 +234,8 @@ class _Script:
         if why := pictures(self.found, self.model, self.name):
             self.missing["images"] = why
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
+        if self.found.loop is not None:
+            fields["stack"] = self.found.loop.stack
         if self.aim.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
@@ -452,7 +461,13 @@ class _Script:
         if prepared is not None and quantized and inner.flag("use_gradient_checkpointing", True):
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
             return 1
-        return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))
+        enabled = self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable")
+        if enabled and self.found.loop is not None and not self._called("train"):
+            arguments.assume(
+                "the model is loaded in evaluation mode and never switched to training: nothing is checkpointed"
+            )
+            return 0
+        return int(enabled)
 
     def _reentrant(self) -> bool:
         """Whether checkpointing is of the older form where the arguments do not say it."""

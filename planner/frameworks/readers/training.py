@@ -19,7 +19,8 @@ from planner.frameworks.readers.objectives import (
 )
 from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
-from planner.frameworks.readers.program.objects import is_trainer, trainer_of
+from planner.frameworks.readers.program.loops import Loop, plain_loop
+from planner.frameworks.readers.program.objects import holds_arguments, is_trainer, trainer_of
 from planner.frameworks.readers.program.values import Dotted, Instance, Table, Value
 from planner.frameworks.readers.values import Settings
 from planner.options.adapters import ADAPTERS
@@ -49,6 +50,7 @@ class Training:
         open_objective: why it is not certain that `objective` is what is trained.
         pictures: the model's class, where it is one of pictures whose eyes may be modelled; hears: of sound.
         contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
+        loop: the plain loop of the program's own that is read as a trainer; None: a library's trainer trains.
     """
 
     trainer: Made | None = None
@@ -70,6 +72,7 @@ class Training:
     pictures: str = ""
     has_audio: str = ""
     contrast: dict[str, int | None] = field(default_factory=dict)
+    loop: Loop | None = None
 
 
 def find(program: Program, name: str) -> Training:
@@ -79,6 +82,9 @@ def find(program: Program, name: str) -> Training:
         ConfigError: it trains nothing that is planned; the hint says what to do.
     """
     found = Training(trainer=_trainer(program))
+    if found.trainer is None and not any(map(holds_arguments, program.made)):
+        found.loop = plain_loop(program.steps, program.made)
+        found.trainer = found.loop.trainer if found.loop is not None else None
     if found.trainer is not None:
         _recognise(found, found.trainer, name)
     if found.arguments is None:

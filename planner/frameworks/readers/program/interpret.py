@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from planner.core.errors import ConfigError
-from planner.frameworks.readers.program import objects
+from planner.frameworks.readers.program import loops, objects
 from planner.frameworks.readers.program.functions import Functions
 from planner.frameworks.readers.program.reading import (
     LIBRARIES,
@@ -109,7 +109,9 @@ class Reader(Functions):
 
     def makes_trainer(self) -> bool:
         """Whether a trainer or its arguments were made so far."""
-        return any(objects.is_trainer(made) or objects.holds_arguments(made) for made in self.program.made)
+        made = self.program.made
+        trains = any(objects.is_trainer(one) or objects.holds_arguments(one) for one in made)
+        return trains or any(turn.loader is not None for _, turn in self.program.steps.backwards.values())
 
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """Statements in order."""
@@ -159,11 +161,17 @@ class Reader(Functions):
         return objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
 
     def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
+        outer = self.turn
         for item in node.items:
             value = self.value(item.context_expr, scope)
+            if (autocast := loops.autocast_of(value)) is not None:
+                self.turn = replace(self.turn, autocast=autocast)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value, scope)
-        self.block(node.body, scope)
+        try:
+            self.block(node.body, scope)
+        finally:
+            self.turn = outer
 
     def leave(self, node: ast.Return | ast.Break | ast.Continue | ast.Raise, scope: Scope) -> None:
         """Out of the function, the loop or the program, as an exception that whoever runs it catches."""
@@ -189,7 +197,8 @@ class Reader(Functions):
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))
         if truth is None:
-            truth = self.decided(node.test, self.place(node, scope) if changes([*node.body, *node.orelse]) else "")
+            decides = self.turn.loader is None and changes([*node.body, *node.orelse])  # settings are made before it
+            truth = self.decided(node.test, self.place(node, scope) if decides else "")
         if truth is not None:
             try:
                 self.block(node.body if truth else node.orelse, scope)
@@ -200,9 +209,13 @@ class Reader(Functions):
         before = self.copied(scope.names)
         left_by: list[Leave] = []
         ends: list[dict[str, Value]] = []
+        outer = self.turn
+        every: list[Value | None] = [self.value(one, scope) for one in loops.divisors(node.test)]
+        every = every or [None]
         for body in (node.body, node.orelse):
             scope.names = self.copied(before)
             self.uncertain += 1
+            self.turn = replace(outer, divisors=(*outer.divisors, *every))
             try:
                 self.block(body, scope)
                 ends.append(scope.names)
@@ -212,6 +225,7 @@ class Reader(Functions):
                     self.maybe_left[-1].append(scope.names)
             finally:
                 self.uncertain -= 1
+                self.turn = outer
         if not ends:  # both sides leave
             scope.names = before
             raise left_by[0]
@@ -267,8 +281,12 @@ class Reader(Functions):
         over = self.value(node.iter, scope)
         items = objects.items_of(over)
         if items is None or len(items) > MAX_LOOP:
+            outer = self.turn
+            if (loader := loops.loader_of(over)) is not None:
+                self.turn = loops.Turn(loader, self.depth)
             self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
             self.once(node.body, scope)
+            self.turn = outer
             return
         before = self.copied(scope.names)
         self.maybe_left.append([])
@@ -297,6 +315,8 @@ class Reader(Functions):
         match target:
             case ast.Name():
                 scope.names[target.id] = value
+                if isinstance(value, Made) and value.of is not None and self.turn.depth == self.depth:
+                    value.attributes["kept"] = Known(True)
                 self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
                 parts = objects.unpacked(value, len(target.elts))

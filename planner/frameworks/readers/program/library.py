@@ -147,11 +147,13 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
     elif isinstance(callee, Made):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
+            _note_step(reader, made)
             known = _of_object(reader, callee.receiver, made)
             if known is not None:
                 return known
         else:
-            made.name = made.name or callee.name
+            made.name, made.of = made.name or callee.name, callee
+            reader.program.steps.goes_forward(made, reader.turn)
     elif isinstance(callee, Unknown):
         if made.name in OF_SETTINGS:  # of settings that are not known: for the same reason
             return Unknown(callee.reason)
@@ -163,6 +165,15 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
     if made.name in BF16_QUESTIONS:
         return Known(outside.bf16 or _counts_emulation(reader, made), "the card")
     return made
+
+
+def _note_step(reader: Reading, made: Made) -> None:
+    """Remembers what differentiates, and what steps."""
+    if made.name == "backward":
+        given = made.positional[0] if made.positional else made.receiver
+        reader.program.steps.backwards.setdefault(made.where, (given or Known(None), reader.turn))
+    elif made.name == "step":
+        reader.program.steps.updates.append((made, reader.turn))
 
 
 def _counts_emulation(reader: Reading, made: Made) -> bool:

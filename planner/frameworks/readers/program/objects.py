@@ -217,6 +217,8 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
         found = Table(dict(left.entries), place, left.more)
         found.take(right, "")
         return found
+    if isinstance(op, (ast.Div, ast.Mult)) and isinstance(left, Made):
+        return left  # a loss stays one
     one, other = plain(left), plain(right)
     for part in (one, other):
         if isinstance(part, Unknown):

@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Any
 
 from planner.core.records import dataclass
+from planner.frameworks.readers.program.loops import Steps, Turn
 from planner.frameworks.readers.program.values import Class, Function, Known, Made, Scope, TooLong, Value, spend
 
 MAX_STEPS = 200_000
@@ -79,6 +80,7 @@ class Program:
         starts: whether it trains by what it calls itself; else functions that nothing calls were read too.
         workers: processes that the program itself starts, as it says.
         open_conditions: conditions that were met and that nothing decides -> where the first of each stands.
+        steps: what it computes in loops of its own.
     """
 
     trained: list[tuple[Made, bool]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Program:
     starts: bool = True
     workers: Value | None = None
     open_conditions: dict[str, str] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
 
 
 class Leave(Exception):
@@ -140,6 +143,7 @@ class Reading:
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
         self.maybe_left: list[list[dict[str, Value]]] = []
+        self.turn = Turn()
 
     def step(self) -> None:
         """One more statement or expression.

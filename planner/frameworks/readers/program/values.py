@@ -106,6 +106,7 @@ class Made:
         attributes: what the program set on it afterwards.
         called: methods called on it without their result being a new object (name -> the call).
         made_by: the program's class that it is an object of, where that extends foreign code.
+        of: the object that was called, where that came from foreign code: a model's forward.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Made:
     called: dict[str, "Made"] = field(default_factory=dict)
     made_by: "Class | None" = None
     package: str = ""
+    of: "Made | None" = None
 
     def argument(self, keyword: str, position: int = -1) -> Value | None:
         """An argument by name or position."""

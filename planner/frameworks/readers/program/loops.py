@@ -1,0 +1,180 @@
+"""Plain training loops of PyTorch and Accelerate, read as the trainer whose step they make: one forward of one model a
+step, the loss that transformers' model itself computes, one optimizer, a `DataLoader`. Any other loop is none of these.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import field
+
+from planner.core.records import dataclass
+from planner.frameworks.readers.program.values import Items, Known, Made, Unknown, Value, plain
+
+OPTIMIZER_CLASSES = (
+    "AdamW", "Adam", "SGD", "Adafactor", "RMSprop", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW",
+    "PagedAdamW32bit", "Lion", "Lion8bit", "PagedLion8bit",
+)  # fmt: skip
+SPREADS = ("FSDP", "FullyShardedDataParallel", "fully_shard", "DataParallel", "initialize", "parallelize_module")
+"""Calls that spread a model in a way that is not followed here."""
+HALVES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+STACKS = (("plain-loop-drops-outputs", "plain-loop"), ("hf", "accelerate-loop"))
+"""By whether Accelerate casts the outputs to fp32, and whether the loop keeps them."""
+MAX_WRAPPERS = 6
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What goes on where a call stands: the innermost loop over a `DataLoader`, how many functions deep it is, the
+    divisors of the conditions that are open in it (None: another condition), the type under autocast."""
+
+    loader: Made | None = None
+    depth: int = 0
+    divisors: tuple[Value | None, ...] = ()
+    autocast: Value | None = None
+
+
+@dataclass(slots=True)
+class Steps:
+    """Forwards, backwards (by their places) and optimizer steps of a program, in order, each with where it stands."""
+
+    forwards: list[tuple[Made, Turn]] = field(default_factory=list)
+    backwards: dict[str, tuple[Value, Turn]] = field(default_factory=dict)
+    updates: list[tuple[Made, Turn]] = field(default_factory=list)
+
+    def goes_forward(self, made: Made, turn: Turn) -> None:
+        """Notes a forward, once for each place and model."""
+        if not any(one.where == made.where and one.of is made.of for one, _ in self.forwards):
+            self.forwards.append((made, turn))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A plain loop: the trainer that makes the same step, the stack whose outputs live as long, sequences that it
+    evaluates at once beside training (0: no more than it trains; None: not known)."""
+
+    trainer: Made
+    stack: str
+    eval_seqs: int | None
+
+
+def loader_of(value: Value) -> Made | None:
+    """The `DataLoader` that a loop goes over, through what counts or shows its turns; None of anything else."""
+    for _ in range(MAX_WRAPPERS):
+        if not isinstance(value, Made):
+            return None
+        if value.name == "DataLoader":
+            return value
+        value = value.positional[0] if value.positional else Known(None)
+    return None
+
+
+def divisors(test: ast.expr) -> Iterator[ast.expr]:
+    """What a condition counts to: `(step + 1) % every == 0`, `counter == every`."""
+    parts = list(ast.walk(test))
+    divided = [one.right for one in parts if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)]
+    reached = [one.comparators[0] for one in parts if isinstance(one, ast.Compare) and _reaches(one)]
+    yield from divided or reached
+
+
+def _reaches(test: ast.Compare) -> bool:
+    return isinstance(test.ops[0], (ast.Eq, ast.GtE)) and isinstance(test.comparators[0], (ast.Name, ast.Attribute))
+
+
+def autocast_of(context: Value) -> Value | None:
+    """The type that a context computes in ("bf16"; None: its own), `Unknown` where only running tells it; None of
+    another context."""
+    if not isinstance(context, Made) or context.name != "autocast" or context.owner == "accelerator":
+        return None
+    enabled = plain(context.argument("enabled"))
+    if isinstance(enabled, Unknown):
+        return enabled
+    if context.argument("enabled") is not None and not enabled:
+        return None
+    place = 0 if context.owner == "amp" and not context.keywords and len(context.positional) == 1 else 1
+    dtype = context.argument("dtype", place)
+    word = plain(dtype) if dtype is not None else "float16"
+    return word if isinstance(word, Unknown) else Known(HALVES.get(str(word), "fp16"), context.where)
+
+
+def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
+    """The plain loop that a program trains in, None where it trains in none, in another, or in several."""
+    if len(steps.backwards) != 1 or any(one.name in SPREADS for one in made):
+        return None
+    loss, turn = next(iter(steps.backwards.values()))
+    forward = _forward(loss)
+    inside = [one for one, where in steps.forwards if where.loader is turn.loader]
+    updates = [(one, where) for one, where in steps.updates if _optimizer(one) is not None]
+    if forward is None or inside != [forward] or len({id(_optimizer(one)) for one, _ in updates}) != 1:
+        return None
+    at = next(where for one, where in steps.forwards if one is forward)
+    accelerators = [one for one in made if one.name == "Accelerator"]
+    if len(accelerators) > 1 or turn.loader is None:
+        return None
+    accelerator = accelerators[0] if accelerators else None
+    batch = turn.loader.argument("batch_size", 1) or Known(1, turn.loader.where)
+    keywords: dict[str, Value] = {"per_device_train_batch_size": batch, **_precision(at, accelerator)}
+    keywords["gradient_accumulation_steps"] = _accumulation([where for _, where in updates], accelerator, forward.where)
+    optimizers = Items([next(one for one in map(_optimizer, (step for step, _ in updates)) if one is not None)])
+    trainer = Made(
+        "Trainer",
+        keywords={
+            "model": forward.of or Known(None),
+            "args": Made("TrainingArguments", keywords=keywords),
+            "optimizers": optimizers,
+        },
+        where=forward.where,
+    )
+    keeps = "kept" in forward.attributes and "del" not in forward.called
+    mixed = accelerator is not None and plain(keywords["bf16"]) is not plain(keywords["fp16"])
+    stack = STACKS[mixed][keeps]
+    return Loop(trainer, stack, _evaluated(steps, turn.loader, batch))
+
+
+def _forward(loss: Value) -> Made | None:
+    """The call of the model whose own loss is differentiated."""
+    for _ in range(MAX_WRAPPERS):
+        if not isinstance(loss, Made):
+            return None
+        if loss.of is not None:
+            return None  # the outputs themselves
+        if loss.name == "loss" and isinstance(loss.receiver, Made) and loss.receiver.of is not None:
+            return loss.receiver
+        loss = loss.positional[0] if loss.name == "scale" and loss.positional else loss.receiver or Known(None)
+    return None
+
+
+def _optimizer(step: Made) -> Made | None:
+    """What a call of `step` steps: an optimizer, also one that is handed to a scaler."""
+    given = step.positional[0] if step.positional else step.receiver
+    return given if isinstance(given, Made) and given.name in OPTIMIZER_CLASSES else None
+
+
+def _precision(turn: Turn, accelerator: Made | None) -> dict[str, Value]:
+    word: Value | None = turn.autocast
+    if accelerator is not None and (said := accelerator.argument("mixed_precision")) is not None:
+        word = said
+    data = plain(word) if word is not None else None
+    if isinstance(data, Unknown):
+        return {"bf16": data, "fp16": data}
+    return {name: Known(data == name, getattr(word, "where", "")) for name in ("bf16", "fp16")}
+
+
+def _accumulation(turns: list[Turn], accelerator: Made | None, place: str) -> Value:
+    """Micro-batches of a step."""
+    said = accelerator.argument("gradient_accumulation_steps") if accelerator is not None else None
+    if said is not None:
+        return said
+    known = [one for turn in turns for one in turn.divisors if one is not None]
+    if known:
+        return known[0]
+    if any(turn.divisors for turn in turns):
+        return Unknown(f"{place}: the condition on which the optimizer steps")
+    return Known(1, place)
+
+
+def _evaluated(steps: Steps, trained: Made, batch: Value) -> int | None:
+    loaders = [turn.loader for _, turn in steps.forwards if turn.loader is not None and turn.loader is not trained]
+    sizes = [plain(one.argument("batch_size", 1) or Known(1)) for one in loaders]
+    if any(isinstance(size, Unknown) for size in sizes):
+        return None
+    usual = plain(batch)
+    return max([int(size) for size in sizes if isinstance(usual, int) and int(size) > usual], default=0)
