@@ -187,6 +187,8 @@ def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
         ("gpu-q-13: ret = input.softmax(dim)", "attention"),
         (">       return F.cross_entropy(x, y)\nE       torch.cuda.OutOfMemoryError", "loss"),
         ("UserWarning: could not copy a tensor of state_dict(): Error", "save"),
+        ("  batch = self.rollouts.generate_sequences(batch)", "generation"),
+        ("t = torch.einsum('bcft, bcfy->bfty', [qt, kt])", "attention"),
     ],
 )
 def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
@@ -212,6 +214,7 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
         ("trainer/utils.py:unwrap_model_for_generation", "generation"),
         ("train/checkpoint.py:fsdp_save_folder", "save"),
         ("unsloth/save.py:merge_and_overwrite_lora", "save"),
+        ("axolotl/train.py:setup_model_and_tokenizer", "load"),
     ],
 )
 def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
@@ -292,6 +295,20 @@ def test_people_say_it_in_words(words: str) -> None:
         ("显存溢出: the error occurs in `rw_model.load_state_dict(torch.load(PATH))`", "load"),
         ("我检索到占满显存的代码是 loss = model(image, caption)", "forward"),
         ("I load the model and save it. Then it is OOM.", ""),
+        ("OOM in train.py. GPU usage keeps increasing until it fails", "growth"),
+        ("CUDA out of memory occurs after training several steps", "growth"),
+        ("显卡内存一直上涨，最终显存溢出", "growth"),
+        ("OOM: memory usage is not increasing", ""),
+        ("OOM after 2 epochs. The error occurs during evaluation.", "evaluation"),
+        ("CUDA out of memory during training, works fine during inference.", ""),
+        ("CUDA out of memory is solved, the other error appears at loss.backward()", ""),
+        ("在加载完数据开始训练时报OOM", ""),
+        ("OOM when it computes logps", "loss"),
+        ("CUDA OOM when calling `_setup_for_real_optimizer()`", "wrap"),
+        ("VRAM overflow with every sample image", "generation"),
+        ("OOM: it dies during the first training pass", "forward"),
+        ("OOM\nRunning validation on dev set\nTraceback (most recent call last):", "evaluation"),
+        ("OOM\n│ 746 │ ) # Calls into the C++ engine to run the backward pass │", "backward"),
     ],
 )
 def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words: str, phase: str) -> None:
@@ -309,6 +326,12 @@ def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words:
         ('  File "/x/node.py", line 3, in load_model\n    m.to(device)\nAllocation on device', "load"),
         ('  File "r.py", line 9, in train\n    loss = self._loss_step(batch)\n' + OLD, "forward"),
         (as_python((f"{SITE}/transformers/modeling_utils.py:load_shard_file",)) + "\n" + OLD, "load"),
+        (
+            'OutOfMemoryError: Caught OutOfMemoryError in replica 0 on device 0.\nTraceback: File "/x/p.py", line 6, '
+            'in _worker output = module(x) File "/x/m.py", line 7, in forward return x',
+            "forward",
+        ),
+        ("base.py 410 training_step\nloss = x\n\nmodule.py 1532 _call_impl\nreturn y\n" + OLD, "forward"),
     ],
 )
 def test_a_traceback_that_lost_an_end_is_read(text: str, phase: str) -> None:
@@ -360,6 +383,9 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
         "RuntimeError: DataLoader worker (pid 5) is killed by signal: Killed.",
         "the node was running low on memory",
         "killed by OOM killer",
+        "DataLoader worker is killed by singal: Killed",
+        "the ram usage is maxed and the notebook crashes",
+        "内存在训练过程中越来越高最后，oom\nFile torch/cuda/streams.py",
         "the validation leads to an increase in system memory, which leads to Out Of Memory",
         "DataLoader worker (pid 5) is killed by signal: Killed\nIs there `cuda out of memory` in dmesg?",
     ],

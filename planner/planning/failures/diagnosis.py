@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib
 from planner.hardware.gpus import all_gpus
-from planner.planning.failures.message import Message, Phase, phase_of, read_message, sentences_of
+from planner.planning.failures.message import EXPANDABLE, Message, Phase, phase_of, read_message, sentences_of
 
 MANY_BYTES = GIB // 2
 """What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
@@ -13,7 +13,6 @@ LARGE_FRACTION = 0.1
 """Of the card, before others or pieces are the cause and not beside it: full cards hold a few percent of pieces."""
 CARD_TOLERANCE = 0.008
 """A message rounds the total to two digits, and drivers differ by some MiB."""
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnos
     phase = phase_of(message.frames, message.code, sentences) if message.where else None
     causes = (HOST[message.where],) if message.where in HOST else tuple(_causes(message, phase))
     unknown = []
-    if message.where == "device" and not message.frames and phase is None:
+    if message.where == "device" and not message.frames and (phase is None or phase.name == "growth"):
         unknown.append("the traceback: paste it from 'Traceback (most recent call last)' on")
     elif message.where == "device" and phase is None:
         unknown.append("which part of the run it was: none of these calls is known")

@@ -21,10 +21,10 @@ _PREFIX = re.compile(
 _EDGE = r" {1,120}(?:│ {0,40}\n {0,40}│ {1,4})?"
 """Between two words of a rich box, where its width may end a line."""
 _FRAMES = (
-    # Python's own; IPython's since 8; rich's boxes; IPython's before 8; pytest's, and chains with arrows
+    # Python's own; IPython's since 8; rich's boxes; IPython's before 8; pytest's, and chains with arrows, pretty_errors
     re.compile(
         r"(?:File \"|(?m:^)[ \t]{0,60})(?P<file>[^\"\n]{1,400})\", line (?P<line>\d{1,9}), in (?P<name>[^\s(]{1,200})"
-        r"[^\n]{0,200}(?:\n(?![ \t]{0,60}File )[ \t]{0,60}(?P<code>[^\n]{1,300}))?"
+        r"(?:(?! File \")[^\n]){0,200}(?:\n(?![ \t]{0,60}File )[ \t]{0,60}(?P<code>[^\n]{1,300}))?"
     ),
     re.compile(r"File (?P<file>[^\"\s][^\n]{0,400}?):(?P<line>\d{1,9}), in (?P<name>[\w.<>]{1,200})"),
     re.compile(rf"│ (?P<file>\S[^\n│]{{0,300}}?):(?P<line>\d{{1,9}}){_EDGE}in{_EDGE}(?P<name>[\w<>]{{1,200}})"),
@@ -37,6 +37,7 @@ _FRAMES = (
         r"(?<![\w./\\-])(?P<file>[\w./\\-]{1,300}\.py):(?P<line>\d{1,9})(?:: in)? (?P<name>\w{1,200})[ \t]*(?:->|$)",
         re.MULTILINE,
     ),
+    re.compile(r"^ ?(?P<file>\w{1,100}\.py) (?P<line>\d{1,9}) (?P<name>[\w<>]{1,200})$", re.MULTILINE),
 )
 _IN_ENGINE = re.compile(
     r"^ {1,4}(?P<file>/[^\s(]{1,300}\.py)\((?P<line>\d{1,9})\): ?(?P<name>\w{0,200})$", re.MULTILINE
@@ -66,19 +67,25 @@ _DEVICE_ERRORS = re.compile(
     r"|^Allocation on device\b|cudaErrorMemoryAllocation|cuda runtime error \(2\)",
     re.IGNORECASE,
 )
+_CAUGHT = re.compile(r"\bCaught \w{1,60} in (?:replica|\w{1,40} process)")
+"""DataParallel raises a replica's error again, and writes its traceback after it."""
 _RAISED = re.compile(r"Error|error:|Tried to allocate|^\W{0,8}(?:CUDA|HIP|XPU|MPS|Allocation)")
 """Of a line with such an error: the program's own words, not those of who tells of it."""
 _SHARED_ERRORS = re.compile(r"killed by signal: Bus error|out of shared memory|No space left on device.{0,80}/dev/shm")
 _HOST_ERRORS = re.compile(
     r"can't allocate memory|Cannot allocate memory|\bMemoryError|\boom[-_ ]?kill|\bSIGKILL\b|OOMKilled"
     r"|killed by signal: Killed|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b"
-    r"|running low on memory|ray-oom-prevention|\b(?:CPU|RAM|host|node)\b.{0,8}\bOOM\b",
+    r"|DataLoader worker.{0,20} killed\b(?!.{0,20}: (?:Seg|Bus))"
+    r"|running low on memory|ray-oom-prevention|\b(?:CPU|RAM|host|node)(?: memory)?[ -]OOM\b"
+    r"|(?<!GPU )(?<!video )\bRAM (?:usage )?(?:is |was |gets )?(?:maxed|full\b|exhausted)",
     re.IGNORECASE,
 )
 _IN_WORDS = re.compile(
     r"out[- _]of[- _](?:(?:GPU|CUDA|video)[- _])?memory|memory overflow"
     r"|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆|被?占满)|爆显存"
-    r"|占满[显内]存|报错代码|\bmemory crash|\bexceeds? (?:the )?(?:GPU|CUDA) memory",
+    r"|占满[显内]存|报错代码|\bmemory crash|\bexceeds? (?:the )?(?:GPU|CUDA) memory"
+    r"|\b(?:GPU|CUDA) memory error|\bv?ram overflow|overflow\w*\b.{0,15}\b(?:v?ram|memory)\b"
+    r"|\binsufficient (?:video |GPU |CUDA |CPU |system )?(?:memory|v?ram)\b",
     re.IGNORECASE,
 )
 """As people say it, where no error's own text was pasted."""
@@ -89,11 +96,28 @@ _HOST_IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 """Of whose memory people speak, where no error's own text tells."""
-_TOLD = re.compile(
-    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|\bcrash|\b(?:solved|fixed|resolved)\b"
-    r"|\berror (?:is |was |has )?(?:occur|happen|raised|thrown)",
+_GROWN = re.compile(
+    r"\bmem(?:ory)?[- ]?leak|(?:显存|内存).{0,30}(?:一直|逐渐|不断|越来越|随着?|持续).{0,20}[涨增升高大多]"
+    r"|\b(?:memory|v?ram|usage|consumption|footprint)\b(?!.{0,30}\bnot\b).{0,40}"
+    r"(?:\b(?:grow(?:s|n|ing)?|grew|accumulat\w+|climb\w*|(?:gets?|getting) (?:larger|higher))\b"
+    r"|\b(?:keeps?|kept|gradual\w*|continu\w+|slowly|steadily|constantly|is|has been)\b.{0,20}"
+    r"\b(?:increas|ris[ei]|fill)\w*\b|\bincreas\w+ (?:as|with|every|each|over|after)\b)"
+    r"|\bafter(?: [^\s,.]+){1,4} (?:steps|epochs|iterations|iters|batches|hours|minutes)\b|\bafter a while\b"
+    r"|\buntil the \w+ (?:\w+ )?epoch\b|(?:训练|运行|跑)[到了].{0,12}(?:%|一半|步|轮|小时)|一段时间",
     re.IGNORECASE,
 )
+"""Memory that ran out later than in the first steps, as its author tells it."""
+_TOLD = re.compile(
+    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|{_GROWN.pattern}|\bcrash|\b(?:dies|fail(?:s|ed))\b|\b(?:solved|fixed|resolved)\b"
+    r"|\berror (?:is |was |has )?(?:occur|happen|raised|thrown)|^\W*(?:it )?occurs?\b",
+    re.IGNORECASE,
+)
+_BEFORE = re.compile(
+    r"^.{0,100}\b(?:[Rr]unning|[Ss]tarting|[Ss]aving) .{3,100}(?=\n.{0,40}Traceback)"
+    r"|C\+\+ engine to run the backward pass",
+    re.MULTILINE,
+)
+"""The line of a log after which a traceback starts; what autograd's own line says, where no mark shows it was run."""
 _OTHER_ERRORS = re.compile(r"^\W{0,20}[A-Za-z_][\w.]{0,100}(?:Error|Exception)\b(?!.{0,20}Traceback)")
 CONTEXT_BYTES = GIB
 """What CUDA and its libraries take beside PyTorch's own memory, at most: messages before 2.1 do not count it."""
@@ -148,7 +172,8 @@ def read_message(text: str) -> Message:
     where, at = _error(lines)
     if at is None:
         return Message(where="", frames=frames_of(lines))
-    frames = _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
+    caught = frames_of(lines[at:]) if _CAUGHT.search(lines[at]) else ()
+    frames = caught or _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
     inner = tuple(_frames(_IN_ENGINE, "\n".join(lines[at + 1 : at + MAX_FRAMES])))[::-1]
     return Message(
         where=where,
@@ -159,7 +184,8 @@ def read_message(text: str) -> Message:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Sentences in which people speak of the error, or of what ended it."""
+    """Sentences in which people speak of the error, or of what ended it; what a log says of the moment before it."""
+    yield from (found[0] for found in _BEFORE.finditer(text))
     for line in text.splitlines():
         if len(line) <= MAX_SENTENCE and not line.startswith(("    ", "  File", "│")):
             yield from filter(_TOLD.search, re.split(r"(?<=[.!?;])\s|(?<=[。！？])", line))
@@ -179,8 +205,13 @@ def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     if any(_OTHER_ERRORS.match(line) for line in lines):
         return "", None
     at = _last(lines, _IN_WORDS)
-    hosts = not any(map(_CARD_IN_WORDS.search, lines)) and any(map(_HOST_IN_WORDS.search, lines))
-    return ("" if at is None else "host" if hosts else "device"), at
+    if at is None:
+        return "", None
+    hosts = (
+        any(map(_HOST_IN_WORDS.search, told)) and not any(map(_CARD_IN_WORDS.search, told))
+        for told in (lines[at : at + 1], lines)
+    )
+    return ("host" if any(hosts) else "device"), at
 
 
 def _figures(lines: Sequence[str]) -> dict[str, int]:
@@ -296,6 +327,7 @@ MICRO_BATCH = "per_device_train_batch_size down, gradient_accumulation_steps up 
 SHORTER = "a shorter maximum length: changes what is learned, last"
 FUSED_LOSS = "use_liger_kernel=True (or TRL's loss_type='chunked_nll'): the logits never exist as a whole"
 QUANTIZED = "a 4-bit base (QLoRA): a quarter of the weights"
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
 LORA = "LoRA instead of full fine-tuning: no gradients and optimizer states of the base"
 
 PHASES = {
@@ -413,6 +445,17 @@ PHASES = {
             ),
         ),
         Phase(
+            name="growth",
+            words="a later step, after steps that fitted",
+            why="memory grew: a longer batch than those before, tensors that are kept, or a cache in pieces",
+            changes=(
+                "loss.item(), .detach() or .cpu() for what is collected: a loss that is kept keeps its whole graph",
+                "the longest samples first, once: it shows at once whether they fit, or whether memory grows",
+                EXPANDABLE,
+                SHORTER,
+            ),
+        ),
+        Phase(
             name="save",
             words="saving, merging or loading a checkpoint",
             why="the weights are gathered or copied whole beside what training holds",
@@ -481,7 +524,10 @@ _RULES = (
         "wrap",
         r"(?:parallel/distributed|fully_sharded_data_parallel|_init_utils|_?flat_param|fsdp2?_utils)\.py:_{0,2}init",
     ),
-    ("wrap", r":(?:fully_shard|fsdp2_prepare_model|_sync_module_states|_verify_param_shape_across_processes)$"),
+    (
+        "wrap",
+        r":(?:_setup_for_real_optimizer|initialize_optimizer_states|fully_shard|fsdp2_prepare_model|_sync_module_states|_verify_param_shape_across_processes)$",
+    ),
     ("wrap", r"deepspeed/(?:__init__\.py:initialize|runtime/(?:engine|zero/\w+)\.py:(?:__init__|_configure\w*))"),
     (
         "load",
@@ -490,18 +536,19 @@ _RULES = (
     ("forward", r":(?:training_step|compute_loss|_inner_training_loop|\w*forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
     ("forward", r"nn/modules/module\.py:(?:(?:_wrapped)?_call_impl|__call__)$"),
+    ("load", r":_?(?:setup|load|get|build|create|init|initialize)_(?:[a-z]+_)?model\w*$"),
 )
 _CODE_RULES = (
     # phase, pattern of a source line
     ("evaluation-gather", r"\bpreds\w* = .{0,80}(?:torch\.cat|nested_concat)"),
     ("save", r"state_dict\(\)|save_pretrained\w*\(|torch\.save\(|merge_and_unload\("),
-    ("generation", r"\.generate\("),
+    ("generation", r"\.generate(?:_(?:sequences|completions|samples|responses))?\("),
     ("optimizer", r"optim\w*['\"\]]{0,2}\.step\(|\bexp_avg"),
     ("loss", r"lm_head\(|cross_entropy|log_softmax|logsumexp|logits\.float\("),
     ("backward", r"\.backward\(|run_backward"),
     (
         "attention",
-        r"(?:att(?:entio)?n\w*|\binput)\.softmax|\w*attention\(|scores\.masked_fill"
+        r"einsum\(.{0,60}\bq\w*, ?k|(?:att(?:entio)?n\w*|\binput)\.softmax|\w*attention\(|scores\.masked_fill"
         r"|\b(?:att\w*|scores|probs) @ |attn_(?:weights|scores|probs) = |scaled_dot_product|matmul\(q|softmax\(att",
     ),
     (
@@ -521,7 +568,7 @@ _SAID = (
     ),
     ("optimizer", r"\boptim(?:i[sz]er)?(?:'s |\.|[ _])(?:step|states?)\b"),
     ("reference", _WHEN + r".{0,20}\bref(?:erence)?[ _](?:model|policy|log)"),
-    ("loss", r"cross[- _]?entropy|\blog_?softmax\b|" + _WHEN + r"(?:comput|calculat)\w{1,5} (?:the )?(?:loss|log)"),
+    ("loss", r"cross[- _]?entropy|\blog_?softmax\b|\b(?:comput|calculat)\w{1,5} (?:the )?(?:loss|log[- _]?p)"),
     ("backward", r"\bbackward(?:\(|[ -]pass|\b.{0,20}propagat)|" + _WHEN + r"`?(?:loss\.)?back(?:ward|-?prop)"),
     (
         "evaluation",
@@ -535,20 +582,30 @@ _SAID = (
     ),
     (
         "generation",
-        r"cumem_allocator|" + _WHEN + r"(?:generat|rollouts?\b|rolling out|sampling|inference|decoding)|推理",
+        r"cumem_allocator|\bsampl(?:e|ing) (?:images?|frames?|videos?)|"
+        + _WHEN
+        + r"(?:generat|rollouts?\b|rolling out|sampling|inference|decoding)|推理",
     ),
     (
         "load",
         _WHEN + r"(?:load|initiali[sz])|\bresum(?:e|ing)\b.{0,40}\b(?:checkpoints?|ckpt|training)\b"
-        r"|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载",
+        r"|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载(?!完|.{0,4}数据)",
     ),
-    ("forward", _WHEN + "`?forward"),
+    ("forward", _WHEN + "`?(?:forward|train(?:ing)?[ _](?:pass|step))"),
     ("attention", _WHEN + r"`?(?:self[- _]?)?atten|forward_attention"),
     ("attention", r"\b(?:solved|fixed|resolved)\b.{0,60}\bflash[- _]?att|\bflash[- _]?att.{0,60}\b(?:solves|fixes)\b"),
 )
 """Where neither calls nor source lines are known: what its author says of the moment."""
-_NO_MOMENT = re.compile(r"\boffload|\b(?:does|did)(?:n't| not) help\b|\bno success\b", re.IGNORECASE)
-"""A sentence that tells of what was tried."""
+_NO_MOMENT = re.compile(
+    r"\boffload|\b(?:does|did)(?:n't| not) help\b|\bno success\b|n[o']t (?:been )?solved|\bother error", re.IGNORECASE
+)
+"""A sentence that tells of what was tried, or of another error."""
+_WORKS = re.compile(
+    r"\b(?:works?|worked|runs?|ran|goes|is|was) (?:totally |just )?(?:fine|well|ok(?:ay)?|normal(?:ly)?)\b[^,.;]*",
+    re.IGNORECASE,
+)
+_NAMED = re.compile(r"\b([a-z_]\w{5,60})\(|`([a-z_]\w{5,60})`")
+"""A function that a sentence names."""
 _REFINED = {
     None: {name for name, _ in _CODE_RULES},
     "forward": {"loss", "attention"},
@@ -578,9 +635,15 @@ def phase_of(frames: Iterable[Frame], code: str = "", words: Iterable[str] = ())
 
 def _in_words(sentences: Iterable[str]) -> str | None:
     """The part of the run that the first sentence names which names any, or whose code it quotes."""
-    moments = [one for one in sentences if not _NO_MOMENT.search(one)]
-    found = (name for one in moments for name, said in (*_SAID, *_CODE_RULES) if re.search(said, one, re.IGNORECASE))
-    return next(found, None)
+    moments = [_WORKS.sub("", one) for one in sentences if not _NO_MOMENT.search(one)]
+    for one in moments:
+        said = (name for name, told in (*_SAID, *_CODE_RULES) if re.search(told, one, re.IGNORECASE))
+        called = (
+            _RULES[at][0] for names in _NAMED.findall(one) if (at := _rule_of(f":{''.join(names)}")) < len(_RULES)
+        )
+        if found := next(said, None) or next(called, None):
+            return found
+    return "growth" if any(map(_GROWN.search, moments)) else None
 
 
 @lru_cache(maxsize=20_000)
