@@ -214,6 +214,7 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
         ("trainer/utils.py:unwrap_model_for_generation", "generation"),
         ("train/checkpoint.py:fsdp_save_folder", "save"),
         ("unsloth/save.py:merge_and_overwrite_lora", "save"),
+        ("trainer/ccip_trainer.py:val_one_epoch", "evaluation"),
         ("axolotl/train.py:setup_model_and_tokenizer", "load"),
     ],
 )
@@ -295,6 +296,9 @@ def test_people_say_it_in_words(words: str) -> None:
         ("显存溢出: the error occurs in `rw_model.load_state_dict(torch.load(PATH))`", "load"),
         ("我检索到占满显存的代码是 loss = model(image, caption)", "forward"),
         ("I load the model and save it. Then it is OOM.", ""),
+        ("export_model.py 合并 lora后sft报OOM", ""),
+        ("the saved model loaded always got OOM", "load"),
+        ("Possible memory leak in validation", "evaluation"),
         ("OOM in train.py. GPU usage keeps increasing until it fails", "growth"),
         ("CUDA out of memory occurs after training several steps", "growth"),
         ("显卡内存一直上涨，最终显存溢出", "growth"),

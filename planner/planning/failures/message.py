@@ -84,7 +84,7 @@ _IN_WORDS = re.compile(
     r"out[- _]of[- _](?:(?:GPU|CUDA|video)[- _])?memory|memory overflow"
     r"|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆|被?占满)|爆显存"
     r"|占满[显内]存|报错代码|\bmemory crash|\bexceeds? (?:the )?(?:GPU|CUDA) memory"
-    r"|\b(?:GPU|CUDA) memory error|\bv?ram overflow|overflow\w*\b.{0,15}\b(?:v?ram|memory)\b"
+    r"|\bmemory leak|\b(?:GPU|CUDA) memory error|\bv?ram overflow|overflow\w*\b.{0,15}\b(?:v?ram|memory)\b"
     r"|\binsufficient (?:video |GPU |CUDA |CPU |system )?(?:memory|v?ram)\b",
     re.IGNORECASE,
 )
@@ -469,7 +469,8 @@ PHASES = {
 }
 
 _TRAINER_EVALUATES = (
-    "evaluate|evaluation_loop|prediction_loop|prediction_step|predict|_evaluate|eval_loop|validation_step"
+    "evaluate|evaluation_loop|prediction_loop|prediction_step|predict|_evaluate|eval_loop|validate"
+    "|val(?:id\\w*)?_(?:one_)?(?:epoch|loop|step)"
 )
 _SAVES = (
     "_?(?:[a-z]+_)?save_(?!evaluate)\\w+|merge_and_\\w+|_merge_lora|unsloth_\\w*save\\w*|_load_best_model|_save|_load_from_checkpoint"
@@ -563,8 +564,9 @@ _SAID = (
     (
         "save",
         r"\bmodel checkpointing\b|\b(?:checkpoint|ckpt|model|weights?)[ -]sav(?:e|ing)\b"
-        r"|(?<!after )\bsav(?:es?|ing)\b.{0,40}\b(?:model|checkpoint|ckpt|weights?|states?|adapter)|保存"
-        r"|\bmerg(?:e|ing)\b.{0,40}\b(?:lora|models?|weights?|adapters?)|\b(?:lora|models?|weights?) merging|合并",
+        r"|(?<!after )\bsav(?:es?|ing)\b.{0,40}\b(?:model|checkpoint|ckpt|weights?|states?|adapter)|保存(?!.{0,8}后)"
+        r"|\bmerg(?:e|ing)\b.{0,40}\b(?:lora|models?|weights?|adapters?)|\b(?:lora|models?|weights?) merging"
+        r"|合并(?!的|.{0,8}后)",
     ),
     ("optimizer", r"\boptim(?:i[sz]er)?(?:'s |\.|[ _])(?:step|states?)\b"),
     ("reference", _WHEN + r".{0,20}\bref(?:erence)?[ _](?:model|policy|log)"),
@@ -589,7 +591,8 @@ _SAID = (
     (
         "load",
         _WHEN + r"(?:load|initiali[sz])|\bresum(?:e|ing)\b.{0,40}\b(?:checkpoints?|ckpt|training)\b"
-        r"|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载(?!完|.{0,4}数据)",
+        r"|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|\bloaded (?:always )?(?:gets?|got|goes) oom\b"
+        r"|加载(?!完|.{0,4}数据)",
     ),
     ("forward", _WHEN + "`?(?:forward|train(?:ing)?[ _](?:pass|step))"),
     ("attention", _WHEN + r"`?(?:self[- _]?)?atten|forward_attention"),
