@@ -96,6 +96,52 @@ for layer in model.model.layers:
         setattr(layer, name, checkpoint_wrapper(getattr(layer, name)))
 model.config.use_cache = False
 """
+MASKED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(num_hidden_layers=8, max_position_embeddings=8192)
+model = LlamaForCausalLM._from_config(config, torch_dtype=torch.bfloat16, attn_implementation="sdpa").to("cuda")
+model.gradient_checkpointing_enable()
+"""
+EXPERTS = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+config = AutoConfig.from_pretrained("zai-org/GLM-4.5-Air")
+config.num_hidden_layers = 4
+base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_type="nf4")
+model = AutoModelForCausalLM.from_pretrained(
+    "zai-org/GLM-4.5-Air", config=config, dtype=torch.bfloat16, quantization_config=base
+)
+model.gradient_checkpointing_enable()
+model.enable_input_require_grads()
+model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+"""
+# petals loads a block so, after it was made without weights
+PLACED = """
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+with init_empty_weights():
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True), 4)
+for name, weight in list(model.named_parameters()):
+    set_module_tensor_to_device(model, name, "cuda", value=torch.zeros(weight.shape, dtype=torch.bfloat16))
+with torch.no_grad():
+    model(torch.zeros(1, 1024, 4096, dtype=next(model.parameters()).dtype, device="cuda"))
+"""
+LOGGED = """
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", torch_dtype=torch.bfloat16)
+rows = Dataset.from_list([{"text": "b " * 4096}] * 64)
+args = SFTConfig(
+    "out", max_steps=2, report_to="none", per_device_train_batch_size=1, bf16=True, max_length=8192,
+    gradient_checkpointing=True,
+)
+SFTTrainer(model=model, args=args, train_dataset=rows).train()
+"""
 # flash-attn is a CUDA build: the operators that it is a form of, which keep the same bytes, stand in its place
 KERNEL = """
 import torch
@@ -161,6 +207,22 @@ CASES = {
         DATA + TOKENS + LORA.replace("float16", "float32") + ARGUMENTS.format("").replace("bf16", "fp16") + TRAINS,
         "peft==0.3.0", "peft==0.10.0", OF_2023, "",
     ),
+    "transformers/issues/30010": Case(
+        MASKED + LOOP.replace("(4, 2048)", "(1, 8192)"),
+        "transformers==4.37.2", "transformers==4.39.3", ("accelerate==0.27.2", "numpy<2"), "causal_mask",
+    ),
+    "axolotl/issues/3374": Case(
+        EXPERTS + LOOP.replace("(4,", "(1,"),
+        "transformers==4.57.6", "transformers==5.2.0", ("bitsandbytes==0.49.0", "peft==0.18.1"),
+        "mlp.experts",
+    ),
+    "petals/pull/310": Case(
+        PLACED, "accelerate==0.15.0", "accelerate==0.16.0", ("numpy<2", "setuptools<80"), "set_module_tensor_to_device"
+    ),
+    "trl/pull/4013": Case(
+        LOGGED, "trl==0.21.0", "trl==0.22.1", ("transformers==4.55.4", "accelerate==1.10.1", "datasets==3.6.0"),
+        "entropy_from_logits",
+    ),
     "Automodel/pull/1621": Case(WRAPPED + LOOP, "transformers==5.2.0", "transformers==5.3.0", (), "output_capturing"),
 }  # fmt: skip
 
@@ -191,7 +253,9 @@ def scored(case: Case) -> dict[str, str]:
     names = [one for one in grew if case.cause and case.cause in one["name"]]
     shown = names or grew[:1]
     mib = "; ".join(f"{one['name']} {one['added_bytes'] >> 20:+,} MiB" for one in shown)
-    peak = f"device {runs['added_bytes'] >> 20:+,} MiB, allocated {runs['added_allocated_bytes'] >> 20:+,} MiB"
+    phase, more = max(runs["by_phase"].items(), key=lambda one: one[1], default=("", 0))
+    phase = f", {phase} {more >> 20:+,} MiB" if more > runs["added_allocated_bytes"] else ""
+    peak = f"device {runs['added_bytes'] >> 20:+,} MiB, allocated {runs['added_allocated_bytes'] >> 20:+,} MiB{phase}"
     given = "" if case.cause else "; the thread gives no cause to hold it against"
     return {
         "by_setting": by_setting,

@@ -69,6 +69,7 @@ class Origins:
         num_forwards: calls of outermost modules in training mode.
         stepping: above zero while an optimizer steps; loading: while a model is loaded or goes to a device.
         evaluating: whether the outermost module that ran last is the trained one out of its training.
+        models: outermost modules that ran, as weak references.
         idle_checkpointing: whether it trained in evaluation mode, where transformers' checkpointing does nothing.
         questions: what the program asked that only a GPU could answer -> how often.
     """
@@ -88,6 +89,7 @@ class Origins:
         self.evaluating = False
         self.idle_checkpointing = False
         self._trained: set[int] = set()
+        self.models: dict[int, weakref.ref[Any]] = {}
 
     @property
     def phase(self) -> str:
@@ -166,6 +168,7 @@ class Origins:
     def _outermost(self, module: Any) -> None:
         """A whole model begins a forward: of the training, or of an evaluation of what trains (no other model's, such
         as a reference's)."""
+        self.models[id(module)] = self._names[id(module)][0]
         if module.training or (torch.is_grad_enabled() and not self.num_forwards):
             self.num_forwards += 1
             self._trained.add(id(module))

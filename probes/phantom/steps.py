@@ -15,15 +15,15 @@ class Done(BaseException):
     """Enough steps ran. No `Exception`, so that programs do not swallow it."""
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose memory a tensor is: of a DTensor this rank's, of another wrapper all that it holds."""
     if type(tensor) in _WITHOUT_PARTS:
         return [tensor]
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
-        return _parts(local)
+        return parts_of(local)
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    return [one for name in names for one in _parts(getattr(tensor, name))] or [tensor]
+    return [one for name in names for one in parts_of(getattr(tensor, name))] or [tensor]
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
     origins, num_steps = phantom.origins, phantom.options.num_steps
 
     def own(tensor: torch.Tensor, category: str, name: str) -> None:
-        for one in _parts(tensor):
+        for one in parts_of(tensor):
             origins.own(phantom.number_of(one), category, name)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:

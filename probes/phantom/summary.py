@@ -11,8 +11,10 @@ from probes.installed import installed
 from probes.phantom.compiled import EAGER
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin, code_name
+from probes.phantom.steps import parts_of
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "liger-kernel", "datasets")
+WEIGHTS = "weights and buffers"
 _POINTS = 400
 _SHOWN = 40
 
@@ -20,6 +22,7 @@ _SHOWN = 40
 def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0.0) -> TraceResult:
     """The result of the run so far."""
     phantom.memory.keep_peaks()
+    _own_weights(phantom)
     totals, alive, peaks = _walk(phantom)
     peak_phase = max(peaks, key=lambda phase: peaks[phase]) if peaks else "load"
     return TraceResult(
@@ -52,6 +55,14 @@ IDLE = (
     "gradient checkpointing is on, but the model trains in evaluation mode, where it does nothing: call model.train() "
     "(from_pretrained gives a model in evaluation mode)"
 )
+
+
+def _own_weights(phantom: Phantom) -> None:
+    """What no optimizer owned (a frozen base, a model that only answers) is known by the module that holds it."""
+    for model in filter(None, (one() for one in phantom.origins.models.values())):
+        for _, parameter in model.named_parameters():
+            for part in parts_of(parameter):
+                phantom.origins.own(phantom.number_of(part), WEIGHTS, phantom.origins.parameter_name(parameter))
 
 
 def _repeated(phantom: Phantom) -> tuple[str, ...]:
@@ -109,7 +120,7 @@ def category_of(phantom: Phantom, number: int, origin: Origin) -> str:
     if "workspace" in origin.op:
         return "workspaces"
     if origin.phase == "load":
-        return "weights and buffers"
+        return WEIGHTS
     if origin.phase == "step":
         return "optimizer temporaries"
     if origin.phase == "evaluation":

@@ -200,6 +200,8 @@ def test_a_loop_is_stopped_after_its_steps(scaled: bool) -> None:
     assert 4 * trained <= sizes["trained weights"] < 4 * trained + 4096
     assert sizes["weights and buffers"] >= 4 * frozen
     assert sizes["optimizer states"] >= 8 * trained
+    modules = {one.name: one.size_bytes for one in result.by_module}
+    assert modules["0"] >= 4 * frozen  # whose weights no optimizer owns
 
 
 def test_the_peak_survives_a_reset_by_the_program(phantom: Phantom) -> None:

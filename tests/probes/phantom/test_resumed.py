@@ -15,7 +15,7 @@ from planner.hardware.gpus import find_gpu
 from probes.phantom.card import card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
-from probes.phantom.steps import _parts
+from probes.phantom.steps import parts_of
 from probes.phantom.summary import IDLE, summary
 
 CARD = card_of(find_gpu("rtx-4090"))
@@ -111,9 +111,9 @@ def test_a_peak_of_an_evaluation_is_called_one(phantom: Phantom) -> None:
 def test_states_of_a_sharded_parameter_are_states() -> None:
     """A DTensor's memory is its local tensor's, a quantized tensor's that of its parts."""
     local, scale = torch.ones(2), torch.ones(3)
-    assert _parts(SimpleNamespace(_local_tensor=local))[0] is local  # type: ignore[arg-type]
+    assert parts_of(SimpleNamespace(_local_tensor=local))[0] is local  # type: ignore[arg-type]
     inner = SimpleNamespace(__tensor_flatten__=lambda: (["codes", "scale"], None), codes=local, scale=scale)
-    assert [one.numel() for one in _parts(inner)] == [2, 3]  # type: ignore[arg-type]
+    assert [one.numel() for one in parts_of(inner)] == [2, 3]  # type: ignore[arg-type]
 
 
 def test_another_model_that_is_asked_in_a_step_evaluates_nothing(phantom: Phantom) -> None:
