@@ -87,14 +87,16 @@ def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) 
 def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
     """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
 
-    Without gradients nothing is kept but the layer at hand, and the loss is the same: what a training step under
-    checkpointing holds up to its loss, but for the inputs of all layers except one.
+    Without gradients nothing is kept but the layer at hand, and the loss is the same, or Liger's with whole logits:
+    what a training step under checkpointing holds up to its loss, but for the inputs of all layers except one.
 
     Args:
         logits: whether a metric wants them, of this batch alone: whole, whatever the loss.
     """
     every = int(setup.method == "full" or setup.kind.checkpointing)
-    forward = setup.replace(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every, activation_offload=False)
+    loss = "full" if evaluates_whole(setup) else setup.loss
+    plain = {"accumulation_steps": 1, "activation_offload": False, "selective_checkpointing": False}
+    forward = setup.replace(micro_batch_seqs=seqs, checkpointing=every, loss=loss, **plain)
     memory = predict_memory(model, gpu, forward)
     inputs = checkpointed_inputs_bytes(model, forward)
     others = inputs - inputs // model.num_layers
@@ -107,10 +109,18 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
 
 def evaluating_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
     """`evaluation_bytes`, 0 where it surely stays below the step's peak, or is not known."""
-    more = seqs > setup.micro_batch_seqs or (seqs and logits)
+    more = seqs > setup.micro_batch_seqs or (seqs and (logits or evaluates_whole(setup)))
     if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
         return 0
     return evaluation_bytes(model, gpu, setup, seqs, logits=logits)
+
+
+def evaluates_whole(setup: TrainSetup) -> bool:
+    """Whether the training's loss makes no logits and the evaluation's does.
+
+    Source: Liger 0.8.4 `transformers/model/llama.py` lce_forward (skip_logits: self.training); TRL 1.16 has its own.
+    """
+    return setup.loss == "liger" and setup.trainer.evaluates_whole
 
 
 def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:

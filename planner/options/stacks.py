@@ -49,6 +49,7 @@ class Stack:
         overlaps_offload: what is offloaded of activations is copied beside the computation.
         single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
             rearrangement einops', as a course's transformer is written.
+        evaluates_whole: under Liger's loss an evaluation makes whole logits, which that forward leaves out in training.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
@@ -80,6 +81,7 @@ class Stack:
     fused: bool = False
     overlaps_offload: bool = False
     single_operations: bool = False
+    evaluates_whole: bool = False
     selects_products: bool = False
     packs_rows: bool = False
     wide_embedding_states: bool = False
@@ -124,6 +126,7 @@ _ROWS = (
         name="hf",
         title="transformers' Trainer",
         widens_outputs=True,
+        evaluates_whole=True,
         wide_embedding_states=True,
         source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
     ),
@@ -131,6 +134,7 @@ _ROWS = (
         name="ms-swift",
         title="ms-swift",
         widens_outputs=True,
+        evaluates_whole=True,
         wide_embedding_states=True,
         source="ms-swift 4.6 trainers/seq2seq_trainer.py (transformers' Trainer); its step of Qwen2.5-7B, LoRA, "
         "traced: 0.5 % fewer bytes, 0.2 % more tokens/s than the formula says (transformers 5.19, peft 0.20)",
@@ -333,6 +337,7 @@ _ROWS = (
         name="llamafactory",
         title="LLaMA-Factory",
         widens_outputs=True,
+        evaluates_whole=True,
         reentrant_checkpointing=True,
         checkpoints_trained=True,
         wide_embedding_states=True,

@@ -230,9 +230,10 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
     found = []
     if decides_bytes:
         key, micro = setting_of(config), config.setup.micro_batch_seqs
+        whole = around.evaluates_whole(config.setup)
         found.append(
             f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
-            f"{gib(decides_bytes)}: {key} {micro} keeps it below"
+            f"{gib(decides_bytes)}: {WHOLE_EVALUATION if whole else f'{key} {micro} keeps it below'}"
         )
     if _keeps_all_logits(config):
         each = gib(2 * around.logits_bytes(model, config.setup))
@@ -241,6 +242,9 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
             "eval_accumulation_steps 1 sends them to the host"
         )
     return tuple(found)
+
+
+WHOLE_EVALUATION = "Liger's loss makes no logits in training alone"
 
 
 def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
@@ -283,7 +287,12 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
     change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
-    changes = [change(evaluation_label(config.setup), config.setup, of_step, band=step_band)] if decides else []
+    changes = []
+    if decides and config.eval_seqs > config.setup.micro_batch_seqs:
+        at_micro = replace(config, eval_seqs=config.setup.micro_batch_seqs)
+        least = evaluating_bytes(at_micro, model, gpu, config.setup)
+        fewer = replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
+        changes = [change(evaluation_label(config.setup), config.setup, fewer, band=step_band)]
     for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
         if config.allows(setup):
             after = predict(setup)

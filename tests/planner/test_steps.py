@@ -14,7 +14,7 @@ from planner.core.errors import UsageError
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.hyperparameters import rate_batch
 from planner.hardware.gpus import find_gpu
-from planner.memory.around import evaluation_bytes, logits_bytes, occasions
+from planner.memory.around import evaluating_bytes, evaluation_bytes, logits_bytes, occasions
 from planner.memory.workload import Data
 from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
@@ -88,6 +88,19 @@ def test_what_evaluating_and_saving_take() -> None:
         "merging the adapter",
     ):
         assert words in notes
+
+
+def test_liger_evaluates_with_whole_logits_where_its_forward_does() -> None:
+    """Liger 0.8.4's forward leaves the logits out in training alone; TRL's own head never makes them whole."""
+    model, card = resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    trl = TrainSetup(loss="liger", kernels="liger", checkpointing=1, seq_len_tokens=2048)
+    by = {stack: trl.replace(stack=stack) for stack in ("trl", "hf", "llamafactory", "ms-swift")}
+    whole = 2048 * 128_256 * 2  # bytes of 16-bit logits
+    least = evaluation_bytes(model, card, by["trl"], 1)
+    for stack in ("hf", "llamafactory", "ms-swift"):
+        assert evaluation_bytes(model, card, by[stack], 1) > least + 4 * whole
+        assert evaluating_bytes(model, card, by[stack], 1) == evaluation_bytes(model, card, by[stack], 1)
+    assert evaluating_bytes(model, card, by["trl"], 1) == 0
 
 
 def test_every_launch_file_evaluates_at_the_micro_batch() -> None:

@@ -9,7 +9,7 @@ from planner.core.errors import SetupError
 from planner.core.notes import risk, usual
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
-from planner.memory.around import DEFAULT_EVAL_SEQS, evaluation_bytes, logits_bytes
+from planner.memory.around import DEFAULT_EVAL_SEQS, evaluates_whole, evaluation_bytes, logits_bytes
 from planner.memory.attention_kernels import missing_kernels, supported_attentions
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines import engine_of
@@ -142,8 +142,11 @@ def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
 def evaluation_note(workload: Workload, setup: TrainSetup) -> str:
     """What evaluating takes, and the settings that keep it below the training peak."""
     micro = setup.micro_batch_seqs
-    words = f"evaluation at {micro} at once (per_device_eval_batch_size, set in the launch files) stays below the peak"
     model, gpu = workload.model, workload.gpu
+    words = f"evaluation at {micro} at once (per_device_eval_batch_size, set in the launch files) stays below the peak"
+    if evaluates_whole(setup):
+        takes = gib(evaluation_bytes(model, gpu, setup, micro))
+        words = f"evaluation at {micro} at once takes up to {takes}: Liger's loss makes no logits in training alone"
     usual = evaluation_bytes(model, gpu, setup, DEFAULT_EVAL_SEQS)
     if micro < DEFAULT_EVAL_SEQS and usual > workload.budget_bytes:
         words += f"; transformers' default of {DEFAULT_EVAL_SEQS} could take {gib(usual)}"
