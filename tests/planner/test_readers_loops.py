@@ -1,9 +1,11 @@
 """Plain loops of PyTorch and Accelerate are judged as the step that they make; every other loop is refused."""
 
+from pathlib import Path
+
 import pytest
 
-from planner.core.errors import NotPlanned
-from planner.frameworks.readers import ReadConfig, read_text
+from planner.core.errors import NotATraining, NotPlanned
+from planner.frameworks.readers import FileContext, ReadConfig, read_text
 
 HEAD = """
 import torch
@@ -122,3 +124,23 @@ def test_another_loop_is_refused_with_the_command_that_runs_it(case: str) -> Non
     with pytest.raises(NotPlanned, match="a loop of its own") as refused:
         read(OTHERS[case])
     assert "plan trace -- python FILE" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("train_policy.py", "import core\ncore.Agent(load()).learn()\n"),
+        ("sft.py", "from core import Agent\nAgent.build(open('x')).go()\n"),
+        ("main.py", "class Agent:\n    async def go(self, b):\n        self.net(b).mean().backward()\nrun(Agent)\n"),
+    ],
+)
+def test_a_backward_that_nothing_is_known_to_call_is_a_loop_of_its_own(name: str, body: str, tmp_path: Path) -> None:
+    (tmp_path / "core.py").write_text("def f(loss):\n    loss.backward()\nAgent = make(f)\n", "utf-8")
+    with pytest.raises(NotPlanned, match="a loop of its own"):
+        read_text(body, name, around=FileContext(roots=(tmp_path,)))
+
+
+def test_a_program_that_only_imports_a_backward_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "core.py").write_text("def f(loss):\n    loss.backward()\n", "utf-8")
+    with pytest.raises(NotATraining):
+        read_text("import core\ncore.show(open('x'))\n", "chat.py", around=FileContext(roots=(tmp_path,)))

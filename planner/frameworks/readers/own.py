@@ -143,9 +143,9 @@ def read(settings: Settings) -> ReadConfig:
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     texts = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
-    objective, certain = of_own(values, name, (name.lower(), *texts))
     if marks := sorted(OF_ROLLOUTS & {part.lower() for path, _ in _leaves(values, ()) for part in path}):
         raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
+    objective, certain = of_own(values, name, (name.lower(), *texts))
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}

@@ -251,7 +251,8 @@ def _refuse(program: Program, name: str) -> None:
     called = {one.name for one in program.made}
     loads = "from_pretrained" in called and called & {"backward", "step"}
     engine = any((one.package, one.name) == ("deepspeed", "initialize") for one in program.made)
-    if loads or engine or {"backward", "zero_grad"} <= called:
+    own = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
+    if loads or engine or own:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{RUN_IT}; plan estimate answers for a setup that you name",

@@ -83,6 +83,7 @@ def _read(
     tree: ast.Module, text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None
 ) -> Program:
     reader = Reader(name, outside, label)
+    reader.program.differentiates += [name] if ".backward(" in text else []
     reader.whole(tree)
     if "store_true" in text and outside.arguments is None and not reader.makes_trainer():
         again = Reader(name, replace(outside, open_switches=True), label)
@@ -376,6 +377,7 @@ class Reader(Functions):
                 text = self.outside.exactly(path)
             if text is not None:
                 self.source_bytes += len(text)
+                self.program.differentiates += [path] if ".backward(" in text else []
                 scope = Scope({"__name__": Known(name), "__file__": Known(path)}, file=path)
                 try:
                     self.block(tree_of(parsable(text)).body, scope)

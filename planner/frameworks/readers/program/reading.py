@@ -81,6 +81,7 @@ class Program:
         workers: processes that the program itself starts, as it says.
         open_conditions: conditions that were met and that nothing decides -> where the first of each stands.
         steps: what it computes in loops of its own.
+        differentiates: its files in which a backward stands, also where nothing is known to call it.
     """
 
     trained: list[tuple[Made, bool]] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Program:
     workers: Value | None = None
     open_conditions: dict[str, str] = field(default_factory=dict)
     steps: Steps = field(default_factory=Steps)
+    differentiates: list[str] = field(default_factory=list)
 
 
 class Leave(Exception):
