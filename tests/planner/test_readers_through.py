@@ -387,3 +387,72 @@ def test_gpus_that_a_script_counts_in_a_list_are_counted(count: str, tmp_path: P
     text = f"DEVICES=0,2,3\nN=$({count})\ntorchrun --nproc_per_node $N t.py\n"
     found = read_text(text, "run.sh", around=FileContext(roots=(tmp_path,)))
     assert (found.setup.num_gpus, found.missing) == (3, ())
+
+
+FIRED = """
+import fire
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+def train(base, targets=("q_proj",), r=8):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    SFTTrainer(model, args=SFTConfig(max_length=512), train_dataset=ds,
+               peft_config=LoraConfig(r=r, target_modules=targets)).train()
+fire.Fire(train)
+"""
+
+
+@pytest.mark.parametrize("given", ["[q_proj,v_proj]", "['q_proj', 'v_proj']", '["q_proj","v_proj"]'])
+def test_a_list_on_fires_command_line_is_a_list(given: str) -> None:
+    around = FileContext(arguments=("--base", "Qwen/Qwen3-0.6B", "--targets", given, "--r", "4"))
+    found = read_text(FIRED, "t.py", around=around)
+    assert (found.setup.lora_targets, found.setup.lora_rank, found.missing) == (("q_proj", "v_proj"), 4, ())
+
+
+@pytest.mark.parametrize("tool", ["$(which swift)", "`which swift`", "$(command -v swift)"])
+def test_a_command_by_where_it_is_found_is_that_command(tool: str) -> None:
+    text = f"{tool} sft --model Qwen/Qwen3-0.6B --max_length 512 --per_device_train_batch_size 3\n"
+    assert read_text(text, "run.sh").setup.micro_batch_seqs == 3
+
+
+@pytest.mark.parametrize("module", ["tuning", "tuning.fit", "src.tuning"])
+def test_a_package_that_is_started_is_read_from_its_main(module: str, tmp_path: Path) -> None:
+    folder = tmp_path.joinpath(*module.split("."))
+    folder.mkdir(parents=True)
+    (folder / "__main__.py").write_text(MERGED.format(merge="", value="3"), "utf-8")
+    found = read_text(f"python -m {module} --x 1\n", "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert found.setup.micro_batch_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        ("import jax\nfrom mine import Loop\nLoop(jax.devices()).train()\n", "JAX"),
+        ("from tensorflow import keras\nm = keras.Sequential()\nm.fit(x)\n", "TensorFlow"),
+        ("import paddle\nfrom mine import go\ngo(paddle)\n", "PaddlePaddle"),
+    ],
+)
+def test_programs_of_other_frameworks_are_refused_by_their_names(text: str, framework: str) -> None:
+    with pytest.raises(NotPlanned, match=f"trains with {framework}"):
+        read_text(text, "train_it.py")
+
+
+@pytest.mark.parametrize("absent", ["'batch' not in c", "not 'batch' in c", "('batch' in c) is False"])
+def test_what_a_namespace_has_is_known(absent: str) -> None:
+    merge = f"from argparse import Namespace\nc = Namespace(**{{'a': 1}})\nif {absent}:\n    c.batch = 3"
+    found = read_text(MERGED.format(merge=merge, value="c.batch"), "t.py")
+    assert (found.setup.micro_batch_seqs, found.missing) == (3, ())
+
+
+def test_a_tool_under_a_launcher_is_that_tool() -> None:
+    text = "torchrun --nproc_per_node 2 \\\n  $(which swift) sft --model Qwen/Qwen3-0.6B --max_length 512\n"
+    found = read_text(text, "run.sh")
+    assert (found.format, found.setup.num_gpus) == ("ms-swift", 2)
+
+
+def test_a_function_that_calls_itself_under_open_conditions_is_read_once() -> None:
+    safe = "def safe(x):\n" + "".join(
+        f"    if kind{n}(x):\n        return {{k: safe(v) for k, v in dict(a=x, b=1, c=2).items()}}\n" for n in range(6)
+    )
+    found = read_text(MERGED.format(merge=f"{safe}    return x\nlog(safe(dict(a=1, b=2)))", value="3"), "t.py")
+    assert found.setup.micro_batch_seqs == 3  # in time: else more than is followed

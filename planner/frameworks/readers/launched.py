@@ -123,6 +123,9 @@ class Launches:
         ):
             return found
         text = inside.by_end(target)
+        if text is None and target.endswith(".py"):  # `python -m package`
+            inner = f"{target.removesuffix('.py')}/__main__.py"
+            text, target = inside.by_end(inner), target if inside.by_end(inner) is None else inner
         problem: ConfigError | None = None
         if text is not None:
             try:

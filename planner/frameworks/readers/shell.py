@@ -355,7 +355,8 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
     variables = slurm.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
     variables["@"] = shlex.join(arguments)
     script = Script()
-    own = without_documents(re.sub(r"[\x00-\x08]", " ", text), script)  # marks are ours
+    named = _FOUND.sub(r"\1\2", re.sub(r"[\x00-\x08]", " ", text))  # marks are ours
+    own = without_documents(named, script)
     lines = tuple(_lines(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, own))))
     found = tuple(_commands(with_ifs(without_functions(lines, script)), dict(variables), script))
     script.functions = {}  # what nothing calls, or calls in a way that is not followed
@@ -368,6 +369,10 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
             hint="give the program or the config that it starts",
         )
     return found
+
+
+_FOUND = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)|`(?:which|command -v) +([\w.-]+)`")
+"""A command by where it is found."""
 
 
 def _one_by_one(line: str) -> list[str]:
@@ -709,6 +714,8 @@ def _program(words: list[str], num_gpus: int | None, config: str) -> Command | N
         if tool in TOOLS_AS_MODULES and verb:
             return _of_tool(tool, [verb.rpartition(".")[2], *words[2:]], num_gpus)
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
+    if words[:1] and words[0] in TOOLS and len(words) > 1:  # torchrun ... $(which swift) sft
+        return _of_tool(words[0], words[1:], num_gpus)
     if not words or not words[0].endswith(".py"):
         return None
     return Command(tool="python", target=words[0], arguments=tuple(words[1:]), num_gpus=num_gpus, launcher=config)

@@ -266,12 +266,21 @@ def _refuse(program: Program, name: str) -> None:
             f"{name} hands its training over to {foreign}, which stands in another package",
             hint=f"give the config or the launch that it reads; {RUN_IT}",
         )
+    imports = {one.path.partition(".")[0] for one in program.module.names.values() if isinstance(one, Dotted)}
+    other = next((title for package, title in OTHER_FRAMEWORKS.items() if package in imports), "")
+    if other and (called & {"train", "fit", "grad", "value_and_grad"} or _TRAINS.search(name.lower())):
+        raise NotPlanned(f"{name} trains with {other}: not planned, only PyTorch is", hint="give a program of PyTorch")
     raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
         hint="give the script that trains; settings of a command line go into --args",
     )
 
 
+OTHER_FRAMEWORKS = {
+    "jax": "JAX", "flax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras", "paddle": "PaddlePaddle",
+    "paddlenlp": "PaddlePaddle", "mindspore": "MindSpore", "mlx": "MLX", "mlx_lm": "MLX",
+}  # fmt: skip
+"""Packages of other frameworks than PyTorch -> the framework."""
 _TRAINS = re.compile(r"(?:^|[._])(?:pre)?(?:train|finetun|fine_tun|sft|dpo|rlhf)(?!_test|ing_args|er_utils)")
 """In the full name of a function: it trains."""
 

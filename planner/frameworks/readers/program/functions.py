@@ -112,6 +112,7 @@ class Functions(Expressions):
             return self.value(node.body, scope)
         self.depth += 1
         self.running.append(node)
+        self.entered_at.append(self.uncertain)
         self.maybe_returned.append([])
         result: Value = Known(None)
         outer = self.uncertain
@@ -125,6 +126,7 @@ class Functions(Expressions):
             self.uncertain = outer
             self.depth -= 1
             self.running.pop()
+            self.entered_at.pop()
         others = self.maybe_returned.pop()
         if isinstance(plain(result), Unknown) and _walks_modules(node):
             return Known("all-linear", f"{call.where}, {node.name}()")
@@ -134,10 +136,12 @@ class Functions(Expressions):
         return result
 
     def goes_down(self, node: ast.AST, call: Made) -> bool:
-        """Whether a function that calls itself is followed once more: into settings that are at hand (a deep merge, an
-        `extends:`), so far as people nest them."""
+        """Whether a function that calls itself is followed once more: certainly, into settings that are at hand (a deep
+        merge, an `extends:`), so far as people nest them."""
+        last = max(at for at, one in enumerate(self.running) if one is node)
         given = (*call.positional, *call.keywords.values())
-        return any(isinstance(one, (Known, Items, Table)) for one in given) and self.running.count(node) < MAX_NESTED
+        at_hand = any(isinstance(one, (Known, Items, Table)) for one in given)
+        return at_hand and self.entered_at[last] == self.uncertain and self.running.count(node) < MAX_NESTED
 
     def bind(self, function: Function, call: Made, scope: Scope) -> None:
         arguments = function.node.args

@@ -222,6 +222,8 @@ def _of_start(reader: Reading, callee: Dotted, first: Value | None, made: Made) 
     match callee.path:
         case "fire.Fire" | "Fire" | "typer.run" if isinstance(first, Function):
             words = on_command_line(reader.outside.arguments)
+            if callee.path != "typer.run":
+                words = {name: _of_fire(value) for name, value in words.items()}
             return reader.called(first, Made("", keywords=words, where=made.where))
         case "argparse.ArgumentParser" | "ArgumentParser":
             return Made("ArgumentParser", positional=parents_of(made), keywords=dict(made.keywords), where=made.where)
@@ -232,6 +234,15 @@ def command_line(reader: Reading) -> Items:
     """`sys.argv`: the program's name, and what is said of its words."""
     words = reader.outside.arguments or ()
     return Items([Known(reader.name), *(Known(word, "the command line") for word in words)], "the command line")
+
+
+def _of_fire(value: Value) -> Value:
+    """A word of a command line as Fire takes it: `[q_proj,v_proj]` is a list."""
+    text = value.data if isinstance(value, Known) else None
+    if not isinstance(text, str) or not text.startswith("[") or not text.endswith("]"):
+        return value
+    where = where_of(value)
+    return Items([Known(part.strip(" '\""), where) for part in text[1:-1].split(",") if part.strip()], where)
 
 
 TRAINER_PARAMETERS = (

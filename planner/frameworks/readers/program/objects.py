@@ -264,6 +264,8 @@ def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
     one, other = plain(left), plain(right)
     if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Table) and not right.more:
         other = list(right.entries)
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Instance) and not (right.more or right.made_by):
+        other = list(right.attributes)  # a namespace
     for part in (one, other):
         if isinstance(part, Unknown):
             return Undecided(f"{place}: depends on a condition ({part.reason})" if part.reason else place)

@@ -142,6 +142,7 @@ class Reading:
         self.depth = 0
         self.uncertain = 0
         self.running: list[Any] = []
+        self.entered_at: list[int] = []
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
         self.maybe_left: list[list[dict[str, Value]]] = []
