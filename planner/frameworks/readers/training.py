@@ -252,7 +252,7 @@ def _refuse(program: Program, name: str) -> None:
     loads = "from_pretrained" in called and called & {"backward", "step"}
     engine = any((one.package, one.name) == ("deepspeed", "initialize") for one in program.made)
     own = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
-    if loads or engine or own:
+    if loads or engine or own or {"backward", "zero_grad"} <= called:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
