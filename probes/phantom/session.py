@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from probes.dryrun.kernels import sdpa_of
 from probes.dryrun.layout_tracker import resizes
@@ -51,6 +52,7 @@ def phantom_gpu(
             quick_checks(),
             cuda.answered(phantom),
             _attention(phantom),
+            _one_hot(phantom),
             world.fake_world(phantom),
             resizes(phantom.resized),
             compiled.eager(phantom),
@@ -81,6 +83,28 @@ def _attention(phantom: Phantom) -> AbstractContextManager[None]:
         return on_card(query, *args, **kwargs)
 
     return replaced([(functional, "scaled_dot_product_attention", scaled_dot_product_attention)])
+
+
+def _one_hot(phantom: Phantom) -> AbstractContextManager[None]:
+    """Within it classes that only the GPU knows are spread evenly: a router of transformers 4, whose experts take the
+    tokens that a mask of classes selects, gives each its share, not each expert all of them."""
+    functional = torch.nn.functional
+    true = functional.one_hot
+
+    @wraps(true)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        out = true(tensor, num_classes)
+        values = phantom.values
+        if num_classes > 0 and tensor.device.type == "cuda" and values.worth_keeping(out.dtype, out.numel()):
+            with _disable_current_modes():
+                known = values.known(tensor)
+                if known is None:
+                    phantom.origins.asked(phantom, "which classes a tensor holds (spread evenly)")
+                    known = (torch.arange(tensor.numel()) % num_classes).view(tensor.shape)
+                values.keep(out, true(known, num_classes))
+        return out
+
+    return replaced([(functional, "one_hot", one_hot)])
 
 
 def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:

@@ -166,6 +166,14 @@ def test_what_weights_touch_is_unknown(phantom: Phantom) -> None:
     assert phantom.origins.questions
 
 
+def test_a_routers_experts_get_equal_shares(phantom: Phantom) -> None:
+    chosen = torch.rand(2048, 8, device="cuda").topk(2, dim=-1).indices
+    mask = nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
+    assert [torch.where(one)[1].numel() for one in mask] == [512] * 8
+    assert torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().shape == (8, 1)
+    assert "which classes a tensor holds (spread evenly)" in {what for what, _ in phantom.origins.questions}
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_loop_is_stopped_after_its_steps(scaled: bool) -> None:
     done: list[int] = []
