@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -349,7 +350,11 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 # Nothing answers
 
 
-def test_an_unknown_name_gets_close_names_and_the_way_out() -> None:
+@pytest.mark.parametrize("there", [True, False])
+def test_an_unknown_name_gets_close_names_and_the_way_out(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the environment of a traced program, which has no rapidfuzz."""
+    if not there:
+        monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     with pytest.raises(UnknownModelError) as error:
         resolve_model("someone/Llama-3.1-8b-of-mine")
     assert "meta-llama/Llama-3.1-8B" in error.value.hint
