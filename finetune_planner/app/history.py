@@ -43,13 +43,15 @@ def history_of(workload: Workload, store: Path | None = None) -> tuple["Observat
     path = store if store is not None else machine.default_store_path()
     if not path.exists():
         return ()
-    from search.corrections import MAX_PER_GPU
-
     found = []
     for record in machine.open_store(path).latest():
         one = _observation(record, workload)
         if one is not None:
             found.append(one)
+    if not found:
+        return ()
+    from search.corrections import MAX_PER_GPU  # late: it loads numpy
+
     return tuple(found[-MAX_PER_GPU:])
 
 
@@ -77,8 +79,6 @@ def with_known_context(workload: Workload, store: Path | None = None) -> Workloa
 
 
 def _observation(record: "Record", workload: Workload) -> "Observation | None":
-    from search.corrections import Observation
-
     measured = record.outcome
     if not isinstance(measured, Measurement) or record.request.get("gpu_key") != workload.gpu.key:
         return None
@@ -91,6 +91,8 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
         return None
     if model is None or setup.num_gpus > 1:
         return None
+    from search.corrections import Observation  # late: it loads numpy
+
     return Observation(
         gpu=workload.gpu.key,
         model=model.model_id,

@@ -208,6 +208,9 @@ class Sized:
         found = courses.blocks.get(id(block))
         if found is None:
             places, times = block
+            if courses.tiles is not UNCUT and self._issues.tiled.isdisjoint(places):
+                found = courses.blocks[id(block)] = self._block(block, self._uncut(courses))
+                return found
             known, own = courses.segments, list[Course]()
             for place in places:
                 one = known.get(place)
@@ -222,12 +225,16 @@ class Sized:
         """The course of a segment; those that no tile cuts are the same whatever the tiles."""
         if place in self._issues.tiled or courses.tiles is UNCUT:
             return self._segment(place, courses)
-        key = courses.checkpointed, UNCUT, courses.scale
-        shared = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
+        shared = self._uncut(courses)
         found = shared.segments.get(place)
         if found is None:
             found = shared.segments[place] = self._segment(place, shared)
         return found
+
+    def _uncut(self, courses: "_Courses") -> "_Courses":
+        """Those of what no tile cuts."""
+        key = courses.checkpointed, UNCUT, courses.scale
+        return self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
 
     def counted(self, counts: Counts, scale: float) -> Course:
         """The course of calls whose order does not matter."""
@@ -296,6 +303,15 @@ class _Device(dict[int, float]):
         return found
 
 
+class _Steps(NamedTuple):
+    """What setups of one program, trainer, length, rank and card share: seconds by optimizer, micro-batch and
+    accumulation, a first and a later micro-batch, and what follows the last backward by optimizer."""
+
+    seconds: dict[tuple[str, int, int], float]
+    micro: dict[int, tuple[Course, Course, Timeline]]
+    ends: dict[str, Course]
+
+
 class ProgramSpeed:
     """Step times of all setups that differ only in optimizer, micro-batch and accumulation, by the structure's step
     program."""
@@ -309,10 +325,10 @@ class ProgramSpeed:
         facts = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
         self._card = facts, id(load_calibration()), setup.attention, setup.packing
         self._one = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
-        self._seconds: dict[tuple[str, int, int], float] = {}
         self._loop, self._host = loop_of(setup), host_of(gpu)
-        self._micro: dict[int, tuple[Course, Course, Timeline]] = {}
-        self._ends: dict[tuple[str, int], Course] = {}
+        around = self._loop.waits, self._loop.trainer, self._hooks, setup.seq_len_tokens, setup.lora_rank
+        known: _Steps = programs.worked_out.setdefault((self._card, around, id(program)), _Steps({}, {}, {}))
+        self._seconds, self._micro, self._ends = known
 
     @cached_property
     def formula(self) -> ThroughputProfile:
@@ -385,13 +401,12 @@ class ProgramSpeed:
         return max(self._courses(seqs)[0].after(0.0, 0.0)) / float(wall + family.trainer_micro_s)
 
     def _end(self, optimizer: str, seqs: int) -> Course:
-        """Of what follows the last backward."""
-        key = optimizer, seqs
-        found = self._ends.get(key)
+        """Of what follows the last backward, whatever the micro-batch."""
+        found = self._ends.get(optimizer)
         if found is None:
             timeline = self._courses(seqs)[2]
             step = self._step(optimizer, self._sized(seqs), timeline.scale)
-            found = self._ends[key] = timeline.end(self._loop, [step])
+            found = self._ends[optimizer] = timeline.end(self._loop, [step])
         return found
 
     def _step(self, optimizer: str, sized: Sized, scale: float) -> Course:
@@ -532,10 +547,10 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
     programs = programs_of(model)
-    if programs is None or (programs.any_size and _beyond_window(model, setup)):
+    if programs is None or setup.kernels not in programs.words or (programs.any_size and _beyond_window(model, setup)):
         return None
-    issued = setup.replace_trusted(reentrant_checkpointing=False)
-    if setup.stack in TRAINERS:
+    issued = setup.replace_trusted(reentrant_checkpointing=False) if setup.reentrant_checkpointing else setup
+    if setup.stack != DEFAULT and setup.stack in TRAINERS:
         issued = issued.replace_trusted(stack=DEFAULT, adapter_dtype=setup.resolved_adapter_dtype)
     key, apart = structure_key(model, gpu, issued), setup.checkpointing
     program = programs.get(key)

@@ -7,7 +7,7 @@ by `probes.tracing.programs`; operators, segments and steps that several structu
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +141,11 @@ class ModelPrograms:
     def keys(self) -> frozenset[str]:
         """The structures that have one."""
         return frozenset(self._raw["programs"])
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All that their names say: what is in none has no program."""
+        return frozenset(word for key in self._raw["programs"] for word in key.split(" "))
 
     def get(self, key: str) -> StepProgram | None:
         """The program of a structure."""
