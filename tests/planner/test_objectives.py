@@ -16,6 +16,7 @@ from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
+from planner.memory.rank_part import headed
 from planner.memory.states import weight_bytes
 from planner.models.catalogue import load
 from planner.options.objectives import DEFAULT, OBJECTIVES
@@ -29,7 +30,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.packages import packages_of
 from planner.speed import speed_profile
-from planner.speed.roofline import CURRENT, throughput_profile
+from planner.speed.roofline import CURRENT, conditions_of, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from tests.planner.helpers import plan_request
 
@@ -579,7 +580,12 @@ def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequenc
     model = load("meta-llama/Llama-3.2-1B")
     both = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
     halves = both.replace(objective="sft", accumulation_steps=2)
-    one, two = (speed_profile(model, CARD, setup).step_time(setup).parts_s for setup in (both, halves))
+    one, two = (
+        throughput_profile(headed(model, setup.aim.head), CARD, setup, conditions=conditions_of(setup))
+        .step_time(setup)
+        .parts_s
+        for setup in (both, halves)
+    )
     for part in ("matmul", "attention", "elementwise", "lora"):
         assert one[part] == pytest.approx(two[part])
     assert one["loss"] == 0 < two["loss"]
