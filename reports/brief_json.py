@@ -266,7 +266,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
     subject = candidate_from_dict(document)
-    best = document[subject.memory_evidence.rung.value]
+    best = document.get(subject.memory_evidence.rung.value) or document["formula"]  # where a profile stands
     own = {
         "model": document["setup"]["model"],
         "gpu": document["setup"]["gpu"],

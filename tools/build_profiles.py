@@ -1,47 +1,63 @@
-"""Builds the step profiles and programs that ship (`planner/data/profiles`, `programs`), one file a model each.
+"""Builds the step profiles and programs that ship (`planner/data/profiles`, `programs`), one file a model or structure
+of layers each.
 
-    python -m tools.build_profiles [NAME ...]           # what is missing, or was made by another dry run
-    python -m tools.build_profiles --programs [NAME ...]  # the programs of these models, else of all with profiles
-    python -m tools.build_profiles --minutes 20         # as many as fit; the next call goes on
-    python -m tools.build_profiles --check 3 [--seed 1] # some kept structures against fresh runs
-    python -m tools.build_profiles --confirm 3          # made by another dry run, kept where so many structures agree
+    python -m tools.build_profiles [NAME ...]              # profiles: what is missing, or was made by another dry run
+    python -m tools.build_profiles --structures NAME ...   # of these models' structures, for models of any size
+    python -m tools.build_profiles --programs [...]        # programs instead of profiles
+    python -m tools.build_profiles --minutes 20            # as many as fit; the next call goes on
+    python -m tools.build_profiles --check 3 [--seed 1]    # some kept structures against fresh runs
+    python -m tools.build_profiles --confirm 3             # made by another dry run, kept where so many agree
 
-Needs torch, no GPU and no weights: 20 to 120 CPU seconds a model.
+Needs torch, no GPU and no weights: 20 to 180 CPU seconds a file.
 """
 
 import argparse
 import random
+import statistics
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from planner.core.packed import read_packed, write_packed
-from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
+from planner.hardware.gpu import GpuSpec
+from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, profiles_of, save_profiles, structure_key
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.structures import VOCABULARY_TILE, sizes_of, structure_of
+from planner.planning.space import PLANNED_CHECKPOINTING
+from planner.setup import TrainSetup
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
-from probes.tracing.profile_builder import asked_structures, build_profiles, versions
+from probes.tracing.profile_builder import ProfileBuilder, asked_structures, build_profiles, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs
 
+SPACINGS = [one for one in PLANNED_CHECKPOINTING if one]
 SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
 
 
-def current(model: ModelSpec) -> bool:
-    """Whether what is kept of a model was made by this dry run, in this way."""
-    kept = load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz")
+def path_of(model: ModelSpec) -> Path | None:
+    """The file that a model's profiles are read from."""
+    own, structure = SHIPPED / f"{config_digest(model.config)}.json.gz", structure_of(model)
+    shared = SHIPPED / f"{structure}.json.gz"
+    return own if own.exists() else shared if structure is not None and shared.exists() else None
+
+
+def current(path: Path | None) -> bool:
+    """Whether a file was made by this dry run, in this way."""
+    kept = read_packed(path, SCHEMA, shipped=True) if path is not None else None
     names = ("dry run", "step profile")
-    return kept is not None and all(kept.versions.get(name) == versions()[name] for name in names)
+    return kept is not None and all(kept["versions"].get(name) == versions()[name] for name in names)
 
 
 def profiled(name: str) -> bool:
     """Whether a model ships profiles."""
     model = catalogue.load(name)
-    return model is not None and (SHIPPED / f"{config_digest(model.config)}.json.gz").exists()
+    return model is not None and path_of(model) is not None
 
 
 def build(names: list[str], minutes: float) -> None:
@@ -49,7 +65,7 @@ def build(names: list[str], minutes: float) -> None:
     end = time.monotonic() + 60 * minutes
     for name in names:
         model = catalogue.load(name)
-        if model is None or current(model):
+        if model is None or current(path_of(model)):
             continue
         if time.monotonic() > end:
             return
@@ -58,10 +74,7 @@ def build(names: list[str], minutes: float) -> None:
         path = SHIPPED / f"{config_digest(model.config)}.json.gz"
         if found:
             save_profiles(path, found, versions())
-        size = path.stat().st_size if found else 0
-        why = f"; {len(failures)} without: {next(iter(failures.values()))[:150]}" if failures else ""
-        spent = time.process_time() - started
-        print(f"{name}: {len(found)} structures, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
+        print(f"{name}: {_said(path, found, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
 
 
 def build_programs(names: list[str], minutes: float) -> None:
@@ -76,13 +89,12 @@ def build_programs(names: list[str], minutes: float) -> None:
         path = PROGRAMS / f"{config_digest(model.config)}.json.gz"
         if found:
             save_programs(path, builder.tables, found, versions())
-        size, spent = path.stat().st_size if found else 0, time.process_time() - started
-        why = f"; {len(builder.failures)} without: {sorted({*builder.failures.values()})[:2]}" * bool(builder.failures)
-        print(f"{name}: {len(found)} programs, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
+        spent = time.process_time() - started
+        print(f"{name}: {_said(path, found, builder.failures)}, {spent:.0f} CPU s", flush=True)
 
 
-def build_structures(names: list[str], minutes: float) -> None:
-    """Builds the programs of the structures of these models, each from a model of sizes that share no factor."""
+def build_structures(names: list[str], minutes: float, *, programs: bool) -> None:
+    """Builds the files of the structures of these models, each from a model of sizes that share no factor."""
     end, built = time.monotonic() + 60 * minutes, set[str]()
     for name in names:
         model = catalogue.load(name)
@@ -90,22 +102,70 @@ def build_structures(names: list[str], minutes: float) -> None:
         if model is None or structure is None or structure in built or time.monotonic() > end:
             continue
         built.add(structure)
+        if not programs and current(SHIPPED / f"{structure}.json.gz"):
+            continue
+        started = time.process_time()
         for own_heads in (True, False):  # some types take a head for a share of the features
             like = apart(model, own_heads=own_heads)
-            if structure_of(like) != structure:
-                continue
-            started, builder = time.process_time(), ProgramBuilder(like)
-            if found := builder.all(asked_programs(like)):
+            said = (_structure_programs if programs else _structure_profiles)(model, like, own_heads=own_heads)
+            if structure_of(like) == structure and said:
+                print(f"{name}: {structure} {said}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
-            print(f"{name}: another structure at other sizes, or no run")
-            continue
-        path = PROGRAMS / f"{structure}.json.gz"
+            print(f"{name}: another structure at other sizes, or no run", flush=True)
+
+
+def _structure_programs(model: ModelSpec, like: ModelSpec, *, own_heads: bool) -> str:
+    """What was written; nothing where no run was possible."""
+    del own_heads
+    builder = ProgramBuilder(like)
+    path = PROGRAMS / f"{structure_of(model)}.json.gz"
+    if found := builder.all(asked_programs(like)):
         save_programs(path, builder.tables, found, versions(), sizes_of(like))
-        spent = time.process_time() - started
-        why = f"; {len(builder.failures)} without: {sorted({*builder.failures.values()})[:2]}" * bool(builder.failures)
-        size = path.stat().st_size
-        print(f"{name}: {structure} {len(found)} programs, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
+    return _said(path, found, builder.failures)
+
+
+def _structure_profiles(model: ModelSpec, like: ModelSpec, *, own_heads: bool) -> str:
+    """What was written; nothing where no run was possible."""
+    structure = structure_of(model)
+    known = [one for name in catalogue.names() if (one := catalogue.load(name)) and structure_of(one) == structure]
+    others = sorted((one for one in known if one is not model), key=lambda one: one.num_params)
+    members = [model, *others[:1], *others[-1:]]
+    for one in others:  # depths that leave other layers behind the last checkpoint
+        if any(one.num_layers % every not in {of.num_layers % every for of in members} for every in SPACINGS):
+            members.append(one)
+    asked = {key: one for of in reversed(members[:3]) for key, one in asked_structures(of).items()}
+    asked |= _as_people_write(like, asked)
+    builder = ProfileBuilder(like, members, lambda depth: apart(model, own_heads=own_heads, num_layers=depth).config)
+    path = SHIPPED / f"{structure}.json.gz"
+    if found := builder.all(asked):
+        save_profiles(path, found, versions(), like)
+    return _said(path, found, builder.failures)
+
+
+def _as_people_write(
+    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]
+) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+    """What files ask that no plan walks: transformers' own kernels, and adapters with dropout, all layers checkpointed
+    or none."""
+    found = {}
+    for setup, gpu in asked.values():
+        if (
+            setup.checkpointing > 1
+            or setup.activation_offload
+            or setup.selective_checkpointing
+            or setup.loss == "liger"
+        ):
+            continue
+        eager = setup.replace(kernels="eager")
+        for one in (eager, eager.replace(lora_dropout=0.05)) if setup.method != "full" else (eager,):
+            found[structure_key(model, gpu, one)] = one, gpu
+    return found
+
+
+def _said(path: Path, found: Mapping[str, Any], failures: Mapping[str, str]) -> str:
+    why = f"; {len(failures)} without: {sorted({*failures.values()})[:2]}" * bool(failures)
+    return f"{len(found)} structures, {path.stat().st_size:,} bytes{why}" if found else ""
 
 
 _SPELLINGS = {
@@ -118,7 +178,7 @@ _SPELLINGS = {
 """What older types call a size."""
 
 
-def apart(model: ModelSpec, *, own_heads: bool) -> ModelSpec:
+def apart(model: ModelSpec, *, own_heads: bool, num_layers: int = 37) -> ModelSpec:
     """A model of the same layers whose sizes have each an odd factor of their own.
 
     Args:
@@ -130,7 +190,8 @@ def apart(model: ModelSpec, *, own_heads: bool) -> ModelSpec:
     heads = 1 if attention.num_kv_heads == 1 else 7 if attention.num_heads > attention.num_kv_heads else 35
     config: dict[str, Any] = {
         **model.config, "hidden_size": 3080, "intermediate_size": 7424, "moe_intermediate_size": 7424,
-        "num_attention_heads": 35, "num_key_value_heads": heads, "num_hidden_layers": 37, "max_window_layers": 37,
+        "num_attention_heads": 35, "num_key_value_heads": heads,
+        "num_hidden_layers": num_layers, "max_window_layers": num_layers,
         "head_dim": 104 if attention.head_dim <= 128 else 208, "shared_expert_intermediate_size": 41 * 128,
         "pad_token_id": 0, "vocab_size": whole * VOCABULARY_TILE + (31_744 if rest else 0),
     }  # fmt: skip
@@ -142,15 +203,24 @@ def apart(model: ModelSpec, *, own_heads: bool) -> ModelSpec:
 
 
 def check(num: int, seed: int) -> int:
-    """How many of some kept structures differ from fresh runs; each is printed."""
+    """How many of some kept structures differ from fresh runs; each is printed, and how far they are in all."""
     draw, wrong = random.Random(seed), 0
     kept = [one for name in catalogue.names() if (one := catalogue.load(name)) is not None and profiles_of(one)]
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for _ in range(num):
         model = draw.choice(kept)
         key, (setup, gpu) = draw.choice(sorted(asked_structures(model).items(), key=lambda one: one[0]))
-        for words, error in deviations(model, gpu, setup):
-            wrong += abs(error) > 0.003
-            print(f"{error:+.4%} {model.model_id} {words} [{key}]", flush=True)
+        for words, *pair in deviations(model, gpu, setup):
+            wrong += abs(pair[0]) > 0.003
+            for own, error in zip(errors.values(), pair, strict=True):
+                own.append(error)
+            print(f"{pair[0]:+.4%} reserved {pair[1]:+.2%} {model.model_id} {words} [{key}]", flush=True)
+    for name, own in errors.items():
+        far = sorted(map(abs, own))
+        print(
+            f"{name}: {len(own)} points of {len(kept)} models, median {statistics.median(far):.4%}, "
+            f"95th {far[int(0.95 * (len(far) - 1))]:.3%}, {min(own):+.3%} to {max(own):+.3%}"
+        )
     return wrong
 
 
@@ -159,14 +229,14 @@ def confirm(names: list[str], num: int, seed: int) -> None:
     draw = random.Random(seed)
     for name in names:
         model = catalogue.load(name)
-        if model is None or current(model) or not profiled(name):
+        path = path_of(model) if model is not None else None
+        if model is None or path is None or current(path):
             continue
-        path = SHIPPED / f"{config_digest(model.config)}.json.gz"
         raw = read_packed(path, SCHEMA, shipped=True)
         if raw["versions"]["step profile"] != versions()["step profile"]:
             continue
         asked = draw.sample(sorted(asked_structures(model).items(), key=lambda one: one[0]), num)
-        errors = [abs(error) for _, (setup, gpu) in asked for _, error in deviations(model, gpu, setup)]
+        errors = [abs(error) for _, (setup, gpu) in asked for _, error, _ in deviations(model, gpu, setup)]
         same = bool(errors) and max(errors) < SAME
         if same:
             write_packed(path, {**raw, "versions": versions()})
@@ -179,7 +249,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
-    parser.add_argument("--structures", action="store_true", help="programs of their structures, for any size")
+    parser.add_argument("--structures", action="store_true", help="of their structures of layers, for any size")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
     parser.add_argument("--confirm", type=int, default=0, metavar="N", help="compare N structures of each model")
     parser.add_argument("--seed", type=int, default=1)
@@ -190,7 +260,7 @@ def main() -> int:
     if args.confirm:
         confirm(names, args.confirm, args.seed)
     elif args.structures:
-        build_structures(names, args.minutes)
+        build_structures(names, args.minutes, programs=args.programs)
     elif args.programs:
         build_programs([one for one in names if args.names or profiled(one)], args.minutes)
     else:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.states import Held, RankState
-from planner.memory.step import GAP_FLOOR_BYTES, fixed_segments_gap_bytes
+from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, gap_of_loss
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.models.structures import Resizer, changes, sizes_of, structure_of
 from planner.options.losses import LOSSES
 from planner.setup import OF_OTHERS, TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
@@ -39,13 +40,12 @@ MONOMIALS: tuple[tuple[int, int, int, int], ...] = (
 times length, whose attention scores grow with the square of that."""
 Form = tuple[tuple[int, float], ...]
 """Bytes as a sum of (place in MONOMIALS, factor)."""
+Term = tuple[int, float, int]
+"""(place in MONOMIALS, factor, whether it comes once every repetition of the layers)."""
 Group = tuple[str, str]
 """(category, name) of a memory term."""
 LOSS_BEGINS = "loss begins"
 """No phase: what is alive when a micro-batch's loss begins."""
-_PHASES_BEFORE_STEP = ("forward", "loss", "backward")
-BEFORE_STEP = "before the step"
-"""No phase: the moments of all those."""
 BATCH: Group = ("other", "batch")
 """The samples of a micro-batch; the runs hold those of two."""
 
@@ -66,24 +66,12 @@ class Piece:
     Attributes:
         one_sequence: of micro-batch 1, for which some operators copy less; else of 2 and more.
         shortest_tokens, longest_tokens: of a sequence, both included (None: no end).
-        gaps: (tokens of a micro-batch, what the allocator holds beyond live tensors at the peak as a share of what
-            changes within a step), by rising tokens, with expandable segments.
     """
 
     one_sequence: bool
     shortest_tokens: int
     longest_tokens: int | None
     moments: tuple[ProfileMoment, ...]
-    gaps: tuple[tuple[int, float], ...]
-
-    def gap_fraction(self, tokens: int) -> float:
-        """Between the sizes that were replayed along straight lines in the logarithm; beyond them the nearest."""
-        if tokens <= self.gaps[0][0]:
-            return self.gaps[0][1]
-        for (below, low), (above, high) in pairwise(self.gaps):
-            if tokens <= above:
-                return low + (high - low) * math.log(tokens / below) / math.log(above / below)
-        return self.gaps[-1][1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +149,7 @@ class ProfiledStep:
     def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> None:
         self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
         self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
+        self._of_loss = gap_of_loss(setup.loss, setup.checkpointing)
         self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)
         self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
@@ -194,7 +183,6 @@ class ProfiledStep:
             alive = self._alive(micro_batch_seqs, accumulated=accumulated)
             for one, line in zip(alive, self._sizes.moments(alive, accumulated=accumulated), strict=True):
                 found.setdefault(one.phase, []).append(line)
-            found[BEFORE_STEP] = [line for phase in _PHASES_BEFORE_STEP for line in found.get(phase, ())]
         return found
 
     def bytes_at(self, micro_batch_seqs: int, *phases: str, accumulated: bool) -> list[int]:
@@ -220,16 +208,20 @@ class ProfiledStep:
         found[max(found, key=lambda group: found[group])] += rest  # of rounding
         return found
 
-    def gap_bytes(self, micro_batch_seqs: int, dynamic_bytes: int) -> int:
-        """What the allocator holds beyond live tensors at the peak, with expandable segments."""
-        fraction = self._piece(micro_batch_seqs).gap_fraction(micro_batch_seqs * self._tokens_each)
-        return round(fraction * dynamic_bytes)
+    def before_step(self, micro_batch_seqs: int, *, accumulated: bool) -> tuple[int, int]:
+        """Allocated bytes at the highest moment before the optimizer's step, and what the allocator holds beyond them
+        there, with expandable segments."""
+        phases = "forward", "loss", "backward", LOSS_BEGINS
+        forward, loss, backward, begins = self.bytes_at(micro_batch_seqs, *phases, accumulated=accumulated)
+        layer = max(forward, backward) - begins
+        gap = allocator_gap_bytes(loss=loss - begins, layer=layer, of_loss=self._of_loss)
+        return max(forward, loss, backward), gap
 
 
 # Where step profiles are kept: those of the catalogue ship in `planner/data/profiles`, others lie in the user's cache.
 
 
-SCHEMA = 1
+SCHEMA = 2
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 SHIPPED = DATA / "profiles"
 _NO_MATTER = frozenset(
@@ -241,49 +233,108 @@ _NO_MATTER = frozenset(
 class ModelProfiles:
     """The profiles of one model by structure, read from a file when first asked for.
 
+    Args:
+        model: whose they are to be, where the file is of its structure of layers (`planner.models.structures`): its
+            numbers are those of a model that was run, and come so often in all and so often each repetition.
+
     Attributes:
         versions: of what was run.
     """
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], model: ModelSpec | None = None) -> None:
         self.versions: Mapping[str, str] = raw["versions"]
         self._raw = raw
         self._found: dict[str, StepProfile] = {}
-        self._moments: dict[int, ProfileMoment] = {}
-        self._forms: dict[int, Form] = {}
+        self._moments: dict[tuple[int, int], ProfileMoment] = {}
+        self._forms: dict[tuple[int, int], Form] = {}
         self._groups: list[Group] = [(category, name) for category, name in raw["groups"]]
+        self._model = model
+        self._sizes = Resizer(raw["sizes"], sizes_of(model)) if model is not None else None
+        self._known: dict[tuple[int, float], float] = {}
+        self._parts: dict[int, dict[int, tuple[float, float]]] = {}
 
     @property
     def keys(self) -> frozenset[str]:
         """The structures that have one."""
         return frozenset(self._raw["profiles"])
 
-    def get(self, key: str) -> StepProfile | None:
-        """The profile of a structure."""
+    def get(self, key: str, every: int = 0) -> StepProfile | None:
+        """The profile of a structure.
+
+        Args:
+            every: how many layers apart its checkpoints lie (0: there are none).
+        """
         found = self._found.get(key)
-        if found is None and key in self._raw["profiles"]:
-            found = self._found[key] = StepProfile(pieces=tuple(map(self._piece, self._raw["profiles"][key])))
+        if found is None:
+            repeats, kept = 0, key
+            if self._model is not None:
+                repeats = self._model.num_layers // max(1, every)
+                if not repeats:
+                    return None
+                kept = at_rest(key, self._model.num_layers, every)
+            pieces = self._raw["profiles"].get(kept)
+            if pieces is None:
+                return None
+            own = [self._piece(one, repeats) for one in pieces]
+            found = self._found[key] = StepProfile(pieces=tuple([one for one in own if one is not None]))
         return found
 
-    def _piece(self, values: Sequence[Any]) -> Piece:
-        alone, shortest, longest, own, gaps = values
+    def _piece(self, values: Sequence[Any], repeats: int) -> Piece | None:
+        alone, shortest, longest, own = values[:4]
+        if self._model is not None:
+            ran, here = self._raw["changes"], changes(self._model)
+            if shortest > 1 and ran != here:
+                return None
+            if shortest == 1:
+                longest = here[0] - 1 if here else None
         return Piece(
             one_sequence=bool(alone),
             shortest_tokens=shortest,
             longest_tokens=longest,
-            moments=tuple(self._moments.get(one) or self._moment(one) for one in own),
-            gaps=tuple((tokens, share) for tokens, share in gaps),
+            moments=tuple([self._moments.get((one, repeats)) or self._moment(one, repeats) for one in own]),
         )
 
-    def _moment(self, number: int) -> ProfileMoment:
-        phase, later, alive = self._raw["moments"][number]
-        groups = tuple([(self._groups[group], self._forms.get(form) or self._form(form)) for group, form in alive])
-        found = self._moments[number] = ProfileMoment(phase, bool(later), groups)
+    def _moment(self, number: int, repeats: int) -> ProfileMoment:
+        phase, later, *alive = self._raw["moments"][number]
+        forms, pairs = self._forms, zip(alive[::2], alive[1::2], strict=True)
+        groups = tuple(
+            [(self._groups[group], forms.get((form, repeats)) or self._form(form, repeats)) for group, form in pairs]
+        )
+        found = self._moments[number, repeats] = ProfileMoment(phase, bool(later), groups)
         return found
 
-    def _form(self, number: int) -> Form:
-        found = self._forms[number] = tuple((index, float(factor)) for index, factor in self._raw["forms"][number])
+    def _form(self, number: int, repeats: int) -> Form:
+        own = self._raw["forms"][number]
+        if self._sizes is None:
+            form = tuple(zip(own[::2], map(float, own[1::2]), strict=True))
+        else:
+            parts = self._parts.get(number) or self._parts_of(number, own)
+            form = tuple([(index, fixed + each * repeats) for index, (fixed, each) in parts.items()])
+        self._forms[number, repeats] = form
+        return form
+
+    def _parts_of(self, number: int, own: Sequence[float]) -> dict[int, tuple[float, float]]:
+        """Of a form by monomial: its factor in all, and each repetition."""
+        assert self._sizes is not None
+        found = self._parts[number] = {}
+        for index, factor, fixed, each in zip(own[::4], own[1::4], own[2::4], own[3::4], strict=True):
+            place = int(index)
+            size = self._known.get((place, factor))
+            if size is None:
+                size = self._known[place, factor] = resized_bytes(self._sizes, place, factor)
+            so_far = found.get(place, (0.0, 0.0))
+            found[place] = so_far[0] + fixed * size, so_far[1] + each * size
         return found
+
+
+BLOCK_BYTES = 512
+"""The allocator's smallest block: what has a size of its own is rounded up to it."""
+
+
+def resized_bytes(sizes: Resizer, index: int, factor: float) -> float:
+    """The factor of a monomial for a model, of that of the one that was run."""
+    found = sizes.product(factor)
+    return found if index else math.ceil(found / BLOCK_BYTES) * BLOCK_BYTES
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -306,6 +357,8 @@ def profiled_kind(setup: TrainSetup) -> bool:
 
 _LATER = attrgetter(*OF_OTHERS)
 _OBJECTIVES = ("dpo", "orpo", "reward", "classification")
+_ITS_TRAINER = ("hf", "axolotl", "ms-swift")
+"""Stacks whose step is the one that TRL's trainer takes: the type of their adapters is a value of its own."""
 _LIKE_LORA = ("lora", "rslora", "pissa")
 """Adapters that differ in numbers alone."""
 _ADAPTERS = (*_LIKE_LORA, "dora", "vera")
@@ -324,7 +377,7 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
 def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
     values = [str(value) for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
-    values = ["trl" if value == "hf" else value for value in values]  # one Trainer; the adapters' type is a value above
+    values = ["trl" if value in _ITS_TRAINER else value for value in values]
     adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
     rarer = (
         ("objective", setup.objective, "sft"),
@@ -362,6 +415,12 @@ _SPACING = {
 """Where the spacing of checkpoints stands in a key, by method."""
 
 
+def at_rest(key: str, num_layers: int, every: int) -> str:
+    """The key in a file of a structure of layers, of which so many leave so many behind the last whole period."""
+    rest = num_layers % max(1, every)
+    return f"{key} +{rest}" if rest else key
+
+
 def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
     """The profile of a setup's structure, None where there is none. A rank of DDP does what one GPU does."""
     if setup.parallel == "ddp" and not setup.is_split:
@@ -369,7 +428,9 @@ def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfi
     if not profiled_kind(setup):
         return None
     known = profiles_of(model)
-    return known.get(structure_key(model, gpu, setup)) if known is not None and gpu.vendor != "Apple" else None
+    if known is None or gpu.vendor == "Apple":
+        return None
+    return known.get(structure_key(model, gpu, setup), setup.checkpointing)
 
 
 def profiles_of(model: ModelSpec) -> ModelProfiles | None:
@@ -379,7 +440,10 @@ def profiles_of(model: ModelSpec) -> ModelProfiles | None:
 
 def _read_profiles(model: ModelSpec) -> ModelProfiles | None:
     digest = config_digest(model.config)
-    return _own_profiles(digest) or load_profiles(SHIPPED / f"{digest}.json.gz")
+    own = _own_profiles(digest) or load_profiles(SHIPPED / f"{digest}.json.gz")
+    structure = structure_of(model) if own is None else None
+    raw = read_packed(SHIPPED / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
+    return ModelProfiles(raw, model) if raw else own
 
 
 def _own_profiles(digest: str) -> ModelProfiles | None:
@@ -424,8 +488,17 @@ def load_profiles(path: Path) -> ModelProfiles | None:
     return ModelProfiles(raw) if raw and raw["profiles"] else None
 
 
-def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Mapping[str, str]) -> None:
-    """Writes the profiles of a model; the same ones give the same bytes."""
+def save_profiles(
+    path: Path,
+    profiles: Mapping[str, StepProfile],
+    versions: Mapping[str, str],
+    like: ModelSpec | None = None,
+) -> None:
+    """Writes the profiles of a model; the same ones give the same bytes.
+
+    Args:
+        like: the model that was run for all of its structure of layers.
+    """
     shared: dict[str, dict[Any, int]] = {"forms": {}, "groups": {}, "moments": {}}
 
     def number(table: str, value: Any) -> int:
@@ -437,11 +510,13 @@ def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Map
         for one in profile.pieces:
             own = []
             for phase, later, alive in one.moments:
-                pairs = tuple((number("groups", group), number("forms", form)) for group, form in alive)
-                own.append(number("moments", (phase, int(later), pairs)))
-            pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own, one.gaps])
+                pairs = [(number("groups", group), number("forms", tuple(chain(*form)))) for group, form in alive]
+                own.append(number("moments", (phase, int(later), *chain(*pairs))))
+            pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own])
         found[key] = pieces
     raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
+    if like is not None:
+        raw |= {"sizes": sizes_of(like), "changes": changes(like)}
     write_packed(path, {**raw, "profiles": found})
     load_profiles.cache_clear()
 
@@ -507,13 +582,13 @@ def _buckets(state: RankState) -> list[Held]:
 def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:
     """What the allocator holds beyond live tensors at the peak."""
     load, micro = sizes["load"], setup.micro_batch_seqs
-    largest, at_end = max(sizes["forward"], sizes["loss"], sizes["backward"]), sizes["step"] + temporaries
     if not setup.expandable_segments:
         kept = step.bytes_at(micro, LOSS_BEGINS, accumulated=setup.adds_gradients)[0] - load
         dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
         return fixed_segments_gap_bytes(kept=max(0, kept), **dynamic)
-    before = largest + step.gap_bytes(micro, largest - load)
-    return max(before, at_end + GAP_FLOOR_BYTES) - max(largest, at_end)
+    largest, gap = step.before_step(micro, accumulated=setup.adds_gradients)
+    at_end = sizes["step"] + temporaries
+    return max(largest + gap, at_end + GAP_FLOOR_BYTES) - max(largest, at_end)
 
 
 def profiled_peaks(
@@ -531,8 +606,8 @@ def profiled_peaks(
     found: list[list[int]] = [[] for _ in stepping]
     for micro, steps in pairs:
         accumulated = steps > 1
-        largest, load, at_end = step.bytes_at(micro, BEFORE_STEP, "load", "step", accumulated=accumulated)
-        before, at_end = largest + step.gap_bytes(micro, largest - load), at_end + GAP_FLOOR_BYTES
+        before = sum(step.before_step(micro, accumulated=accumulated))
+        at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0] + GAP_FLOOR_BYTES
         for own, by_kind in zip(found, stepping, strict=True):
             kept, temporaries = by_kind[accumulated]
             own.append(beside + kept + max(before, at_end + temporaries))

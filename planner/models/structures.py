@@ -110,6 +110,22 @@ class Resizer:
         either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
         return rest * found / 2**_LEAST if either else number
 
+    def product(self, number: float) -> float:
+        """Bytes, or their factor: also a matrix with the vocabulary or of queries, keys and values together, and a
+        product with what no size has (experts, constants)."""
+        for name in ("vocabulary", "queries, keys and values"):
+            ratio = number / (self._own[name] * self._own["hidden"])
+            if _is_power(ratio):
+                return self._other[name] * self._other["hidden"] * ratio
+        known = self.size(number)
+        if known != number:
+            return known
+        rest, found = number, 1.0
+        for name, tag in self._tags:
+            while rest % tag == 0:
+                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        return rest * found
+
     def count(self, number: int) -> int:
         """How many there are of something in all layers and beside them."""
         layers = self._own["layers"]
@@ -121,3 +137,20 @@ def _is_power(ratio: float) -> bool:
     """Of two."""
     numerator, denominator = float(ratio).as_integer_ratio()
     return numerator & (numerator - 1) == 0 and denominator & (denominator - 1) == 0
+
+
+_LENGTH_DECIDES = ("longrope", "dynamic", "su")
+"""Rotary scalings whose angles depend on the sample's length.
+
+Source: transformers 5.23 `modeling_rope_utils.dynamic_rope_update`; "su" is longrope's older name."""
+
+
+def changes(model: ModelSpec) -> list[int]:
+    """Lengths from which on a model does otherwise, rising: of its windows, and where its rotary angles change."""
+    found = {one.attention.window_tokens for one in model.layer_kinds if one.attention is not None} - {None}
+    text = model.config.get("text_config", model.config)
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type")) in _LENGTH_DECIDES:
+        ends = {one.get("original_max_position_embeddings") for one in (text, scaling)}
+        found |= {int(length) + 1 for length in ends if length}
+    return sorted(one for one in found if one)

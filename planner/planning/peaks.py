@@ -26,6 +26,7 @@ from planner.memory.step import (
     allocator_gap_bytes,
     boundary_bytes,
     computing,
+    gap_of_loss,
     in_flight_bytes,
     loss_beside,
     step_parts,
@@ -251,7 +252,7 @@ class Family:
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
-        always, last = setup.cached_seqs > 0, rank.part.last
+        always, last, of_loss = setup.cached_seqs > 0, rank.part.last, gap_of_loss(loss, setup.checkpointing)
         for index, (micro, steps) in enumerate(rank.pairs):
             state, lines, stepping, resident, losses = variants[steps > 1 or always]
             in_loss = 0
@@ -263,7 +264,7 @@ class Family:
             if not self._plain:
                 more, largest, generated = self._beside(state, index, largest)
                 resident, layer = resident + more, max(layer, generated)
-            resident += allocator_gap_bytes(loss=alone, layer=layer)
+            resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss)
             for peaks, (states, step) in zip(found, stepping, strict=True):
                 peaks.append(resident + states + max(largest, step))
         return found

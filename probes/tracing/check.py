@@ -15,9 +15,9 @@ SAMPLES = ((1, 1, 1024, 16), (3, 1, 1536, 8), (4, 2, 2048, 32))
 """Micro-batch, accumulation, length and rank."""
 
 
-def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tuple[str, float]]:
-    """(words, profile / dry run - 1 of the allocated peak) of a structure at some sizes; nothing where either has
-    none."""
+def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tuple[str, float, float]]:
+    """(words, profile / dry run - 1 of the allocated peak, of the reserved one) of a structure at some sizes; nothing
+    where either has none."""
     for micro, steps, tokens, rank in SAMPLES:
         sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
         one = setup.replace(**sizes, lora_rank=rank if setup.method != "full" else 0)
@@ -26,5 +26,6 @@ def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tu
         if step is None or not isinstance(found, DryRunReport):
             continue
         state = engine_of(one).state(rank_parts(model, one)[0], one, accumulated=one.adds_gradients)
-        mine = profiled_breakdown(step, gpu, one, state).peak_allocated_bytes
-        yield f"{micro} x {tokens}, {steps} steps", mine / found.prediction.peak_allocated_bytes - 1
+        mine, seen = profiled_breakdown(step, gpu, one, state), found.prediction
+        reserved = mine.peak_reserved_bytes / seen.peak_reserved_bytes - 1
+        yield f"{micro} x {tokens}, {steps} steps", mine.peak_allocated_bytes / seen.peak_allocated_bytes - 1, reserved

@@ -1,8 +1,9 @@
 """The moments of a full-depth step that can be a phase's peak, from a run whose sizes are names of forms."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,27 +16,39 @@ from probes.allocator.repetitions import Pattern, Repetition
 from probes.dryrun.analysis import group_of
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin
+from probes.tracing.sizes import NoPolynomial, Scale, Terms, add
 
 TOLERANCE = 2e-5
 """Moments within so much of a phase's highest are not told apart."""
 
 Place = tuple[int, int]
 """A moment: (item of the trace, event within it)."""
+PhaseOf = tuple[str, int]
+"""Its phase, and which micro-batch of the step it falls in (0: loading)."""
+Name = tuple[int, bool, int, int, int]
+"""A place at any depth: section of the trace, whether counted from its end, item, part of the item (holes between the
+pattern's runs count too), event."""
+END: tuple[PhaseOf, Name] = ("step", 1), (0, False, 0, 0, 0)
+"""What is left when the optimizer's step begins."""
+Counts = dict[tuple[Group, int], int]
+"""How many storages of a group and a class are alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundMoment:
-    """One moment: its phase, which micro-batch of the step it falls in (0: loading), and the factors of what is alive,
-    [monomials], by group."""
+    """One moment: its phase, which micro-batch of the step it falls in, and the terms of what is alive, by group."""
 
     phase: str
     micro_batch: int
-    alive: dict[Group, Any]
+    alive: dict[Group, Terms]
 
     @property
-    def total(self) -> Any:
-        """Of all groups, [monomials]."""
-        return sum(self.alive.values())
+    def total(self) -> Terms:
+        """Of all groups."""
+        found: Terms = {}
+        for one in self.alive.values():
+            add(found, one)
+        return found
 
 
 class _Part(NamedTuple):
@@ -48,29 +61,91 @@ class _Part(NamedTuple):
     after: Any
 
 
-def moments_of(trace: Trace, forms: Any, values: Any) -> list[FoundMoment]:
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """A full-depth trace whose sizes are numbers of classes.
+
+    Attributes:
+        repeats: how often what depends on the depth comes (0: nothing is told apart by it).
+    """
+
+    trace: Trace
+    repeats: int
+
+
+def moments_of(depths: Sequence[Depth], classes: Sequence[Terms], scale: Scale) -> list[FoundMoment]:
     """The moments that are the highest of their phase and micro-batch somewhere, no more than it takes.
 
     Args:
-        trace: of the full model; sizes are rows of `forms`.
-        forms: [classes, monomials], factors.
-        values: [points, monomials]: where the highest is looked for.
+        depths: one, or several that differ in how many layers repeat.
+        classes: the terms of each class of storages.
+        scale: where the highest is looked for.
+
+    Raises:
+        NoPolynomial: what is alive at a moment does not grow evenly with the depth.
     """
-    walk = _Walk(trace, forms, values)
-    by_phase: dict[tuple[str, int], list[FoundMoment]] = defaultdict(list)
-    for one in walk.at(walk.highest()):
-        by_phase[one.phase, one.micro_batch].append(one)
-    return [one for found in by_phase.values() for one in cover(found, values)]
+    sizes = np.array([scale.total(one) for one in classes])
+    walks = [_Walk(one.trace, sizes) for one in depths]
+    repeats = [one.repeats for one in depths]
+    by_phase: dict[PhaseOf, list[FoundMoment]] = defaultdict(list)
+
+    def grown(names: Sequence[tuple[PhaseOf, Name]]) -> list[tuple[PhaseOf, Name]]:
+        """Keeps the moments of places, and gives those that the depths do not tell."""
+        left = []
+        for (key, name), *counts in zip([*names, END], *(walk.counts(names) for walk in walks), strict=True):
+            try:
+                alive = growing(counts, repeats, classes)
+            except NoPolynomial:
+                left.append((key, name))
+            else:
+                by_phase[key].append(FoundMoment(phase=key[0], micro_batch=key[1], alive=alive))
+        return left
+
+    found = {(key, walk.name(one)) for walk in walks for key, places in walk.highest().items() for one in places}
+    left = grown(sorted(found))
+    grown(sorted({(key, end) for key, name in left for end in _at_the_ends(name)} - found))
+    if missing := {key for key, _ in found} - {*by_phase}:
+        raise NoPolynomial(f"what is alive in {missing} does not grow evenly with the depth")
+    return [one for found in by_phase.values() for one in cover(found, scale)]
+
+
+_ENDS = 8
+"""Items of a section at either end among which each kind of layer comes."""
+
+
+def _at_the_ends(name: Name) -> Iterator[Name]:
+    """The same in the first and last layers: of what changes evenly from layer to layer the highest is at an end, and
+    where nothing changes it is anywhere."""
+    section, _, _, part, number = name
+    for offset in range(1, _ENDS):
+        yield section, False, offset, part, number
+        yield section, True, offset, part, number
+
+
+def growing(counts: Sequence[Counts], repeats: Sequence[int], classes: Sequence[Terms]) -> dict[Group, Terms]:
+    """The terms of what is alive, from how much is at each depth."""
+    found: dict[Group, Terms] = {}
+    for group, number in dict.fromkeys(key for one in counts for key in one):
+        fixed, each = counts[0].get((group, number), 0), 0
+        if len(counts) > 1:
+            more, rest = divmod(counts[1].get((group, number), 0) - fixed, repeats[1] - repeats[0])
+            fixed, each = fixed - more * repeats[0], more
+            if rest:
+                raise NoPolynomial(f"storages of {group} do not grow evenly with the depth")
+        terms = found.setdefault(group, {})
+        for (index, factor, _), times in classes[number].items():
+            add(terms, {(index, factor, 0): fixed * times, (index, factor, 1): each * times})
+    return {group: terms for group, terms in found.items() if terms}
 
 
 class _Walk:
-    def __init__(self, trace: Trace, forms: Any, values: Any) -> None:
-        self.trace, self.forms = trace, forms
-        exact = forms @ values.T
-        self.sizes = np.ceil(exact / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # [classes, points]
+    def __init__(self, trace: Trace, sizes: Any) -> None:
+        self.trace = trace
+        self.sizes = np.ceil(sizes / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # [classes, points]
+        starts = [index for index, one in enumerate(trace.events) if isinstance(one, Phase)]
+        self._starts = [0, *(one for one in starts if one), len(trace.events)]
         self._parts_of: dict[int, tuple[list[_Part], Pattern]] = {}
-        self._keys_of: dict[int, tuple[list[tuple[int, int]], Pattern]] = {}
-        self._numbers: dict[Group, int] = {}
+        self._keys_of: dict[int, tuple[list[tuple[Group, int]], Pattern]] = {}
 
     def _parts(self, pattern: Pattern) -> list[_Part]:
         found = self._parts_of.get(id(pattern))
@@ -87,7 +162,7 @@ class _Walk:
             found = self._parts_of[id(pattern)] = parts, pattern
         return found[0]
 
-    def highest(self) -> dict[tuple[str, int], list[Place]]:
+    def highest(self) -> dict[PhaseOf, list[Place]]:
         """For each phase of each micro-batch the moments that are its highest at some point, and where its loss begins
         (LOSS_BEGINS)."""
         alive: dict[int, int] = {}
@@ -142,48 +217,63 @@ class _Walk:
         places = {key: [tuple(one) for one in np.unique(each, axis=0).tolist()] for key, (_, each) in found.items()}
         return places | begins
 
+    # The same place at another depth
+
+    def name(self, place: Place) -> Name:
+        """What names a place at any depth: counted from the nearer end of its section."""
+        index, number = place
+        section = bisect_right(self._starts, index) - 1
+        start, end = self._starts[section : section + 2]
+        from_end = 2 * (index - start) >= end - start
+        ends = [*accumulate(_lengths(self.trace.events[index]))]
+        part = bisect_right(ends, number)
+        offset = end - index if from_end else index - start
+        return section, from_end, offset, part, number - (ends[part - 1] if part else 0)
+
+    def place(self, name: Name) -> Place:
+        """Where it is here."""
+        section, from_end, offset, part, number = name
+        index = self._starts[section + 1] - offset if from_end else self._starts[section] + offset
+        return index, number + sum(_lengths(self.trace.events[index])[:part])
+
     # What is alive at some places
 
-    def at(self, places: dict[tuple[str, int], list[Place]]) -> Iterator[FoundMoment]:
-        """What is alive at each of them."""
-        wanted: dict[int, list[tuple[int, tuple[str, int]]]] = {}
-        for key, found in places.items():
-            for index, number in found:
-                wanted.setdefault(index, []).append((number, key))
-        alive: dict[int, tuple[int, int]] = {}  # storage -> group, class
-        count = np.zeros((64, len(self.forms)))
+    def counts(self, names: Sequence[tuple[PhaseOf, Name]]) -> list[Counts]:
+        """What is alive at each of them, and at the end."""
+        wanted: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for at, (_, name) in enumerate(names):
+            index, number = self.place(name)
+            wanted[index][number].append(at)
+        found: list[Counts] = [{} for _ in names]
+        alive: dict[int, tuple[Group, int]] = {}  # storage -> group, class
+        count: Counts = defaultdict(int)
         for index, item in enumerate(self.trace.events):
-            asked: dict[int, list[tuple[str, int]]] = defaultdict(list)
-            for place, key in wanted.get(index, ()):
-                asked[place].append(key)
+            asked = wanted.get(index)
             if isinstance(item, Repetition) and not asked:
                 self._whole(item, alive, count)
                 continue
             for number, event in enumerate(_events(item)):
                 self._one(event, item, alive, count)
-                for key in asked.get(number, ()):
-                    yield self._found(key, count)
-        yield self._found(("step", 1), count)
+                for at in asked.get(number, ()) if asked else ():
+                    found[at] = {key: many for key, many in count.items() if many}
+        return [*found, {key: many for key, many in count.items() if many}]
 
-    def _found(self, key: tuple[str, int], count: Any) -> FoundMoment:
-        alive = dict(zip(self._numbers, count @ self.forms, strict=False))  # rows for more groups than there are
-        alive = {one: form for one, form in alive.items() if form.any()}
-        return FoundMoment(phase=key[0], micro_batch=key[1], alive=alive)
-
-    def _whole(self, item: Repetition, alive: dict[int, tuple[int, int]], count: Any) -> None:
+    def _whole(self, item: Repetition, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         for place in item.pattern.left:
             self._make(item.first + place, item, alive, count)
         for hole in item.holes:
             for event in hole:
                 self._one(event, item, alive, count)
 
-    def _one(self, event: Event, item: Any, alive: dict[int, tuple[int, int]], count: Any) -> None:
+    def _one(self, event: Event, item: Any, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         if isinstance(event, Alloc):
             self._make(event.id, item if isinstance(item, Repetition) else None, alive, count)
         elif isinstance(event, Free):
             count[alive.pop(event.id)] -= 1
 
-    def _make(self, number: int, repetition: Repetition | None, alive: dict[int, tuple[int, int]], count: Any) -> None:
+    def _make(
+        self, number: int, repetition: Repetition | None, alive: dict[int, tuple[Group, int]], count: Counts
+    ) -> None:
         origin = self.trace.origins.get(number)
         if origin is not None:
             key = self._key(origin, self.trace.owners.get(number))
@@ -193,7 +283,7 @@ class _Walk:
         alive[number] = key
         count[key] += 1
 
-    def _keys(self, pattern: Pattern) -> list[tuple[int, int]]:
+    def _keys(self, pattern: Pattern) -> list[tuple[Group, int]]:
         """Group and class of each storage of a pattern."""
         found = self._keys_of.get(id(pattern))
         if found is None:
@@ -201,18 +291,26 @@ class _Walk:
             found = self._keys_of[id(pattern)] = keys, pattern
         return found[0]
 
-    def _key(self, origin: Origin, owner: tuple[str, str] | None) -> tuple[int, int]:
-        group = group_of(origin, owner)
-        return self._numbers.setdefault(group, len(self._numbers)), origin.size_bytes
+    @staticmethod
+    def _key(origin: Origin, owner: tuple[str, str] | None) -> tuple[Group, int]:
+        return group_of(origin, owner), origin.size_bytes
 
 
 def _events(item: Event | Repetition) -> Iterator[Event]:
     return item.events() if isinstance(item, Repetition) else iter((item,))
 
 
-def cover(moments: Sequence[FoundMoment], values: Any) -> list[FoundMoment]:
+def _lengths(item: Event | Repetition) -> list[int]:
+    """How many events the runs of an item's pattern and the holes between them have, in turn."""
+    if not isinstance(item, Repetition):
+        return [1]
+    pairs = zip_longest(item.pattern.runs, item.holes, fillvalue=())
+    return [len(one) for pair in pairs for one in pair]
+
+
+def cover(moments: Sequence[FoundMoment], scale: Scale) -> list[FoundMoment]:
     """Of the moments of one phase those that are needed for its highest everywhere."""
-    totals = np.array([values @ one.total for one in moments])
+    totals = np.array([scale.total(one.total) for one in moments])
     top = totals.max(axis=0)
     open_points = np.ones(totals.shape[1], dtype=bool)
     chosen: list[FoundMoment] = []

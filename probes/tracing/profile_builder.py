@@ -2,12 +2,12 @@
 
 Which layers are checkpointed and which loss in tiles follows are mostly apart: the loss's own part is the same behind
 them all. Where two runs show that, the rest is put together; so is what a base in 4 bits with quantized scales holds,
-and what another precision leaves as it is. All logits at once are always run: the holes behind them are their own.
+and what another precision leaves as it is.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,29 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.profiles import (
     LOSS_BEGINS,
-    Form,
     Group,
     Piece,
     ProfileMoment,
     StepProfile,
+    at_rest,
     profiled_kind,
+    resized_bytes,
     structure_key,
 )
 from planner.models.spec import ModelSpec
+from planner.models.structures import Resizer, changes, sizes_of
 from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
+from probes.allocator.repetitions import rounded
 from probes.dryrun.api import VERSION
 from probes.dryrun.cache import library_versions
 from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.tracing.moments import FoundMoment
-from probes.tracing.sizes import NoPolynomial, Sizes
-from probes.tracing.structures import FoundPiece, Pieces, Span, Structure, has_room, spans
+from probes.tracing.sizes import NoPolynomial, Scale, Sizes, Terms, add
+from probes.tracing.structures import FoundPiece, Member, Pieces, Span, Structure, has_room, spans
 
 CARDS = ("a100-80gb", "rtx-4090", "h100-sxm")
 """One of each generation whose kernels are profiled."""
@@ -68,18 +71,32 @@ def asked_structures(
 
 
 class ProfileBuilder:
-    """Builds the profiles of one model; what its runs have shown is kept between them.
+    """Builds the profiles of one model, or of all models of one structure of layers; what its runs have shown is kept
+    between them.
+
+    Args:
+        model: what is run.
+        members: of the structure, where `model` stands for it; the first is looked at most closely.
+        at_depth: `model` with another number of layers.
 
     Attributes:
+        any_size: whether the profiles are for several models.
         failures: key of a structure -> why it has no profile.
     """
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        members: Sequence[ModelSpec] = (),
+        at_depth: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
         load_libraries()
-        self._model, self._known = model, Sizes()
+        self._model, self._known, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
+        self._members = [_member(model, one) for one in members] or [_itself(model)]
+        self.any_size = bool(members)
         self._runs: dict[Any, Any] = {}
         self._spans = [
-            one for one in spans([*_changes(model)]) if (one.longest_tokens or SHORTEST) >= SHORTEST and has_room(one)
+            one for one in spans(changes(model)) if (one.longest_tokens or SHORTEST) >= SHORTEST and has_room(one)
         ]
         self.failures: dict[str, str] = {}
 
@@ -90,12 +107,21 @@ class ProfileBuilder:
             one of NOT_PROFILED.
         """
         with collection_paused():
-            return _profile(self._pieces(setup, gpu))
+            return self._profile(self._pieces(setup, gpu))
 
-    def _pieces(self, setup: TrainSetup, gpu: GpuSpec) -> Pieces:
+    def _profile(self, pieces: Pieces) -> StepProfile:
+        own = None if self.any_size else self._members[0]
+        return StepProfile(
+            pieces=tuple(_piece(span, piece, own, alone=alone) for (span, alone), piece in pieces.items())
+        )
+
+    def _pieces(self, setup: TrainSetup, gpu: GpuSpec, first: int = 0) -> Pieces:
+        members = [*self._members[first:], *self._members[:first]]
         vocabulary = self._model.vocab_size, self._model.hidden_size
-        capability = gpu.compute_capability or (8, 0)
-        return Structure(self._model.config, vocabulary, setup, capability, self._runs).pieces(self._spans, self._known)
+        return Structure(
+            self._at_depth, vocabulary, setup, gpu.compute_capability or (8, 0), members, self._runs,
+            any_size=self.any_size,
+        ).pieces(self._spans, self._known)  # fmt: skip
 
     def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
         """The profiles of many structures; those that have none are in `failures`."""
@@ -104,35 +130,49 @@ class ProfileBuilder:
         for family in _families(asked.values()):
             setup, gpu = family[0]
             other = setup.replace_trusted(precision="bf16-pure", **_APART), setup.attention, gpu.key
+            base = None
             with collection_paused():
-                one = _Family(self, family, ran.get(other))
-                ran.setdefault(other, one)
-                for setup, pieces in one.pieces():
-                    key = structure_key(self._model, family[0][1], setup)
-                    if isinstance(pieces, str):
-                        self.failures[key] = pieces
-                    else:
-                        found[key] = _profile(pieces)
+                for first in range(len(self._members)):
+                    one = _Family(self, family, ran.get((other, first)), first, base)
+                    base = base or one
+                    ran.setdefault((other, first), one)
+                    for key, place in one.named():
+                        if key in found or key in self.failures:
+                            continue
+                        if isinstance(pieces := one.pieces(place), str):
+                            self.failures[key] = pieces
+                        else:
+                            found[key] = self._profile(pieces)
                 self._runs.clear()
         return found
 
-    def tried(self, setup: TrainSetup, gpu: GpuSpec) -> Pieces | str:
-        """The pieces of a structure, or why there are none."""
+    def key(self, setup: TrainSetup, gpu: GpuSpec, first: int) -> str:
+        """What names a structure, of a member's depth where the profiles are for several."""
+        key = structure_key(self._model, gpu, setup)
+        return at_rest(key, self._members[first].num_layers, setup.checkpointing) if self.any_size else key
+
+    def tried(self, setup: TrainSetup, gpu: GpuSpec, first: int) -> Pieces | str:
+        """The pieces of a structure, of a member's depth, or why there are none."""
         try:
-            return self._pieces(setup, gpu)
+            return self._pieces(setup, gpu, first)
         except NOT_PROFILED as error:
             return f"{type(error).__name__}: {error}"
 
 
-def _changes(model: ModelSpec) -> Iterator[int]:
-    """Lengths from which on a model does otherwise: of its windows, and where its rotary angles change."""
-    for layer in model.layer_kinds:
-        if layer.attention is not None and layer.attention.window_tokens:
-            yield layer.attention.window_tokens
-    text = model.config.get("text_config", model.config)
-    for one in (text, text.get("rope_scaling") or {}, text.get("rope_parameters") or {}):
-        if length := one.get("original_max_position_embeddings"):
-            yield int(length) + 1
+def _itself(model: ModelSpec) -> Member:
+    def size(index: int, factor: float) -> float:
+        return rounded(round(factor)) if index == 0 else factor
+
+    return Member(size=size, num_layers=model.num_layers, vocabulary=(model.vocab_size, model.hidden_size))
+
+
+def _member(ran: ModelSpec, model: ModelSpec) -> Member:
+    sizes = Resizer(sizes_of(ran), sizes_of(model))
+    return Member(
+        size=partial(resized_bytes, sizes),
+        num_layers=model.num_layers,
+        vocabulary=(model.vocab_size, model.hidden_size),
+    )
 
 
 STEP_PROFILE = "3"
@@ -182,24 +222,40 @@ class _Family:
 
     Args:
         like: a family that differs in precision alone.
+        first: of which member's depth they are.
+        base: of the first member's, which tells what no distance between checkpoints decides.
     """
 
-    def __init__(self, builder: ProfileBuilder, members: Sequence[Asked], like: "_Family | None") -> None:
+    def __init__(
+        self,
+        builder: ProfileBuilder,
+        members: Sequence[Asked],
+        like: "_Family | None",
+        first: int,
+        base: "_Family | None",
+    ) -> None:
         self._builder, self._gpu, self._like = builder, members[0][1], like
+        self._first, self._base = first, base
         self._setups = {
             (one.quantization, one.loss, SELECTIVE if one.selective_checkpointing else one.checkpointing): one
             for one, _ in members
         }
         self._ran: dict[_Key, Pieces | str] = {}
 
-    def pieces(self) -> Iterator[tuple[TrainSetup, Pieces | str]]:
-        """Each member with its pieces."""
-        for key, setup in self._setups.items():
-            yield setup, self._of(key)
+    def named(self) -> Iterator[tuple[str, "_Key"]]:
+        """What names each member, and its place."""
+        for place, setup in self._setups.items():
+            yield self._builder.key(setup, self._gpu, self._first), place
+
+    def pieces(self, place: "_Key") -> Pieces | str:
+        """A member's."""
+        return self._of(place)
 
     def _run(self, key: _Key) -> Pieces | str:
+        if self._base is not None and self._setups[key].checkpointing < 2:
+            return self._base._run(key)
         if key not in self._ran:
-            self._ran[key] = self._builder.tried(self._setups[key], self._gpu)
+            self._ran[key] = self._builder.tried(self._setups[key], self._gpu, self._first)
         return self._ran[key]
 
     def _of(self, key: _Key) -> Pieces | str:
@@ -210,7 +266,7 @@ class _Family:
         first = next((one for _, one, _ in self._setups if one != "full"), "full")
         if quantization == "nf4-double" and ("nf4", loss, every) in self._setups:
             return self._requantized(key, first)
-        if loss not in (first, "full") and (quantization, first, every) in self._setups:
+        if loss != first and (quantization, first, every) in self._setups:
             return self._with_loss(key, (quantization, first, every))
         return self._run(key)
 
@@ -222,18 +278,14 @@ class _Family:
         if self._like is None or second is None or not {first, second} <= {*self._like._setups}:
             return False
         pairs = ((self._run(one), self._like._of(one)) for one in (first, second))
-        return all(
-            not isinstance(a, str)
-            and not isinstance(b, str)
-            and _same(a, b)
-            and all(a[place].gaps == b[place].gaps for place in a)
-            for a, b in pairs
-        )
+        return all(not isinstance(a, str) and not isinstance(b, str) and _same(a, b) for a, b in pairs)
 
     def _requantized(self, key: _Key, loss: str) -> Pieces | str:
         """What a base without quantized scales does with what is stored otherwise, where two structures of both show
         that."""
         others = sorted(every for quantization, one, every in self._setups if (quantization, one) == (key[0], loss))
+        if self._builder.any_size and key[2] > 1:
+            return self._run(key)  # so many layers a period are other terms
         if len(others) < 3 or key in [(key[0], loss, one) for one in others[:2]]:
             return self._run(key)
         pairs = [(self._run((key[0], loss, one)), self._of(("nf4", loss, one))) for one in others[:2]]
@@ -279,30 +331,35 @@ def _stored_otherwise(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
     for key, piece in like.items():
         pairs = zip(base[key].moments, own[key].moments, strict=False)
         instead = {
-            (group, _form(form)): other.alive[group]
+            (group, frozenset(terms.items())): other.alive[group]
             for one, other in pairs
-            for group, form in one.alive.items()
+            for group, terms in one.alive.items()
             if group in other.alive
         }
         moments = [
-            replace(one, alive={group: instead.get((group, _form(form)), form) for group, form in one.alive.items()})
+            replace(
+                one,
+                alive={
+                    group: instead.get((group, frozenset(terms.items())), terms) for group, terms in one.alive.items()
+                },
+            )
             for one in piece.moments
         ]
         found[key] = replace(piece, moments=moments)
     return found
 
 
-def _plus(one: dict[Group, Any], other: dict[Group, Any], sign: int) -> dict[Group, Any]:
-    found = dict(one)
-    for group, form in other.items():
-        found[group] = found[group] + sign * form if group in found else sign * form
-    return {group: form for group, form in found.items() if np.abs(form).max() > 1e-6}
+def _plus(one: dict[Group, Terms], other: dict[Group, Terms], sign: int) -> dict[Group, Terms]:
+    found = {group: dict(terms) for group, terms in one.items()}
+    for group, terms in other.items():
+        add(found.setdefault(group, {}), terms, sign)
+    return {group: terms for group, terms in found.items() if terms}
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether the highest moments of every micro-batch are the same, and those of its phases nearly."""
     for key, piece in one.items():
-        mine, others = (_highest(each[key].moments, piece.values) for each in (one, other))
+        mine, others = (_highest(each[key].moments, piece.scale) for each in (one, other))
         if mine.keys() != others.keys():
             return False
         for micro_batch in {number for _, number in mine}:
@@ -314,33 +371,37 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def _highest(moments: Sequence[FoundMoment], values: Any) -> dict[tuple[str, int], Any]:
+def _highest(moments: Sequence[FoundMoment], scale: Scale) -> dict[tuple[str, int], Any]:
     found: dict[tuple[str, int], Any] = {}
     for one in moments:
-        key, total = (one.phase, one.micro_batch), values @ one.total
+        key, total = (one.phase, one.micro_batch), scale.total(one.total)
         found[key] = np.maximum(found[key], total) if key in found else total
     return found
 
 
-def _profile(pieces: Pieces) -> StepProfile:
-    return StepProfile(pieces=tuple(_piece(span, piece, alone=alone) for (span, alone), piece in pieces.items()))
-
-
-def _piece(span: Span, piece: FoundPiece, *, alone: bool) -> Piece:
-    moments = dict.fromkeys(_moment(one) for one in piece.moments)
+def _piece(span: Span, piece: FoundPiece, own: Member | None, *, alone: bool) -> Piece:
+    """What is kept of a piece: of a model's own its bytes, else the terms that they are made of."""
+    moments = dict.fromkeys(_moment(one, own) for one in piece.moments)
     return Piece(
         one_sequence=alone,
         shortest_tokens=span.shortest_tokens,
         longest_tokens=span.longest_tokens,
         moments=tuple(moments),
-        gaps=piece.gaps,
     )
 
 
-def _moment(one: FoundMoment) -> ProfileMoment:
-    groups = sorted((group, _form(form)) for group, form in one.alive.items() if group != CUBLAS)
+def _moment(one: FoundMoment, own: Member | None) -> ProfileMoment:
+    groups = sorted((group, _form(terms, own)) for group, terms in one.alive.items() if group != CUBLAS)
     return ProfileMoment(one.phase, one.micro_batch > 1, tuple(pair for pair in groups if pair[1]))
 
 
-def _form(factors: Any) -> Form:
-    return tuple((index, float(f"{value:.10g}")) for index, value in enumerate(factors.tolist()) if abs(value) > 1e-6)
+def _form(terms: Terms, own: Member | None) -> Any:
+    if own is None:
+        parts: dict[tuple[int, float], list[int]] = {}
+        for (index, factor, by_depth), times in terms.items():
+            parts.setdefault((index, factor), [0, 0])[by_depth] += times
+        return tuple((*key, *times) for key, times in sorted(parts.items()))
+    sums: dict[int, float] = {}
+    for (index, factor, _), times in terms.items():
+        sums[index] = sums.get(index, 0.0) + times * own.size(index, factor)
+    return tuple((index, float(f"{value:.10g}")) for index, value in sorted(sums.items()) if abs(value) > 1e-6)

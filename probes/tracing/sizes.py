@@ -6,13 +6,13 @@ shown need not be run again for the next (`Sizes`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.profiles import MONOMIALS, Form
+from planner.memory.profiles import MONOMIALS, Form, Term
 
 
 class Point(NamedTuple):
@@ -40,6 +40,54 @@ def values_at(points: Sequence[Point]) -> Any:
 def value_of(form: Form, values: Any) -> float:
     """Bytes of a form where the monomials have these values."""
     return float(sum(factor * values[index] for index, factor in form))
+
+
+Terms = dict[Term, int]
+"""A sum of terms: how often each comes."""
+
+
+def add(terms: Terms, others: Mapping[Term, int], sign: int = 1) -> None:
+    """Adds others to terms."""
+    for term, times in others.items():
+        many = terms.get(term, 0) + sign * times
+        if many:
+            terms[term] = many
+        else:
+            terms.pop(term, None)
+
+
+class Model(NamedTuple):
+    """A model whose step is looked at: what a number of the model that was run is there, how often what depends on the
+    depth comes, and where, [points, monomials]."""
+
+    size: Callable[[int, float], float]
+    repeats: int
+    values: Any
+
+
+class Scale:
+    """Models and sizes at which terms are compared."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = models
+        self._known: dict[Term, Any] = {}
+
+    def of(self, term: Term) -> Any:
+        """Bytes of a term, [points of all models]."""
+        found = self._known.get(term)
+        if found is None:
+            index, factor, by_depth = term
+            each = [
+                one.size(index, factor) * (one.repeats if by_depth else 1) * one.values[:, index]
+                for one in self._models
+            ]
+            found = self._known[term] = np.concatenate(each)
+        return found
+
+    def total(self, terms: Terms) -> Any:
+        """Of all together."""
+        points = sum(len(one.values) for one in self._models)
+        return sum((times * self.of(term) for term, times in terms.items()), np.zeros(points))
 
 
 def fit(points: Sequence[Point], sizes: Sequence[int], *, tiled: bool) -> Form:

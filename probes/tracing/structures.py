@@ -2,29 +2,25 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from planner.core.records import dataclass
 from planner.memory.profiles import MONOMIALS, Form
 from planner.options.losses import LOSSES
 from planner.setup import TrainSetup
-from probes.allocator import replay
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Pattern, Repetition, rounded
+from probes.allocator.events import Alloc, Phase
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.trace import Trace, trace_samples
 from probes.stack.configs import load_config
-from probes.tracing.moments import FoundMoment, moments_of
-from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit, value_of, values_at
+from probes.tracing.moments import Depth, FoundMoment, moments_of
+from probes.tracing.sizes import Model, NoPolynomial, Point, Scale, Sizes, Terms, fit, value_of, values_at
 
 UNIT = 128
 """Lengths that are run are multiples of it: attention kernels pad some rows to that."""
@@ -35,6 +31,8 @@ SEQS = (2, 4, 16, 64)
 RANKS = (8, 64, 256)
 LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
 MAX_TOKENS = 1 << 20
+DEPTHS, SPACED_DEPTHS = (12, 40), (4, 9)
+"""Layers, or periods of checkpoints, of the full models that are told from one run."""
 _TILE = MONOMIALS.index((0, 0, 0, 1))
 
 
@@ -54,50 +52,89 @@ def spans(windows: Sequence[int]) -> tuple[Span, ...]:
     return (*found, Span(shortest_tokens=starts[-1], longest_tokens=None))
 
 
-Gaps = tuple[tuple[int, float], ...]
-"""As in `planner.memory.profiles.Piece`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FoundPiece:
-    """The moments of one span, of one sequence or of more, and where they were compared ([points, monomials])."""
+    """The moments of one span, of one sequence or of more, and where they were compared."""
 
     moments: list[FoundMoment]
-    gaps: Gaps
-    values: Any
+    scale: Scale
 
 
 Pieces = dict[tuple[Span, bool], FoundPiece]
 """By span and whether it is one sequence."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A model of a structure of layers.
+
+    Attributes:
+        size: what a factor of a monomial (its place, its value for the model that is run) is here, in bytes.
+        vocabulary: its size and the stream's width, by which the loss's tiles are cut.
+    """
+
+    size: Callable[[int, float], float]
+    num_layers: int
+    vocabulary: tuple[int, int]
+
+
 class Structure:
     """One structure of a model.
 
     Args:
-        vocabulary: its size and the stream's width, by which the loss's tiles are cut.
+        at_depth: the configuration with so many layers.
         setup: of the structure; its sizes do not matter.
-        kept: runs that several structures share: where every fourth layer is checkpointed, or a rarer one.
+        members: models it is made for, the first of which says what the allocator holds.
+        kept: runs that several structures share: where every fourth layer is checkpointed, or a rarer one, and those
+            of several depths.
+        any_size: whether it is for other models than the one that is run, of other depths.
     """
 
     def __init__(
         self,
-        raw_config: Mapping[str, Any],
+        at_depth: Callable[[int], Mapping[str, Any]],
         vocabulary: tuple[int, int],
         setup: TrainSetup,
         capability: tuple[int, int],
+        members: Sequence[Member],
         kept: dict[Any, list[Trace]],
+        *,
+        any_size: bool,
     ) -> None:
         self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, kept
-        config = load_config(raw_config)
-        fourth = _as_every_fourth(config, setup)
-        self._every = setup.checkpointing if fourth is None else _FOURTH
-        self._plan = fourth or plan_depth(config, checkpointing=setup.checkpointing, full_depth=False)
+        self._every, every = setup.checkpointing, max(1, setup.checkpointing)
+        depths = [members[0].num_layers]
+        rest = depths[0] % every
+        self._members = [one for one in members if one.num_layers % every == rest]
+        if any_size:
+            if depths[0] < every:
+                raise NoPolynomial("fewer layers than lie between two checkpoints")
+            depths = [every * many + rest for many in (DEPTHS if every == 1 else SPACED_DEPTHS)]
+        self._repeats = [depth // every if any_size else 0 for depth in depths]
+        configs = [load_config(at_depth(depth)) for depth in depths]
+        fourths = [_as_every_fourth(config, setup) for config in configs]
+        if None in fourths:
+            self._plans = [plan_depth(one, checkpointing=setup.checkpointing, full_depth=False) for one in configs]
+        else:
+            self._plans, self._every = [one for one in fourths if one is not None], _FOURTH
+        self._check()
 
-    def point(self, seqs: int, tokens: int, rank: int) -> Point:
-        """A point with its tile."""
+    def _check(self) -> None:
+        """Raises:
+        RepetitionError: the depths are not told from one run."""
+        if len({one.depth for one in self._plans}) > 1 or (
+            len(self._plans) > 1 and any(one.layers is None for one in self._plans)
+        ):
+            raise RepetitionError("the layers that stand for the model depend on its depth")
+
+    @property
+    def _plan(self) -> DepthPlan:
+        return self._plans[0]
+
+    def point(self, seqs: int, tokens: int, rank: int, vocabulary: tuple[int, int] | None = None) -> Point:
+        """A point with its tile, of the model that is run unless told."""
         made = self._at(seqs, tokens, rank)
-        tile = LOSSES[made.loss].tiling(made.tokens_per_micro_batch, *self._vocabulary).tokens
+        tile = LOSSES[made.loss].tiling(made.tokens_per_micro_batch, *(vocabulary or self._vocabulary)).tokens
         return Point(seqs, tokens, rank if made.method != "full" else 0, tile)
 
     def _at(self, seqs: int, tokens: int, rank: int) -> TrainSetup:
@@ -120,9 +157,11 @@ class Structure:
         try:
             return self._pieces(wanted, known)
         except RepetitionError:
-            if self._plan.wider is None:
+            if any(one.wider is None for one in self._plans):
                 raise
-            self._plan, self._every = self._plan.wider(), self.setup.checkpointing
+            self._plans = [one.wider() for one in self._plans if one.wider is not None]
+            self._every = self.setup.checkpointing
+            self._check()
             return self.pieces(wanted, known)
 
     def _pieces(self, wanted: Sequence[Span], known: Sizes) -> Pieces:
@@ -132,17 +171,13 @@ class Structure:
         points = {key: (alone if key[1] else usual)[key[0]] for key in keys}
         runs = dict(zip(keys, self._run([points[key][0] for key in keys]), strict=True))
         found: Pieces = {}
-        gaps: dict[bool, tuple[int, float]] = {}
         for key in keys:
             forms = self._forms(runs[key], points[key], known)
             self._learn(runs[key], forms, points[key][0], alone[key[0]][0], known)
-            table, sizes, named = self._named(runs[key], forms)
-            if key[0] == wanted[-1]:
-                gaps[key[1]] = self._gap(named, sizes, points[key][0])
-            values = values_at(self._grid(key))
-            found[key] = FoundPiece(moments=moments_of(named, table, values), gaps=(), values=values)
-        by_tokens = gaps[True], gaps[False]  # of the longest span, by rising tokens
-        return {key: replace(piece, gaps=by_tokens) for key, piece in found.items()}
+            classes, depths = self._named(runs[key], forms)
+            scale = Scale([self._model(one, self._grid(key, one.vocabulary)) for one in self._members])
+            found[key] = FoundPiece(moments=moments_of(depths, classes, scale), scale=scale)
+        return found
 
     def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
         """What a run has shown, also of one sequence of its length."""
@@ -175,40 +210,28 @@ class Structure:
         for trace in chain.from_iterable(run(copy.deepcopy(config), group) for group in groups):
             end = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "step")
             found.append(replace(trace, events=trace.events[:end]))
-        if self._every == _FOURTH:
+        if self._every == _FOURTH or len(self._plans) > 1:
             self._kept[key] = found
         return found
 
-    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[Any, list[int], Trace]:
-        """The forms' factors, [classes, monomials], the run's own bytes of each class, and the full model's trace with
-        numbers of classes as sizes."""
-        sizes = [trace.origins[number].size_bytes for number in _made(trace)]
-        classes = {pair: number for number, pair in enumerate(dict.fromkeys(zip(forms, sizes, strict=True)))}
-        table = np.zeros((len(classes), len(MONOMIALS)))
-        for (form, _), number in classes.items():
-            for index, factor in form:
-                table[number, index] += rounded(round(factor)) if len(form) == 1 and index == 0 else factor
-        named = _with_classes(trace, [classes[pair] for pair in zip(forms, sizes, strict=True)])
-        if self._plan.layers is not None:
-            named = repeat_layers(named, self._plan.layers, self.setup)
-        return table, [size for _, size in classes], named
+    def _model(self, member: Member, points: Sequence[Point]) -> Model:
+        return Model(member.size, member.num_layers // max(1, self.setup.checkpointing), values_at(points))
 
-    def _gap(self, named: Trace, sizes: Sequence[int], point: Point) -> tuple[int, float]:
-        """Tokens of a run, and what the allocator's model holds there beyond live tensors: of the run's own sizes, as
-        blocks that differ by a few bytes leave holes that equal ones do not."""
-        events = [*_sized(named.events, sizes)]
-        result = replay(events, expandable_segments=True)
-        dynamic = result.peak_allocated_bytes - _loaded_bytes(events)
-        gap = result.peak_reserved_bytes - result.peak_allocated_bytes
-        return self._at(*point[:3]).tokens_per_micro_batch, round(gap / max(1, dynamic), 5)
+    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[list[Terms], list[Depth]]:
+        """Terms of each class of storages, and the traces of each depth with numbers of classes as sizes."""
+        classes = {form: number for number, form in enumerate(dict.fromkeys(forms))}
+        named = _with_classes(trace, [classes[form] for form in forms])
+        traces = [named if one.layers is None else repeat_layers(named, one.layers, self.setup) for one in self._plans]
+        found: list[Terms] = [{(index, factor, 0): 1 for index, factor in form} for form in classes]
+        return found, [Depth(trace=one, repeats=many) for one, many in zip(traces, self._repeats, strict=True)]
 
-    def _grid(self, key: tuple[Span, bool]) -> list[Point]:
+    def _grid(self, key: tuple[Span, bool], vocabulary: tuple[int, int]) -> list[Point]:
         """Where moments are compared."""
         span, alone = key
         last = span.longest_tokens or LENGTHS[-1]
         lengths = [one for one in LENGTHS if span.shortest_tokens <= one <= last] or [_length(span, USUAL[0][1])]
         return [
-            self.point(seqs, tokens, rank)
+            self.point(seqs, tokens, rank, vocabulary)
             for seqs in ((1,) if alone else SEQS)
             for tokens in lengths
             for rank in (RANKS if self.setup.method != "full" else (0,))
@@ -255,38 +278,6 @@ def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
     if len({*found}) < len(chosen):
         raise KeyError("one stands for nothing")
     return found
-
-
-def _sized(events: Iterable[Event | Repetition], sizes: Sequence[int]) -> Iterator[Event | Repetition]:
-    """Events whose sizes are numbers of classes, with the bytes of each class."""
-    patterns: dict[int, Pattern] = {}
-    for item in events:
-        if isinstance(item, Repetition):
-            own = item.pattern
-            if id(own) not in patterns:
-                runs = [[(place, size if size is None else sizes[size]) for place, size in run] for run in own.runs]
-                patterns[id(own)] = replace(own, runs=runs, sizes=[sizes[one] for one in own.sizes])
-            holes = [[_sized_event(one, sizes) for one in hole] for hole in item.holes]
-            yield item._replace(pattern=patterns[id(own)], holes=holes)
-        else:
-            yield _sized_event(item, sizes)
-
-
-def _sized_event(event: Event, sizes: Sequence[int]) -> Event:
-    return Alloc(event.id, sizes[event.size_bytes]) if isinstance(event, Alloc) else event
-
-
-def _loaded_bytes(events: Iterable[Event | Repetition]) -> int:
-    """What is allocated before the first forward."""
-    alive: dict[int, int] = {}
-    for item in events:
-        if isinstance(item, Repetition) or (isinstance(item, Phase) and item.name != "load"):
-            break
-        if isinstance(item, Alloc):
-            alive[item.id] = rounded(item.size_bytes)
-        elif isinstance(item, Free):
-            alive.pop(item.id)
-    return sum(alive.values())
 
 
 def has_room(span: Span) -> bool:

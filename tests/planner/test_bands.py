@@ -11,7 +11,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.decision.facts import Limits
-from planner.planning.evidence.bands import NOBODY, UNSEEN_CARD, Cell, evidence_bands
+from planner.planning.evidence.bands import NOBODY, OTHER_TRAINER, UNSEEN_CARD, Cell, evidence_bands
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
@@ -150,6 +150,6 @@ def test_a_tool_on_transformers_trainer_has_its_libraries_band_wider(stack: str)
         trl, _ = evidence_bands(rung, A100, asked_setup({}))
         assert "under TRL, wider" in note
         for metric in ("allocated", "device"):
-            assert bands[metric] == pytest.approx([1.5 * one for one in trl[metric]])
+            assert bands[metric] == pytest.approx([OTHER_TRAINER * one for one in trl[metric]])
         assert bands["device"][0] >= 0.021
         assert bands["device"][1] >= 0.082

@@ -16,7 +16,7 @@ from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
 from planner.memory.states import int8_bytes as int8_weight_bytes
 from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
-from planner.memory.step import allocator_gap_bytes
+from planner.memory.step import allocator_gap_bytes, gap_of_loss
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.options.losses import LOSSES
@@ -198,6 +198,9 @@ def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
     assert allocator_gap_bytes(loss=0, layer=0) == allocator_gap_bytes(loss=-5, layer=0) == 24 * MIB
     assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB) == 42 * MIB
     assert allocator_gap_bytes(loss=10 * MIB, layer=100 * MIB) == 36 * MIB
+    spaced = [gap_of_loss(loss, every) for loss, every in (("full", 0), ("full", 1), ("full", 2), ("chunked", 2))]
+    assert spaced == [0.18, 0.18, 0.34, 0.18]
+    assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB, of_loss=spaced[2]) == 58 * MIB
     breakdown = predict_memory(smol(), A100, TrainSetup(checkpointing=0))
     kept = ("attention inputs and outputs", "adapter input copies", "MLP activations", "norm inputs")
     stored = sum(term.size_bytes for term in breakdown.terms if term.name in kept)

@@ -607,8 +607,11 @@ GRPOTrainer("gpt2", reward, args, data, quantization_config=bits, peft_config=Lo
 
 
 @pytest.mark.parametrize("objective", [name for name, row in OBJECTIVES.items() if not row.supervised])
-def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(objective: str) -> None:
+def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loss, forwards without gradients and generation; the memory's is the formula's, as traced trainers say."""
+    monkeypatch.setattr("planner.memory.model.profiled_step", lambda *_: None)
     model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, micro_batch_seqs=4)
     found, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())

@@ -105,7 +105,7 @@ def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
 def stranger(**fields: Any) -> Workload:
     """A model that only its module tree is known of, and no step profile."""
     workload = plan_request("Qwen/Qwen2.5-1.5B", **fields)
-    config = {**workload.model.config, "bias_of_a_stranger": True}
+    config = {**workload.model.config, "bias_of_a_stranger": True, "tie_word_embeddings": 1}  # another structure's name
     return replace(workload, model=replace(workload.model, from_tree=True, config=config))
 
 

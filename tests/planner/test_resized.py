@@ -94,6 +94,22 @@ def test_a_number_says_which_sizes_it_is_of(number: float) -> None:
     assert Resizer(OWN, OTHER).size(number) == pytest.approx(DIMENSIONS[number])
 
 
+@pytest.mark.parametrize(
+    ("number", "other"),
+    [
+        (2 * 106240 * 3080, 2 * 128256 * 5120),
+        (2 * 5096 * 3080, 2 * 7168 * 5120),
+        (3640 * 3080 / 2, 5120 * 5120 / 2),
+        (60 * 3080 * 7424, 60 * 5120 * 13824),
+        (1000.0, 1000.0),
+    ],
+)
+def test_a_product_says_which_matrix_it_is(number: float, other: float) -> None:
+    """Embeddings, queries, keys and values in one, queries alone of half the bytes, sixty experts; and no matrix."""
+    sizes = {"queries, keys and values": 5096}, {"queries, keys and values": 7168}
+    assert Resizer(OWN | sizes[0], OTHER | sizes[1]).product(number) == pytest.approx(other)
+
+
 def test_counts_are_of_layers_and_what_is_beside_them() -> None:
     to = Resizer(OWN, OTHER)
     assert [to.count(one) for one in (1, 35, 36, 37, 38, 14 * 37, 9 * 37 + 3)] == [1, 46, 47, 48, 49, 672, 435]

@@ -12,11 +12,8 @@ from planner.memory import profiles as profile_store
 from planner.memory.engines import engine_of
 from planner.memory.profiles import (
     MONOMIALS,
-    SHIPPED,
     StepProfile,
-    config_digest,
     find_profile,
-    load_profiles,
     profiled_breakdown,
     step_of,
     structure_key,
@@ -30,6 +27,7 @@ from planner.speed import step_program
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
+from probes.tracing.moments import growing
 from probes.tracing.profile_builder import ProfileBuilder, asked_structures
 from probes.tracing.programs import ProgramBuilder
 from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
@@ -123,7 +121,7 @@ def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, A
         rank = rank if setup.method != "full" else 0
         errors = _against_dry_run(profile, model, setup.replace(**sizes, lora_rank=rank))
         assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
-        assert abs(errors["reserved"]) < 0.06, errors
+        assert -0.03 < errors["reserved"] < 0.08, errors
 
 
 def test_what_is_put_together_is_what_is_run() -> None:
@@ -142,9 +140,9 @@ def test_what_is_put_together_is_what_is_run() -> None:
     ran = []
     run = builder.tried
 
-    def counted(setup: TrainSetup, gpu: Any) -> Any:
+    def counted(setup: TrainSetup, gpu: Any, first: int) -> Any:
         ran.append((setup.quantization, setup.loss, setup.checkpointing))
-        return run(setup, gpu)
+        return run(setup, gpu, first)
 
     builder.tried = counted  # type: ignore[method-assign]
     found = builder.all(asked)
@@ -157,20 +155,28 @@ def test_what_is_put_together_is_what_is_run() -> None:
     assert max(abs(errors[phase]) for phase in ("loss", "backward")) < 0.001, errors
 
 
-def test_shipped_profiles_are_those_of_fresh_runs() -> None:
-    """One structure of the smallest model that ships; `tools/build_profiles.py --check` takes others."""
-    shipped = [
-        model
-        for name in catalogue.names()
-        if (model := catalogue.load(name)) is not None
-        and load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz") is not None
-    ]
-    assert shipped
-    model = replace(min(shipped, key=lambda one: one.num_layers * one.num_params))
-    setup, gpu = sorted(asked_structures(model, ("a100-80gb",)).items())[7][1]
-    found = dict(deviations(model, gpu, setup))
+SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B")
+"""Of a structure of layers each, small and unlike the model that was run in width, heads and depth."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shipped_profiles_are_those_of_fresh_runs(name: str) -> None:
+    """One structure of each, another for each; `tools/build_profiles.py --check` takes others."""
+    model = replace(_model(name))
+    asked = sorted(asked_structures(model, ("a100-80gb",)).items())
+    setup, gpu = asked[(7 + 31 * SHARED.index(name)) % len(asked)][1]
+    found = [*deviations(model, gpu, setup)]
     assert found
-    assert max(map(abs, found.values())) < 0.003, (setup, found)
+    assert max(abs(allocated) for _, allocated, _ in found) < 0.0003, (setup, found)
+    assert all(-0.05 < reserved < 0.1 for *_, reserved in found), (setup, found)
+
+
+def test_a_structure_that_does_not_grow_with_its_depth_has_no_profile() -> None:
+    counts = [{(("weights", "weights"), 0): many} for many in (5, 13)]
+    (found,) = growing(counts, (4, 12), [{(0, 512.0, 0): 2}]).values()
+    assert found == {(0, 512.0, 0): 2, (0, 512.0, 1): 2}
+    with pytest.raises(NoPolynomial, match="depth"):
+        growing(counts, (4, 13), [{(0, 512.0, 0): 1}])
 
 
 def test_the_command_makes_profiles_for_this_user(
