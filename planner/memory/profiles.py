@@ -376,7 +376,7 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
 
 def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
-    values = [str(value) for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
+    values = [str(value).replace(" ", "") for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
     values = ["trl" if value in _ITS_TRAINER else value for value in values]
     adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
     rarer = (

@@ -25,6 +25,7 @@ from planner.memory.profiles import (
     config_digest,
     find_profile,
     load_profiles,
+    respaced,
     save_profiles,
     structure_key,
 )
@@ -115,6 +116,13 @@ def test_profiles_are_read_as_they_were_written_and_damaged_ones_are_none(tmp_pa
     write_packed(tmp_path / "newer", {**json.loads(content), "schema": -1})
     for name in ("newer", "missing"):
         assert load_profiles(tmp_path / name) is None
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj")])
+def test_a_key_says_its_spacing_at_one_place_whatever_its_other_values(targets: Any) -> None:
+    setup = TrainSetup(lora_targets=targets, checkpointing=4)
+    key = structure_key(_model(), GPU, setup)
+    assert respaced(key, 1) == structure_key(_model(), GPU, setup.replace(checkpointing=1))
 
 
 def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
