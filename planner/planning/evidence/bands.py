@@ -20,8 +20,8 @@ from planner.setup.outcome import Prediction
 DRY_RUN_BAND = 0.02
 """What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
 PROFILE_BAND = 0.04
-"""The dry run's, and what the rule of the allocator's gap adds: a profile's allocated peak is the dry run's within 0.15 %,
-what is reserved within 3.3 % in nine of ten of 99 random points (docs/step-profiles.md)."""
+"""The dry run's, and what the rule of the allocator's gap adds: a profile's allocated peak is the dry run's within
+0.15 %, what is reserved within 3.3 % in nine of ten of 99 random points (docs/step-profiles.md)."""
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
 and about 1 % between dry run and card."""
