@@ -100,8 +100,8 @@ def recorded_grids(rows: Iterable[MeasuredRow], *, group: str = "fms_acceleratio
     for row in rows:
         usable = row.group == group and row.setup is not None and row.model and row.gpu and not row.unmapped
         measured = row.tokens_per_s is not None and (row.allocated_bytes or row.reserved_bytes or row.device_bytes)
-        # Without packing, tokens/s count padding and the lengths differ from run to run: another workload.
-        if usable and (measured or row.status == "oom") and row.setup is not None and row.setup.packing:
+        # Of samples that differ in length tokens/s count padding: another workload.
+        if usable and (measured or row.status == "oom") and row.setup is not None and not row.unmapped_memory:
             assert row.setup is not None
             found[str(row.model), str(row.gpu), row.setup.seq_len_tokens].append(row)
     grids = []

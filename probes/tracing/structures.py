@@ -34,6 +34,7 @@ MAX_TOKENS = 1 << 20
 DEPTHS, SPACED_DEPTHS = (12, 40), (4, 9)
 """Layers, or periods of checkpoints, of the full models that are told from one run."""
 _TILE = MONOMIALS.index((0, 0, 0, 1))
+_LINE = {MONOMIALS.index((0, 0, 0, 0)), MONOMIALS.index((0, 1, 0, 0))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +376,8 @@ def _by_operator(
             if len(row) == len(lists):
                 with suppress(NoPolynomial):
                     form = form_of(row)
+                if form is not None and {index for index, _ in form} == _LINE and points[0].micro_batch_seqs > 1:
+                    form = None  # the rows of a last tile lay on a line by chance
             if form is None:
                 larger = [one for one in known[op] if one >= size]
                 tiles = (one / point.tile_tokens for one, point in zip(row, points, strict=False))
