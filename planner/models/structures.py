@@ -6,6 +6,7 @@ operators and every allocation then says which sizes it is a product of, and is 
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 
 from planner.models.spec import ModelSpec
@@ -76,6 +77,8 @@ _SUMS = (
 )  # fmt: skip
 _LEAST = 14
 """Powers of two that the smallest share of a size is below it."""
+_NEARLY = 0.01
+"""Rows of features that are so much more: of a tile of the loss and what a last one has beside."""
 _FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups", "shared")
 
 
@@ -124,6 +127,9 @@ class Resizer:
         for name, tag in self._tags:
             while rest % tag == 0:
                 rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        width, constant = number / self._own["hidden"], _is_power(number) or _is_power(number / 3)
+        if found == 1.0 and width > 0 and not constant and abs(width / 2.0 ** round(math.log2(width)) - 1) < _NEARLY:
+            found = self._other["hidden"] / self._own["hidden"]
         return rest * found
 
     def count(self, number: int) -> int:

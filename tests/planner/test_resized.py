@@ -102,10 +102,13 @@ def test_a_number_says_which_sizes_it_is_of(number: float) -> None:
         (3640 * 3080 / 2, 5120 * 5120 / 2),
         (60 * 3080 * 7424, 60 * 5120 * 13824),
         (1000.0, 1000.0),
+        (98304.0, 98304.0),
+        (6188.875, 6188.875 * 5120 / 3080),
     ],
 )
 def test_a_product_says_which_matrix_it_is(number: float, other: float) -> None:
-    """Embeddings, queries, keys and values in one, queries alone of half the bytes, sixty experts; and no matrix."""
+    """Embeddings, queries, keys and values in one, queries alone of half the bytes, sixty experts; no matrix, and none
+    that is nearly the features' bytes; two bytes a feature and a little more."""
     sizes = {"queries, keys and values": 5096}, {"queries, keys and values": 7168}
     assert Resizer(OWN | sizes[0], OTHER | sizes[1]).product(number) == pytest.approx(other)
 
