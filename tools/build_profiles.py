@@ -16,7 +16,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,27 +107,28 @@ def build_structures(names: list[str], minutes: float, *, programs: bool) -> Non
             continue
         started = time.process_time()
         for own_heads in (True, False):  # some types take a head for a share of the features
-            like = apart(model, own_heads=own_heads)
-            said = (_structure_programs if programs else _structure_profiles)(model, like, own_heads=own_heads)
-            if structure_of(like) == structure and said:
+            at_depth = partial(apart, model, own_heads=own_heads)
+            if structure_of(at_depth()) != structure:
+                continue
+            if said := (_structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth)):
                 print(f"{name}: {structure} {said}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
             print(f"{name}: another structure at other sizes, or no run", flush=True)
 
 
-def _structure_programs(model: ModelSpec, like: ModelSpec, *, own_heads: bool) -> str:
+def _structure_programs(like: ModelSpec) -> str:
     """What was written; nothing where no run was possible."""
-    del own_heads
     builder = ProgramBuilder(like)
-    path = PROGRAMS / f"{structure_of(model)}.json.gz"
+    path = PROGRAMS / f"{structure_of(like)}.json.gz"
     if found := builder.all(asked_programs(like)):
         save_programs(path, builder.tables, found, versions(), sizes_of(like))
     return _said(path, found, builder.failures)
 
 
-def _structure_profiles(model: ModelSpec, like: ModelSpec, *, own_heads: bool) -> str:
+def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec]) -> str:
     """What was written; nothing where no run was possible."""
+    like = at_depth()
     structure = structure_of(model)
     known = [one for name in catalogue.names() if (one := catalogue.load(name)) and structure_of(one) == structure]
     others = sorted((one for one in known if one is not model), key=lambda one: one.num_params)
@@ -136,7 +138,7 @@ def _structure_profiles(model: ModelSpec, like: ModelSpec, *, own_heads: bool) -
             members.append(one)
     asked = {key: one for of in reversed(members[:3]) for key, one in asked_structures(of).items()}
     asked |= _as_people_write(like, asked)
-    builder = ProfileBuilder(like, members, lambda depth: apart(model, own_heads=own_heads, num_layers=depth).config)
+    builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config)
     path = SHIPPED / f"{structure}.json.gz"
     if found := builder.all(asked):
         save_profiles(path, found, versions(), like)

@@ -250,6 +250,7 @@ class ModelProfiles:
         self._groups: list[Group] = [(category, name) for category, name in raw["groups"]]
         self._model = model
         self._sizes = Resizer(raw["sizes"], sizes_of(model)) if model is not None else None
+        self._changes = changes(model) if model is not None else []
         self._known: dict[tuple[int, float], float] = {}
         self._parts: dict[int, dict[int, tuple[float, float]]] = {}
 
@@ -280,13 +281,12 @@ class ModelProfiles:
         return found
 
     def _piece(self, values: Sequence[Any], repeats: int) -> Piece | None:
-        alone, shortest, longest, own = values[:4]
+        alone, shortest, longest, own = values
         if self._model is not None:
-            ran, here = self._raw["changes"], changes(self._model)
-            if shortest > 1 and ran != here:
+            if shortest > 1 and self._raw["changes"] != self._changes:
                 return None
             if shortest == 1:
-                longest = here[0] - 1 if here else None
+                longest = self._changes[0] - 1 if self._changes else None
         return Piece(
             one_sequence=bool(alone),
             shortest_tokens=shortest,

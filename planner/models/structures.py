@@ -23,6 +23,10 @@ Sizes = dict[str, int]
 def structure_of(model: ModelSpec) -> str | None:
     """16 hexadecimal digits that stand for a model's layers whatever their sizes; None where they are not all alike, or
     are none of plain attention and one MLP or as many experts."""
+    return model.once("structure of layers", _structure_of)
+
+
+def _structure_of(model: ModelSpec) -> str | None:
     if len(model.layer_kinds) != 1 or model.num_layers < 2 or model.config.get("quantization_config"):
         return None  # also where weights are stored packed
     layer = model.layer_kinds[0]
@@ -106,10 +110,7 @@ class Resizer:
                 ratio = number / own
                 if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
                     return self._other[name] * ratio
-        rest, found = number * 2**_LEAST, 1.0  # also of packed weights, two of them a byte, and of scales
-        for name, tag in self._tags:
-            while rest % tag == 0:
-                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        rest, found = self._divided(number * 2**_LEAST)  # also of packed weights, two of them a byte, and of scales
         either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
         return rest * found / 2**_LEAST if either else number
 
@@ -123,14 +124,19 @@ class Resizer:
         known = self.size(number)
         if known != number:
             return known
-        rest, found = number, 1.0
-        for name, tag in self._tags:
-            while rest % tag == 0:
-                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        rest, found = self._divided(number)
         width, constant = number / self._own["hidden"], _is_power(number) or _is_power(number / 3)
         if found == 1.0 and width > 0 and not constant and abs(width / 2.0 ** round(math.log2(width)) - 1) < _NEARLY:
             found = self._other["hidden"] / self._own["hidden"]
         return rest * found
+
+    def _divided(self, number: float) -> tuple[float, float]:
+        """A number without the sizes that it is a product of, and by how much those are more of the other model."""
+        rest, found = number, 1.0
+        for name, tag in self._tags:
+            while rest % tag == 0:
+                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        return rest, found
 
     def count(self, number: int) -> int:
         """How many there are of something in all layers and beside them."""

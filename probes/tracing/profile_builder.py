@@ -242,14 +242,10 @@ class _Family:
         }
         self._ran: dict[_Key, Pieces | str] = {}
 
-    def named(self) -> Iterator[tuple[str, "_Key"]]:
+    def named(self) -> Iterator[tuple[str, _Key]]:
         """What names each member, and its place."""
         for place, setup in self._setups.items():
             yield self._builder.key(setup, self._gpu, self._first), place
-
-    def pieces(self, place: "_Key") -> Pieces | str:
-        """A member's."""
-        return self._of(place)
 
     def _run(self, key: _Key) -> Pieces | str:
         if self._base is not None and self._setups[key].checkpointing < 2:
@@ -258,10 +254,10 @@ class _Family:
             self._ran[key] = self._builder.tried(self._setups[key], self._gpu, self._first)
         return self._ran[key]
 
-    def _of(self, key: _Key) -> Pieces | str:
+    def pieces(self, key: _Key) -> Pieces | str:
         """A member's pieces: put together where that was seen to give the same, else run."""
         if self._as_like and self._like is not None and key in self._like._setups:
-            return self._like._of(key)
+            return self._like.pieces(key)
         quantization, loss, every = key
         first = next((one for _, one, _ in self._setups if one != "full"), "full")
         if quantization == "nf4-double" and ("nf4", loss, every) in self._setups:
@@ -277,7 +273,7 @@ class _Family:
         second = next((one for one in self._setups if one[1] == "full" and one[2] != first[2]), None)
         if self._like is None or second is None or not {first, second} <= {*self._like._setups}:
             return False
-        pairs = ((self._run(one), self._like._of(one)) for one in (first, second))
+        pairs = ((self._run(one), self._like.pieces(one)) for one in (first, second))
         return all(not isinstance(a, str) and not isinstance(b, str) and _same(a, b) for a, b in pairs)
 
     def _requantized(self, key: _Key, loss: str) -> Pieces | str:
@@ -288,16 +284,16 @@ class _Family:
             return self._run(key)  # so many layers a period are other terms
         if len(others) < 3 or key in [(key[0], loss, one) for one in others[:2]]:
             return self._run(key)
-        pairs = [(self._run((key[0], loss, one)), self._of(("nf4", loss, one))) for one in others[:2]]
-        return self._put_together(key, self._of(("nf4", *key[1:])), pairs, _stored_otherwise)
+        pairs = [(self._run((key[0], loss, one)), self.pieces(("nf4", loss, one))) for one in others[:2]]
+        return self._put_together(key, self.pieces(("nf4", *key[1:])), pairs, _stored_otherwise)
 
     def _with_loss(self, key: _Key, like: _Key) -> Pieces | str:
         """`like` with the member's loss instead, by the two at the first two checkpointings."""
         others = sorted(every for *kind, every in self._setups if tuple(kind) == key[:2])
         if len(others) < 3 or key[2] in others[:2]:
             return self._run(key)
-        pairs = [(self._run((*key[:2], one)), self._of((*like[:2], one))) for one in others[:2]]
-        return self._put_together(key, self._of(like), pairs, _with_loss)
+        pairs = [(self._run((*key[:2], one)), self.pieces((*like[:2], one))) for one in others[:2]]
+        return self._put_together(key, self.pieces(like), pairs, _with_loss)
 
     def _put_together(
         self, key: _Key, target: Pieces | str, pairs: Sequence[tuple[Pieces | str, Pieces | str]], swap: Any

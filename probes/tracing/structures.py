@@ -121,8 +121,11 @@ class Structure:
         self._check()
 
     def _check(self) -> None:
-        """Raises:
-        RepetitionError: the depths are not told from one run."""
+        """That all depths are told from one run.
+
+        Raises:
+            RepetitionError: they are not.
+        """
         if len({one.depth for one in self._plans}) > 1 or (
             len(self._plans) > 1 and any(one.layers is None for one in self._plans)
         ):
