@@ -12,7 +12,7 @@ test:
 whole: # also the cases of products that the default tests leave out (tests/whole.py)
 	TESTS_WHOLE=1 $(PY) -m pytest
 bench: # the benchmarks that time something (docs/accuracy holds what the others write)
-	for one in startup dryrun probe search; do $(PY) -m benchmarks.bench_$$one || exit 1; done
+	for what in startup dryrun search; do $(PY) -m benchmarks.timings $$what || exit 1; done
 docs: # docs/ as a site in build/site, every link and anchor checked; a venv of its own
 	test -x .docs/bin/mkdocs || { $(PY) -m venv .docs && .docs/bin/python -m pip install --quiet "mkdocs-material>=9.6,<10"; }
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict

@@ -145,8 +145,9 @@ are neither fitted on nor counted above.
 The worst rank's peak in the source's own count (`allocated`: max_memory_allocated, `reserved`: max_memory_reserved).
 No constant is fitted. "as FSDP2" is the plan's figure as it stands. The other columns add what FSDP **version 1** keeps
 with frozen weights under reentrant checkpointing: each layer's recomputed input and its gradient, until the backward
-ends, since its hooks on inputs hold them. `benchmarks/fsdp1_kept_inputs.py` counts them in PyTorch 2.13 (24 live hidden
-states of eight blocks; 2 under FSDP2); Llama-2-70B in QLoRA with 4 x 4,096 tokens held 20 GiB so.
+ends, since its hooks on inputs hold them. Counted in PyTorch 2.13: 24 live hidden
+states of eight blocks, 2 under FSDP2 (benchmarks/fsdp1_kept_inputs.py at e34acc15); Llama-2-70B in QLoRA with
+4 x 4,096 tokens held 20 GiB so.
 
 ### By strategy
 

@@ -28,7 +28,7 @@ APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
 
 EVALUATION_BAND_FRACTION = 0.15
-"""What an evaluation's peak may be below its bound (`python -m benchmarks.trace_evaluation`: 0 to 15 %)."""
+"""What an evaluation's peak may be below its bound (benchmarks/trace_evaluation.py: 0 to 15 %)."""
 
 MIN_SPEEDUP = 1.01
 """A change must promise at least this to be called faster."""

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experts_of_transformers_4 import CONFIG, setups
 from finetune_planner.cli.checking import corrected, load, predictor
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
@@ -14,9 +13,41 @@ from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.targets import num_lora_params
 from planner.planning.predict import predict
+from planner.setup import TrainSetup
 
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16,
+    "num_experts_per_tok": 4, "vocab_size": 2000, "max_position_embeddings": 2048, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "tie_word_embeddings": False, "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 MEASURED = (201750016, 100641280, 242590720, 122179072, 161114112, 60193792, 201958912, 81508864)
-"""Peaks of real steps, transformers 4.57.1 on a CPU: `benchmarks/experts_of_transformers_4.py`, 22 November 2026."""
+"""Peaks of real steps, transformers 4.57.1 on a CPU, 22 November 2026:
+`git show e34acc15:benchmarks/experts_of_transformers_4.py`."""
+
+
+def setups() -> list[TrainSetup]:
+    """16-bit and NF4 bases, adapters on the attention and on the experts too, without and with checkpointing."""
+    return [
+        TrainSetup(
+            method="qlora" if quantization == "nf4" else "lora",
+            quantization=quantization,
+            precision="bf16-pure",
+            adapter_dtype="bf16",
+            lora_targets=targets,
+            micro_batch_seqs=2,
+            seq_len_tokens=512,
+            checkpointing=every,
+            loss="full",
+            stack="plain-loop-drops-outputs",
+            optimizer="adamw-fused",
+        )
+        for quantization in ("none", "nf4")
+        for targets in (ATTENTION, EVERY)
+        for every in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(("number", "measured"), list(enumerate(MEASURED)))

@@ -234,7 +234,7 @@ TRUNCATED = [(family, checkpointing) for checkpointing in (0, 1) for family in s
 
 @pytest.mark.parametrize(("family", "checkpointing"), these([("qwen2", 0), ("gpt2", 1)], TRUNCATED))
 def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int) -> None:
-    """Memory per phase to 1 %. Times on a shared CPU are compared in benchmarks/bench_probe.py, with their noise."""
+    """Memory per phase to 1 %. Times on a shared CPU: docs/probes.md."""
     one = setup(checkpointing=checkpointing)
     short = here(FAMILIES[family], one)
     full = here(FAMILIES[family], one, depths=(0,))

@@ -357,7 +357,7 @@ SINGLE_SCORES = {False: (53, 133), True: (50, 114)}
 """Bytes per score of attention whose softmax is single operations too, forward and backward: in fp32, and under
 autocast, where exponential, sum and quotient are fp32. Half of fp32's in 16 bit.
 
-Counted by running such a model in PyTorch 2.13 (`python -m benchmarks.single_operations`; CS336's own program gives
+Counted by running such a model in PyTorch 2.13 (benchmarks/single_operations.py; CS336's own program gives
 the same), with the products' 8 and 16; autocast's from it by the types of CUDA's lists. Likewise the three below.
 """
 SINGLE_GATED = (8, 18)
