@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.kernels import KernelLog
@@ -102,8 +102,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         return out
 
     def unfilled(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that claims the CPU and takes no memory there."""
-        tensor = torch.empty(shape, dtype=dtype, device=META)
+        """A tensor that claims the CPU and takes no memory there, whoever asks: what is made on meta in a backward is
+        the card's."""
+        with _disable_current_modes():
+            tensor = torch.empty(shape, dtype=dtype, device=META)
         self.adopt(tensor.untyped_storage(), CPU, "host")
         return tensor
 

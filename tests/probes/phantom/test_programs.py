@@ -90,6 +90,30 @@ def test_paged_states_take_no_memory_of_pytorchs(phantom: Phantom) -> None:
     assert any("unified memory" in note for note in phantom.notes)
 
 
+def test_states_made_in_a_backward_are_paged_too(phantom: Phantom) -> None:
+    """Before: an optimizer that steps as its gradient comes (torchtune's optimizer_in_bwd) was counted unpaged."""
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    layer(torch.ones(2, 1024, device="cuda")).sum().backward()  # makes the workspaces
+    layer.zero_grad()
+    held = []
+    for kind in (bnb.optim.AdamW8bit, bnb.optim.PagedAdamW8bit):
+        optimizer = kind(layer.parameters())
+
+        def step(_: torch.Tensor, one: Any = optimizer) -> None:
+            one.step()
+            one.zero_grad()
+
+        hook = layer.weight.register_post_accumulate_grad_hook(step)
+        before = torch.cuda.memory_allocated()
+        layer(torch.ones(2, 1024, device="cuda")).sum().backward()
+        held.append(torch.cuda.memory_allocated() - before)
+        assert layer.weight.grad is None
+        hook.remove()
+        del optimizer, hook, step
+    assert held[0] - held[1] == 2 * MIB
+
+
 def test_what_one_program_told_bitsandbytes_does_not_reach_the_next() -> None:
     """Its manager is one per process and knows a parameter by its place in the optimizer."""
     bnb = pytest.importorskip("bitsandbytes")
