@@ -164,16 +164,14 @@ def attention_held(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes that selective checkpointing keeps: what a fused attention gives, its output and one fp32 number per head
     and token (other kernels it does not know); torchtitan's keeps every second product of matrices too.
 
-    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`;
-    torchtitan 0.2 `distributed/activation_checkpoint.py` _apply_op_sac.
+    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`.
     """
     found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
     size, held = SIZE_BYTES[context.dtypes.attention_input], 0
     if context.kernel in ("flash", "efficient"):
         held = sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
     if context.setup.trainer.selects_products:
-        dense = [one.out_features for one in layer.linears if not (one.is_stack or one.bias)]
-        held += context.tokens * size * sum(dense[::2])
+        held += context.tokens * size * sum(one.out_features for one in layer.every_second_product)
     return held
 
 

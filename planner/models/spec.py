@@ -204,6 +204,15 @@ class LayerSpec:
         return self.attention is not None and self.attention.cross
 
     @property
+    def every_second_product(self) -> tuple[LinearSpec, ...]:
+        """The matrices whose results torchtitan's selective checkpointing keeps: of `aten.mm` every second, from the
+        first on; with a bias a matrix is `aten.addmm`, and a stack of experts a grouped product.
+
+        Source: torchtitan 0.2 `distributed/activation_checkpoint.py` _apply_op_sac.
+        """
+        return tuple(one for one in self.linears if not (one.is_stack or one.bias))[::2]
+
+    @property
     def num_params(self) -> int:
         """All parameters of one such layer."""
         return (

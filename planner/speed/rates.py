@@ -36,13 +36,27 @@ FLASH_ON_HOPPER = {
     128: AttentionRate(0.419, 300, 0.413, 1050),
     256: AttentionRate(0.419, 700, 0.413, 1000),
 }
-EFFICIENT = {
+EFFICIENT_ON_HOPPER = {
     64: AttentionRate(0.155, 10, 0.121, 40),
     128: AttentionRate(0.226, 330, 0.17, 440),
     256: AttentionRate(0.16, 600, 0.032, 600),
 }
 """By head size. Measured on an H100 with torch 2.11 (benchmarks/data/h100/prices.jsonl: sdpa_forward and sdpa_both at
 512 to 32,768 tokens): within 6 % from 2,048 tokens on."""
+EFFICIENT_ELSEWHERE = {
+    64: AttentionRate(0.33, 0, 0.25, 0),
+    128: AttentionRate(0.38, 0, 0.31, 0),
+    256: AttentionRate(0.34, 0, 0.08, 0),
+}
+"""The same kernel where the data sheet's rate is that of its own instruction (`mma.sync`), which reaches no more than
+two thirds of Hopper's: shares of an A100's 258.7 (16-bit float) and 265 TFLOP/s, taken for Ampere, Ada and older cards.
+
+Source: xformers on an A100. Forward, 16 x 1,024 tokens of 16 heads: 64 wide 763 to 861 microseconds, 128 wide 1,346 to
+1,434, 256 wide 3,120 (github.com/facebookresearch/xformers/pull/587, issues/712). Backward with a mask, as torch has it
+since 2.1: 256 x 4,096 tokens of 16 heads of 64 in 689 ms, 2 x 4,096 of 8 heads of 128 in 4.33, 1 x 8,192 in 8.48
+(github.com/NVIDIA/cutlass/pull/992, "v3"; which card is not said: its "v2" takes what the A100 of pull 557 does, within
+7 %); 256 wide 16 x 512 tokens in 8.28 ms, the older kernel (pull 587).
+"""
 MASKED = {
     64: AttentionRate(0.32, 0, 0.34, 0),
     128: AttentionRate(0.4, 0, 0.35, 0),
@@ -88,7 +102,7 @@ class CardRates:
         if kernel == "efficient" and masked and self.cudnn and self.hopper:
             return MASKED[size]
         if kernel == "efficient":
-            return EFFICIENT[size]
+            return (EFFICIENT_ON_HOPPER if self.hopper or self.cudnn else EFFICIENT_ELSEWHERE)[size]
         if not self.hopper:
             return FLASH_ELSEWHERE
         return (CUDNN if self.cudnn else FLASH_ON_HOPPER)[size]

@@ -12,6 +12,7 @@ from planner.speed.host import Host
 from planner.speed.operators import ISSUERS, WAIT, Layout, Operator, Program, Segment, program_of
 from planner.speed.prices import ROWS, price
 from planner.speed.rates import card_rates
+from planner.speed.roofline import load_calibration
 from planner.speed.timeline import Loop, run_time
 
 H100 = Path(__file__).parents[2] / "benchmarks" / "data" / "h100"
@@ -98,6 +99,30 @@ def test_attention_with_a_mask_costs_what_it_took() -> None:
                 seconds += price(Operator(f"{name}_backward.default", inputs, (query,) * 3), RATES).seconds
             assert 1e6 * seconds == pytest.approx(float(str(one["us"])), rel=0.1)
     assert met == {64, 128}
+
+
+@pytest.mark.parametrize(
+    ("shape", "backward", "us"),
+    [
+        ((16, 16, 1024, 64), False, 763),
+        ((16, 16, 1024, 128), False, 1346),
+        ((16, 16, 1024, 128), False, 1434),
+        ((256, 16, 4096, 64), True, 689_013),
+        ((2, 8, 4096, 128), True, 4332),
+        ((1, 8, 8192, 128), True, 8479),
+    ],
+)
+def test_the_efficient_kernel_costs_what_xformers_took_on_an_a100(
+    shape: tuple[int, int, int, int], backward: bool, us: float
+) -> None:
+    """Sources: `planner.speed.rates` EFFICIENT_ELSEWHERE; by themselves they are 1 / 0.9 times as fast as in a step."""
+    gpu = find_gpu("a100-80gb")
+    seqs, heads, tokens, _ = shape
+    query, mask = layout(*shape, dtype="float16"), layout(seqs, heads, tokens, tokens)
+    name = f"aten._scaled_dot_product_efficient_attention{'_backward' * backward}.default"
+    call = Operator(name, (query,) * (4 if backward else 3) + (mask,), (query,))
+    alone = price(call, card_rates(gpu)).seconds * load_calibration().constants_for(gpu).training_share
+    assert 1e6 * alone == pytest.approx(us, rel=0.12)
 
 
 def test_every_row_is_an_operator_with_a_price() -> None:

@@ -1,5 +1,6 @@
 """What one step multiplies, moves and launches, by hand."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -101,10 +102,12 @@ COMPOSED = frozenset({"gelu_new", "gelu_fast"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulGroup:
-    """Equal matrices of all layers: `count` modules of [out, in], each `num` copies with `num_active` per token."""
+    """Equal matrices of all layers: `count` modules of [out, in], each `num` copies with `num_active` per token;
+    `second` of them are every second product of their layer."""
 
     linear: LinearSpec
     count: int
+    second: int
     reads_stream: bool
 
     @property
@@ -172,6 +175,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.merged: dict[LinearSpec, int] = {}
+        self.second: Counter[LinearSpec] = Counter()
         self.attentions: dict[AttentionSpec, int] = {}
         self.width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
         names = (
@@ -192,6 +196,8 @@ class _Tally:
             if linear.of_encoder and cross is not None and cross.key_tokens:
                 continue
             self.merged[linear] = self.merged.get(linear, 0) + repeats
+        for linear in layer.every_second_product:
+            self.second[linear] += repeats
         for norm in layer.norms:
             self.width[norm.kind] += repeats * norm.size * norm.rows_per_token
             self.num[norm.kind] += repeats
@@ -229,7 +235,9 @@ class _Tally:
     def groups(self) -> tuple[MatmulGroup, ...]:
         """The layers' matrices, equal ones together."""
         return tuple(
-            MatmulGroup(linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES)
+            MatmulGroup(
+                linear=linear, count=count, second=self.second[linear], reads_stream=linear.role in _STREAM_ROLES
+            )
             for linear, count in self.merged.items()
         )
 

@@ -37,6 +37,15 @@ layers of Qwen3-8B). Not fitted.
 _OUTER_KERNELS = 26
 """Of loss and embedding."""
 
+_NOT_AGAIN = {
+    (False, False): "",
+    (False, True): "last_forward",
+    (True, False): "second_forward",
+    (True, True): "second_or_last",
+}
+"""Which products of a checkpointed layer its recomputation leaves out, by whether every second one's result was kept
+and whether it stops before the last."""
+
 _RECOMPUTED = ("checkpointing", "activation_offload", "selective_checkpointing")
 _NOT_THE_WORKS = {
     *_RECOMPUTED,
@@ -82,7 +91,7 @@ class Family:
     """
 
     __slots__ = (
-        "_busy", "_recompute", "_setup", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
+        "_busy", "_not_again", "_recompute", "_setup", "above", "add_s", "forward_host_s", "host_s",
         "modules", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
         "work",
     )  # fmt: skip
@@ -108,9 +117,12 @@ class Family:
         again_micro = again * work.alone[1] + again * trained.forward_micro_s + again * work.unpacked.again_s
         kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.dtypes)
         attended = 0.0 if kept else again * work.attention[0]
-        attended += self._offloaded_token_s(again) * work.length
-        self._recompute = (again_token, attended, again_micro, again * self.above)
-        self._skip_last = setup.method == "full" and not speed.conditions.reentrant_checkpointing
+        offloaded = self._offloaded_token_s(again) * work.length
+        self._recompute = (again_token, attended, offloaded, again_micro, again * self.above)
+        # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
+        stops = setup.method == "full" and not speed.conditions.reentrant_checkpointing
+        every_second = setup.selective_checkpointing and setup.trainer.selects_products
+        self._not_again = _NOT_AGAIN[every_second, stops]
         self._count_host(again)
 
     @property
@@ -176,17 +188,17 @@ class Family:
         """GPU seconds of the layers for one micro-batch by part."""
         work, setup = self.work, self._setup
         seqs, cached, layers = work.micro(samples)
-        again_token, again_seq, again_micro, again = self._recompute
+        again_token, attended, offloaded, again_micro, again = self._recompute
         matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
         forward, backward = work.attention
-        # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
-        recompute = again * (layers.forward - (layers.last_forward if self._skip_last else 0.0))
+        rows = work.attending(seqs)
+        recompute = again * (layers.forward - (getattr(layers, self._not_again) if self._not_again else 0.0))
         parts = {
             "matmul": matmul,
-            "recompute": recompute + again_token * cached + again_seq * seqs + again_micro,
-            "attention": (forward + backward) * seqs,
+            "recompute": recompute + again_token * cached + attended * rows + offloaded * seqs + again_micro,
+            "attention": (forward + backward) * rows,
             "elementwise": work.elementwise[0] * cached + work.elementwise[1] + work.unpacked.cast_s,
             "lora": work.trained.token_s * cached + work.trained.micro_s,
             "dequantization": work.unpacked.dequantization_s,

@@ -47,7 +47,12 @@ Source: torchao `dtypes/nf4tensor.py` get_original_weight, dequantize_scalers (c
 Measured: torchtune's Llama-3-8B QLoRA at 2 x 512 tokens on a 4090: 958 tokens/s (BenjaminBossan/peft-experiments).
 """
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
-EFFICIENT = 0.6  # SDPA's memory-efficient kernel against its flash kernel, for the same products
+EFFICIENT = 0.51
+"""SDPA's memory-efficient kernel against its flash kernel, for the same products: `planner.speed.rates`
+EFFICIENT_ELSEWHERE beside FLASH_ELSEWHERE, heads of 128."""
+CUDNN_WITH_MASK = 0.48
+"""cuDNN's kernel on Hopper with a mask against itself without, for the same products: `planner.speed.rates` MASKED
+beside CUDNN, heads of 128."""
 CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
 """How many times faster cuDNN's attention trains than flash-attention 2 on Hopper; the widest head it is counted for.
 
@@ -84,12 +89,19 @@ one matrix on an H100 whose rows begin on 8 bytes (github.com/m87-labs/kestrel/p
 
 
 class LayerMatmuls(NamedTuple):
-    """Seconds of the layers' matrices for one micro-batch."""
+    """Seconds of the layers' matrices for one micro-batch.
+
+    Attributes:
+        last_forward: of each layer's last; second_forward: of every second, `LayerSpec.every_second_product`;
+        second_or_last: of those that are either.
+    """
 
     forward: float
     input_gradient: float
     weight_gradient: float
     last_forward: float
+    second_forward: float
+    second_or_last: float
 
 
 def int8_bytes(linear: LinearSpec, dtype: str) -> float:
@@ -175,7 +187,7 @@ class SpeedModel:
         found = self._matmuls.get(key)
         if found is not None:
             return found
-        forward = inputs = weights = last = 0.0
+        forward = inputs = weights = last = second = either = 0.0
         for group in self.inv.groups:
             linear, num = group.linear, max(1, group.linear.num)
             own = stacked if linear.is_stack else dtype
@@ -189,6 +201,8 @@ class SpeedModel:
             forward += group.count * one
             inputs += group.count * back
             weights += group.count * grad
+            second += group.second * one
+            either += (group.count if linear.role == "down" else group.second) * one
             if linear.role == "down":
                 last += group.count * one
         size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
@@ -196,7 +210,7 @@ class SpeedModel:
             forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
             inputs += self._one(tokens, linear.in_features, linear.out_features, 1, rate, size)
             weights += self._one(linear.out_features, linear.in_features, tokens, 1, rate, size)
-        made = LayerMatmuls(forward, inputs, weights, last)
+        made = LayerMatmuls(forward, inputs, weights, last, second, either)
         self._matmuls[key] = made
         return made
 
@@ -354,7 +368,8 @@ class SpeedModel:
         cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention) and dtype != "fp32"
         share = 1.0 if kernel == "flash" else EFFICIENT
         if cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
-            share = CUDNN_ON_HOPPER if self.gpu.arch == "Hopper" else 1.0
+            hopper = CUDNN_ON_HOPPER * (CUDNN_WITH_MASK if kernel == "efficient" else 1.0)
+            share = hopper if self.gpu.arch == "Hopper" else 1.0
         if setup.attention == FLEX:
             share = FLEX_SHARE
         if setup.attention == "flash-attention-2" and (self.gpu.compute_capability or (0, 0))[0] == 10:

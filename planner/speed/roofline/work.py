@@ -21,6 +21,8 @@ TIMES_LORA = {"dora": (3.3, 1.9), "adalora": (1.5, 1.3), "vera": (1.8, 1.0), "of
 From 76 dry runs of four models on two cards, their operators priced (docs/adapters.md): the card's 3.0 to 3.9 (5.7
 with 2,048 tokens of a 7B model, where DoRA's norms outweigh all), 1.4 to 1.6, 1.6 to 2.2, 1.1 to 1.9, 0.8 to 1.2.
 """
+_ROWS = ("sdpa", "eager")
+"""Attentions that are handed a mask of a packed row, or nothing; the others are told where its samples end."""
 ALLOCATOR_S = 5.5e-5
 """Host seconds of AdaLoRA's rank allocator per trained tensor and step, ten operations outside autograd (peft 0.21
 `tuners/adalora/layer.py` update_ipt): 25 us on a CPU on which LoRA's call takes 0.45 of what the constants say."""
@@ -61,6 +63,7 @@ class Work:
     __slots__ = (
         "_compiled",
         "_extra",
+        "_flattened",
         "_full",
         "_int8",
         "_losses",
@@ -97,6 +100,7 @@ class Work:
         self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
         self.stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.table
+        self._flattened = setup.packing and not setup.trainer.packs_rows and setup.attention in _ROWS
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(dtypes, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
@@ -122,6 +126,11 @@ class Work:
             found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
         return found
 
+    def attending(self, seqs: int) -> int:
+        """How many times one sequence's attention so many take: packed, they are one row, of which a kernel that is not
+        told where a sample ends multiplies all pairs."""
+        return seqs * seqs if self._flattened else seqs
+
     @property
     def head_dtype(self) -> str:
         """Type in which the head multiplies."""
@@ -143,7 +152,7 @@ class Work:
         tokens = seqs * length
         layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
         cached = tokens / self.speed.cache_gain(tokens)
-        attention = self.attention[0] * seqs * (length / self.length) ** 2
+        attention = self.attention[0] * self.attending(seqs) * (length / self.length) ** 2
         return layers.forward + self.alone[0] * cached + attention + self.alone[1] + self.unpacking_s
 
 
