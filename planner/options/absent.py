@@ -59,9 +59,12 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("fa3", "flash-attention-3", "flash-attn-3"), (f"it {_FLASH_3}", "sdpa")),
     **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
     "flex": ("it is called flex-attention here, for models with attention sinks", "flex-attention, or sdpa"),
-    **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo"), (_MEGATRON, _SPLITS)),
     **dict.fromkeys(
-        ("torchtune", "litgpt", "ms-swift", "swift", "nemo-automodel"),
+        ("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo", "nemo-automodel"),
+        (_MEGATRON, _SPLITS),
+    ),
+    **dict.fromkeys(
+        ("torchtune", "litgpt", "ms-swift", "swift"),
         (
             "no file is written for it; `plan check` reads and predicts its own",
             "--target trl, hf, axolotl or llamafactory",

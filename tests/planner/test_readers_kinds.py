@@ -819,6 +819,9 @@ def test_a_built_in_recipe_of_torchtune_says_how_to_write_it_out() -> None:
         ("grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\n", "NeMo-RL"),
         ("dpo: {max_num_epochs: 1}\npolicy: {model_name: m}\ncluster: {}\n", "NeMo-RL"),
         ("task: llm-sft\nbase_model: m\nproject_name: x\nparams: {peft: true, batch_size: 2}\n", "AutoTrain"),
+        ("model: {_target_: m}\nstep_scheduler: {local_batch_size: 4}\n", "NeMo AutoModel"),
+        ("model_name_or_path: m\ntrain_file: x\ntrain_mode: qlora\nmax_seq_length: 64\n", "Firefly"),
+        ("model: m\ntrain_dataset: x\npeft_config: {name: lora}\nmicro_batch_size: 1\n", "LLaMA-Factory's v1"),
     ],
 )
 def test_files_of_engines_that_are_not_planned_are_refused_by_name(text: str, tool: str) -> None:

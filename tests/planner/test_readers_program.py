@@ -443,11 +443,6 @@ def test_other_tools_files_are_read() -> None:
         "a.yaml",
     )
     assert (tune.setup.method, open_fields(tune)) == ("qlora", {"seq_len_tokens"})
-    firefly = read_text(
-        '{"model_name_or_path": "gpt2", "train_file": "x", "max_seq_length": 64, "train_mode": "lora", "fp16": true}',
-        "a.json",
-    )
-    assert (firefly.format, firefly.setup.method, firefly.setup.precision) == ("firefly", "lora", "fp16-autocast")
 
 
 def test_files_that_only_spread_a_job_ask_for_the_job() -> None:
@@ -713,30 +708,6 @@ def test_configs_of_torchtitan_in_python_are_read_by_name(tmp_path: Path) -> Non
     script.write_text('torchrun --nproc_per_node=4 -m torchtitan.train --module llama3 --config small "$@"\n')
     found = read_config(script)
     assert (found.format, found.setup.num_gpus, found.model_id) == ("torchtitan", 4, "./assets/hf/Llama-3.1-8B")
-
-
-RECIPE = """
-recipe: {recipe}
-step_scheduler: {{global_batch_size: 64, local_batch_size: 4}}
-model: {{_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: gpt2, torch_dtype: bf16}}
-peft: {{_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: "*_proj", dim: 16}}
-distributed: {{strategy: fsdp2, tp_size: 1, activation_checkpointing: true}}
-optimizer: {{_target_: torch.optim.Adam, lr: 1.0e-5}}
-packed_sequence: {{packed_sequence_size: {packed}}}
-"""  # noqa: E501
-
-
-def test_recipes_of_nemo_automodel_are_read() -> None:
-    recipe = "TrainFinetuneRecipeForNextTokenPrediction"
-    found = read_text(RECIPE.format(recipe=recipe, packed=1024), "a.yaml", around=FileContext(num_gpus=2))
-    setup = found.setup
-    assert (found.format, found.model_id, open_fields(found)) == ("nemo-automodel", "gpt2", set())
-    assert (setup.method, setup.lora_rank, setup.precision) == ("lora", 16, "bf16-pure")
-    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.num_gpus) == (4, 8, 2)
-    assert (setup.seq_len_tokens, setup.packing, setup.checkpointing, setup.parallel) == (1024, True, 1, "fsdp2")
-    assert open_fields(read_text(RECIPE.format(recipe=recipe, packed=0), "a.yaml")) == {"seq_len_tokens"}
-    with pytest.raises(ConfigError, match="VLM"):
-        read_text(RECIPE.format(recipe="FinetuneRecipeForVLM", packed=0), "a.yaml")
 
 
 OWN = """

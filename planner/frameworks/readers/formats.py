@@ -7,13 +7,10 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import (
     axolotl,
-    firefly,
     hydra,
     litgpt,
     llamafactory,
-    llamafactory_v1,
     mlx,
-    nemo,
     own,
     schema,
     shell,
@@ -28,12 +25,12 @@ from planner.frameworks.tools import TOOLS
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
-    "nemo-automodel", "litgpt", "mlx", "firefly", "hf-script", "notebook", "shell script",
+    "litgpt", "mlx", "hf-script", "notebook", "shell script",
 )  # fmt: skip
 READERS: dict[str, Callable[[Settings], ReadConfig]] = {
     one.FORMAT: one.read
     for one in (
-        trl, axolotl, llamafactory, llamafactory_v1, unsloth, swift, litgpt, torchtune, firefly, mlx, nemo, own,
+        trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, own,
     )
 }  # fmt: skip
 OTHER_TOOLS = {
@@ -47,6 +44,12 @@ OTHER_TOOLS = {
     "MMEngine": {"train_dataloader", "optim_wrapper"},
 }
 """Engines that are not planned -> settings that only their files have together."""
+LOOK_ALIKES = {
+    "NeMo AutoModel": {"model", "step_scheduler"},
+    "Firefly": {"model_name_or_path", "train_file", "train_mode"},
+    **{f"LLaMA-Factory's v1 ({block})": {"model", "train_dataset", block} for block in ("peft_config", "dist_config")},
+}
+"""The same of those whose files would pass for another tool's."""
 MAX_STRANGERS = 0.25
 """Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs have more."""
 AXOLOTL_KEYS = {
@@ -61,14 +64,12 @@ LLAMAFACTORY_TASKS = {"do_train", "do_predict", "finetuning_type", "stage", "tem
 def detect(values: dict[str, Any]) -> str:
     """The format of a mapping, by keys that only one tool has; "" when none is there."""
     keys = set(values)
-    if nemo.is_recipe(values):
-        return nemo.FORMAT
+    if any(marks <= keys for marks in LOOK_ALIKES.values()):
+        return ""
     if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
         return torchtune.FORMAT
     if "checkpoint_dir" in keys and "base_model" not in keys and keys & {"lora_r", "train", "precision", "quantize"}:
         return litgpt.FORMAT
-    if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
-        return firefly.FORMAT
     if "model" in keys and keys & mlx.MARKS and not keys & {"training", "lora"}:
         return mlx.FORMAT
     if keys & swift.MODELS and keys & swift.MARKS:
@@ -87,13 +88,6 @@ def detect(values: dict[str, Any]) -> str:
         return "accelerate"
     if unsloth.is_config(values):
         return unsloth.FORMAT
-    if isinstance(values.get("model"), str) and keys & {
-        "train_dataset",
-        "dist_config",
-        "peft_config",
-        "micro_batch_size",
-    }:
-        return llamafactory_v1.FORMAT
     return _of_hf_names(values, keys)
 
 
@@ -140,8 +134,8 @@ def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[
 def of_mapping(settings: Settings, kind: str) -> ReadConfig:
     """The setup of settings that stand as a mapping, in a file or on a command line."""
     values, name = settings.values, settings.name
-    other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
-    if other:
+    unread = {**OTHER_TOOLS, **LOOK_ALIKES} if not kind else {}
+    if other := next((tool for tool, marks in unread.items() if marks <= set(values)), ""):
         raise NotPlanned(f"{name}: a config of {other}: not planned", hint="plan estimate answers for a setup you name")
     if kind not in READERS:
         raise NotATraining(

@@ -69,10 +69,6 @@ RECIPE_PARTS = {
     "torchtune": (
         "dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz", "teacher_model",
     ),
-    "nemo-automodel": (
-        "VLM", "ImageText", "Multimodal", "Distill", "Classification", "Encoder", "Diffusion", "Retrieval", "Omni",
-        "Audio", "Speculative", "Eagle", "teacher_model",
-    ),
 }  # fmt: skip
 """Tool -> parts of the names of its recipes, models and blocks that are not next-token training on text."""
 TEACHER = {"teacher_model"}

@@ -11,10 +11,7 @@ from planner.core.errors import ConfigError, NotATraining
 from planner.frameworks.readers import (
     evaluating,
     fields,
-    firefly,
     hydra,
-    llamafactory,
-    llamafactory_v1,
     own,
     script,
     shell,
@@ -98,7 +95,6 @@ NO_WORDS = ("liger_kernel_config",)
 that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
 HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
 STACK_OF = {name: name for name in STACKS} | {
-    llamafactory_v1.FORMAT: llamafactory.FORMAT,
     script.UNSLOTH: unsloth.FORMAT,
 }
 """Format of a file -> the stack that runs it; a program says itself which trainer it makes."""
@@ -135,7 +131,7 @@ def _keeps_whole_gradients(found: ReadConfig) -> bool:
 
 TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
 """Formats that run transformers' Trainer."""
-BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT, firefly.FORMAT)
+BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT)
 """Formats whose steps are computed by transformers and bitsandbytes, whatever trainer runs them."""
 
 

@@ -13,7 +13,6 @@ TOOLS: Mapping[str, Tool] = {
         trl.TRL,
         axolotl.AXOLOTL,
         llamafactory.LLAMAFACTORY,
-        llamafactory.V1,
         mlx.MLX,
         unsloth.UNSLOTH,
         unsloth.SCRIPT,

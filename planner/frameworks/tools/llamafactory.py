@@ -57,21 +57,3 @@ LLAMAFACTORY = Tool(
     ),
     fixed=("precision",),
 )
-V1 = Tool(
-    name="llamafactory-v1",
-    title="LLaMA-Factory v1",
-    fields=(
-        Field(of="model", key="model", fix=False),
-        Field(of="micro_batch_seqs", key="micro_batch_size", default=1),
-        Field(of="accumulation_steps", key="global_batch_size", fix=False),
-        Field(of="seq_len_tokens", key="cutoff_len", default=2048),
-        Field(
-            of="checkpointing",
-            key="enable_activation_checkpointing",
-            edit=lambda key, _, after: {key: after.checkpointing > 0},
-            runs=(0, 1),
-        ),
-        Field(of="lora_rank", key="peft_config.r", default=8, fix=False),
-        Field(of="packing", key="batching_strategy", fix=False),
-    ),
-)

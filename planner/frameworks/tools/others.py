@@ -35,22 +35,6 @@ SWIFT = Tool(
     ),
 )
 """ms-swift 4; the older names are those of 2 and 3."""
-FIREFLY = Tool(
-    name="firefly",
-    title="Firefly",
-    fields=_read_only(
-        Field(of="model", key="model_name_or_path"),
-        *BATCH,
-        Field(of="seq_len_tokens", key="max_seq_length", default=512),
-        OPTIMIZER,
-        CHECKPOINTING,
-        Field(of="method", key="train_mode"),
-        Field(of="lora_rank", key="lora_rank", default=64),
-        Field(of="lora_dropout", key="lora_dropout", default=0.05),
-        Field(of="precision", key="bf16", more=("fp16",)),
-        PARALLEL,
-    ),
-)
 LITGPT = Tool(
     name="litgpt",
     title="litgpt",
@@ -83,27 +67,6 @@ TORCHTUNE = Tool(
         Field(of="lora_rank", key="model.lora_rank", default=8),
         Field(of="lora_dropout", key="model.lora_dropout", default=0.0),
         Field(of="lora_targets", key="model.lora_attn_modules"),
-    ),
-)
-NEMO = Tool(
-    name="nemo-automodel",
-    title="AutoModel",
-    fields=_read_only(
-        Field(of="model", key="model.pretrained_model_name_or_path"),
-        Field(of="micro_batch_seqs", key="step_scheduler.local_batch_size", default=1),
-        Field(of="accumulation_steps", key="step_scheduler.global_batch_size"),
-        Field(of="seq_len_tokens", key="packed_sequence.packed_sequence_size", older=("dataset.seq_length",)),
-        Field(of="checkpointing", key="distributed.activation_checkpointing"),
-        Field(of="compile", key="compile.enabled", default=False),
-        Field(of="loss", key="loss_fn._target_"),
-        Field(of="optimizer", key="optimizer._target_"),
-        Field(of="attention", key="model.attn_implementation"),
-        Field(of="quantization", key="quantization.load_in_4bit", more=("quantization.load_in_8bit",)),
-        Field(of="precision", key="model.dtype", older=("model.torch_dtype",)),
-        Field(of="lora_rank", key="peft.dim", default=8),
-        Field(of="lora_dropout", key="peft.dropout", default=0.0),
-        Field(of="lora_targets", key="peft.target_modules", more=("peft.match_all_linear",)),
-        Field(of="parallel", key="distributed.strategy"),
     ),
 )
 TORCHTITAN_ADAMW = {"foreach": "adamw", "for-loop": "adamw", "fused": "adamw-fused"}
@@ -150,4 +113,4 @@ DEEPSPEED = Tool(
         Field(of="precision", key="bf16.enabled", more=("fp16.enabled",), fix=False),
     ),
 )
-TOOLS = (DEEPSPEED, SWIFT, FIREFLY, LITGPT, TORCHTUNE, NEMO, TORCHTITAN, ACCELERATE)
+TOOLS = (DEEPSPEED, SWIFT, LITGPT, TORCHTUNE, TORCHTITAN, ACCELERATE)

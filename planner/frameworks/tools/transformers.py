@@ -1,4 +1,4 @@
-"""transformers' `TrainingArguments` (5.23), which TRL, LLaMA-Factory, ms-swift and Firefly take over, and what programs
+"""transformers' `TrainingArguments` (5.23), which TRL, LLaMA-Factory, ms-swift take over, and what programs
 hand to its models and to peft."""
 
 from dataclasses import replace
