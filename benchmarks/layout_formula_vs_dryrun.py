@@ -4,6 +4,7 @@
     python -m benchmarks.layout_formula_vs_dryrun --out context.jsonl --parallel context --limit 90   # cut sequences
     python -m benchmarks.layout_formula_vs_dryrun --out experts.jsonl --parallel experts --limit 88   # dealt experts
     python -m benchmarks.layout_formula_vs_dryrun --out objectives.jsonl --parallel objectives --limit 200
+    python -m benchmarks.layout_formula_vs_dryrun --out stages.jsonl --parallel tensor --limit 20   # or any of KINDS
     python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
@@ -90,6 +91,37 @@ SHARED: tuple[dict[str, Any], ...] = (
     {"parallel": "fsdp2", "reshard_after_forward": False},
     {"parallel": "fsdp2", "shard_degree": 2},
 )
+FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
+KINDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "offload": (
+        {"parallel": "fsdp2", "offload": "parameters"},
+        {"parallel": "fsdp2", "offload": "parameters", "reshard_after_forward": False},
+        {"parallel": "fsdp2", "offload": "parameters", "shard_degree": 8},
+    ),
+    "tensor": tuple(FULL | {"parallel": "none", "num_gpus": n, "tensor_degree": n} for n in (2, 4, 8)),
+    "tensor in fsdp2": (
+        FULL | {"parallel": "fsdp2", "num_gpus": 8, "tensor_degree": 2},
+        FULL | {"parallel": "fsdp2", "num_gpus": 16, "tensor_degree": 8},
+        FULL | {"parallel": "fsdp2", "num_gpus": 16, "tensor_degree": 4, "shard_degree": 2},
+    ),
+    "pipeline": tuple(
+        FULL
+        | {"parallel": "none", "num_gpus": n, "pipeline_degree": n, "pipeline_schedule": schedule, "loss": "full"}
+        | {"precision": "bf16-pure"}
+        for n in (2, 4, 8)
+        for schedule in ("1f1b", "gpipe")
+    ),
+    "pipeline in fsdp2": tuple(
+        FULL
+        | {"parallel": "fsdp2", "num_gpus": 2 * n, "pipeline_degree": n, "pipeline_schedule": schedule, "loss": "full"}
+        for n in (2, 4)
+        for schedule in ("1f1b", "gpipe")
+    ),
+    "device map": ({"parallel": "device-map", "num_gpus": 2}, {"parallel": "device-map", "num_gpus": 4}),
+    "dp": ({"parallel": "dp", "num_gpus": 2}, {"parallel": "dp", "num_gpus": 4}),
+}
+"""With `--parallel` and a name of these: a model that is cut, or lies in the host's memory."""
+ACCUMULATED = {"pipeline": (4, 8), "pipeline in fsdp2": (4, 8)}
 FEW = (2, 4, 8)
 LONG = (8192, 16384, 32768, 65536)
 WORLD_SIZES = (2, 4, 8, 16, 64)
@@ -113,6 +145,33 @@ OTHER: dict[str, tuple[Any, ...]] = {
 RANKS = (8, 16, 64)
 
 
+def cut_points(kind: str, seed: int) -> Iterator[tuple[str, TrainSetup]]:
+    """Endless (model id, setup) of one of KINDS, models in rotation."""
+    draw = random.Random(f"{seed} {kind}")
+    while True:
+        for model in MODELS:
+            fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
+            fields |= {"num_gpus": draw.choice((2, 8, 16)), "seq_len_tokens": draw.choice(SEQ_LENS)}
+            fields |= {"micro_batch_seqs": draw.choice((1, 2))} | draw.choice(METHODS) | draw.choice(KINDS[kind])
+            if fields["method"] == "full":
+                fields |= {"lora_targets": "all-linear", "quantization": "none"}
+            if kind in ACCUMULATED:
+                fields["accumulation_steps"] = draw.choice(ACCUMULATED[kind])
+            yield from tried(model, fields)
+
+
+def tried(model: str, fields: dict[str, Any]) -> Iterator[tuple[str, TrainSetup]]:
+    """The point, where there is such a setup and an engine runs it."""
+    try:
+        setup = TrainSetup(**fields)
+    except SetupError:  # a degree does not divide the GPUs, or a setting that the stack has not
+        return
+    spec = catalogue.load(model)
+    assert spec is not None
+    if not why_not(spec, setup):
+        yield model, setup
+
+
 def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
@@ -130,14 +189,8 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                     fields["lora_rank"] = rank
                 fields |= {"seq_len_tokens": draw.choice(lengths), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
                 fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
-                try:
-                    setup = TrainSetup(**fields)
-                except SetupError:  # the shard or context degree does not divide the GPUs
-                    continue
-                spec = catalogue.load(model)
-                assert spec is not None
-                if (cut or dealt or strategy["parallel"] in parallels) and not why_not(spec, setup):
-                    yield model, setup
+                if cut or dealt or strategy["parallel"] in parallels:
+                    yield from tried(model, fields)
 
 
 def objective_points(seed: int) -> Iterator[tuple[str, TrainSetup]]:
@@ -159,14 +212,7 @@ def objective_points(seed: int) -> Iterator[tuple[str, TrainSetup]]:
                 if row.reference and draw.random() < 0.2:
                     fields["precomputed_reference"] = True
                 fields["micro_batch_seqs"] = max(row.least_samples, fields["micro_batch_seqs"])
-                try:
-                    setup = TrainSetup(**fields)
-                except SetupError:  # groups of as many GPUs as there are, or a setting that the stack has not
-                    continue
-                spec = catalogue.load(model)
-                assert spec is not None
-                if not why_not(spec, setup):
-                    yield model, setup
+                yield from tried(model, fields)
 
 
 def measure(model_id: str, setup: TrainSetup) -> dict[str, Any]:
@@ -207,10 +253,9 @@ def strategy_of(setup: TrainSetup) -> str:
     name = setup.parallel
     if not setup.reshard_after_forward:
         name += ", no reshard"
-    if setup.context_degree > 1:
-        name += f", context {setup.context_degree}"
-    if setup.expert_degree > 1:
-        name += f", experts over {setup.expert_degree}"
+    for field in ("context", "expert", "tensor", "pipeline"):
+        degree = getattr(setup, f"{field}_degree")
+        name += f", {field} {degree}" * (degree > 1)
     if setup.shards != setup.copies and setup.parallel == "fsdp2":
         name += ", hybrid"
     if setup.offload != "none":
@@ -225,8 +270,8 @@ def _line(name: str, errors: list[float]) -> str:
     return f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(errors):+.2f} % |"
 
 
-def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
-    """Errors of today's formula against the stored dry runs, by strategy, method, world size and model, as tables."""
+def markdown(rows: list[dict[str, Any]], worst: int = 4) -> str:
+    """Errors of today's formula against the stored dry runs, by strategy and objective, and the worst by name."""
     errors: dict[tuple[str, str], list[float]] = {}
     by_error: list[tuple[float, str]] = []
     for row in rows:
@@ -238,15 +283,11 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
         keys = (
             ("all", "all points"),
             ("strategy", strategy_of(setup)),
-            ("method", f"{setup.method} {setup.precision}"),
-            ("world size", f"{setup.num_gpus:3}"),
-            ("model", row["model"]),
             *[("objective", setup.objective)] * (setup.objective != "sft"),
-            ("dry run's peak phase", row["phase"]),
         )
         for key in keys:
             errors.setdefault(key, []).append(error)
-        by_error.append((error, describe(row, setup, found, f"{strategy_of(setup)} x {setup.num_gpus}")))
+        by_error.append((error, describe(row, setup, found)))
     lines = []
     for group in dict.fromkeys(key[0] for key in errors):
         lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
@@ -257,11 +298,11 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(row: dict[str, Any], setup: TrainSetup, found: Any, layout: str) -> str:
-    """One point as a row of a table: error, both peaks, the setup with its layout in words."""
+def describe(row: dict[str, Any], setup: TrainSetup, found: Any) -> str:
+    """One point as a row of a table: error, both peaks, the setup in words."""
     error = found.peak_allocated_bytes / row["allocated"] - 1.0
     point = (
-        f"{row['model']}, {layout}, {setup.method} {setup.precision}, "
+        f"{row['model']}, {strategy_of(setup)} x {setup.num_gpus}, {setup.method} {setup.precision}, "
         f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
         f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss}"
     )
@@ -297,7 +338,7 @@ def main() -> int:
     parser.add_argument("--parallel", default="ddp,fsdp2")
     parser.add_argument("--limit", type=int, default=320, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worst", type=int, default=15, help="points to list")
+    parser.add_argument("--worst", type=int, default=4, help="points to list")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
     rows = rows_of(args.out)
@@ -306,8 +347,9 @@ def main() -> int:
         return 0
     done = {key_of(row["model"], row["setup"]) for row in rows}
     with args.out.open("a") as file:
-        several = set(args.parallel.split(","))
-        for model, setup in objective_points(args.seed) if "objectives" in several else points(args.seed, several):
+        wanted = set(args.parallel.split(","))
+        drawn = objective_points(args.seed) if "objectives" in wanted else points(args.seed, wanted)
+        for model, setup in cut_points(args.parallel, args.seed) if args.parallel in KINDS else drawn:
             if len(done) >= args.limit:
                 break
             key = key_of(model, setup_to_dict(setup))

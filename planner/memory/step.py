@@ -100,7 +100,7 @@ def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, token
         logits: bytes of one micro-batch's logits; `tokens`: its tokens.
 
     Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
-    ScheduleGPipe. Measured: docs/accuracy/spread-stages.md.
+    ScheduleGPipe. Measured: docs/accuracy/spread-formula-vs-dry-run.md.
     """
     if setup.pipeline_degree == 1:
         return 0

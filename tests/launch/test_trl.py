@@ -14,6 +14,7 @@ from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, num_saved, prepared, write_jsonl, write_launch
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -59,6 +60,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not WHOLE, reason="20 CPU seconds; the tiny model goes the same way (TESTS_WHOLE=1)")
 def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, launch: Callable[..., Run]) -> None:
     """A real language model (134.5 M parameters): six fp32 LoRA steps make it better at three facts."""
     (tmp_path / "smollm2").symlink_to(smollm2, target_is_directory=True)

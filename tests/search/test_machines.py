@@ -1,20 +1,16 @@
-"""The machines that strategies are compared on: synthetic GPU and recorded grids; and the strategies themselves."""
+"""The synthetic GPU that the search is tested on."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from search_cases import all_candidates, problem, scenario, small_candidates
+from search_cases import all_candidates, scenario, small_candidates
 
-from benchmarks.recorded_grids import recorded_grids
-from benchmarks.rival_strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
 from benchmarks.synthetic_gpu import LAYOUT_SCENARIOS, SCENARIOS, Scenario, SyntheticGpu, perturbed
-from planner.planning.evidence.measured import load_rows
 from planner.setup import TrainSetup
-from planner.setup.outcome import FailureKind, Measurement, Prediction, ProbeFailure
-from search.problem import Problem, Result
+from planner.setup.outcome import Measurement
+from search.problem import Problem
 from search.run import search
-from search.sampler import Posterior, Sampler
 from search.stopping import Budget
 
 
@@ -115,90 +111,3 @@ def test_search_over_spreads_ends_with_what_fits_and_runs() -> None:
         evidence = gpu(result.best.setup)
         assert isinstance(evidence, Measurement)
         assert evidence.peak_device_bytes <= one.budget_bytes
-
-
-def run_to_end(sampler: Sampler, posterior: Posterior, gpu: SyntheticGpu, limit: int = 60) -> list[TrainSetup]:
-    tried = []
-    for _ in range(limit):
-        index = sampler.propose(posterior, (), 0)
-        if index is None:
-            break
-        assert posterior.open[index]
-        setup = posterior.problem.candidates[index].setup
-        tried.append(setup)
-        posterior.tell(Result(index=index, evidence=gpu(setup)))
-    return tried
-
-
-def test_doubling_doubles_until_it_runs_out_of_memory() -> None:
-    posterior = Posterior(Problem(candidates=all_candidates("8b-80g")))
-    tried = run_to_end(DoublingSampler(), posterior, SyntheticGpu.of(scenario(), 2))
-    sizes = [setup.micro_batch_seqs for setup in tried]
-    assert sizes[0] == 1
-    assert sizes == [2**power for power in range(len(sizes))]
-    assert len({setup.replace(micro_batch_seqs=1, accumulation_steps=1) for setup in tried}) == 1
-    assert all(getattr(tried[0], name) == value for name, value in DEFAULTS.items())
-
-
-def test_deepspeed_style_tuner_goes_stage_by_stage_and_ends() -> None:
-    posterior = Posterior(Problem(candidates=all_candidates("8b-80g")))
-    tried = run_to_end(DeepSpeedSampler(), posterior, SyntheticGpu.of(scenario(), 2))
-    assert 5 < len(tried) < 60
-    assert len(set(tried)) == len(tried)
-    order = [("full", "none"), ("lora", "none"), ("qlora", "nf4"), ("qlora", "nf4-double")]
-    defaults = [
-        setup for setup in tried if all(getattr(setup, n) == DEFAULTS[n] for n in ("loss", "compile", "attention"))
-    ]
-    stages = [order.index((setup.method, setup.quantization)) for setup in defaults]
-    assert stages == sorted(stages)
-
-
-def test_ranked_follows_the_formula() -> None:
-    posterior = Posterior(problem())
-    tried = run_to_end(RankedSampler(), posterior, SyntheticGpu.of(scenario(), 2), limit=5)
-    speeds = {candidate.setup: candidate.tokens_per_s for candidate in small_candidates()}
-    assert [speeds[setup] for setup in tried] == sorted((speeds[setup] for setup in tried), reverse=True)
-
-
-# Recorded measurements
-
-
-def test_recorded_grids_are_real_and_answer_with_recorded_figures() -> None:
-    """IBM fms_acceleration: Mistral-7B and Llama-2-70B on A100-80GB."""
-    grids = recorded_grids(load_rows())
-    assert {grid.model.split("/")[1] for grid in grids} >= {"Mistral-7B-v0.1", "Llama-2-70b-hf"}
-    for grid in grids:
-        evaluate = grid.evaluator(0)
-        batches = {setup.tokens_per_step for setup in grid.rows}
-        assert len(batches) == 1
-        for setup, rows in grid.rows.items():
-            evidence = evaluate(setup)
-            if isinstance(evidence, Measurement):
-                assert min(abs(evidence.tokens_per_s - (row.tokens_per_s or 0)) for row in rows) < 1e-6
-            else:
-                assert isinstance(evidence, ProbeFailure)
-                assert evidence.kind is FailureKind.OUT_OF_MEMORY
-        stranger = evaluate(TrainSetup(lora_rank=7))
-        assert isinstance(stranger, ProbeFailure)
-        assert stranger.kind is FailureKind.UNSUPPORTED
-
-
-def test_search_on_a_recorded_grid_finds_the_best_recorded_setup_within_four_probes() -> None:
-    from planner.core.units import GIB
-    from planner.hardware.gpus import find_gpu
-    from planner.models import catalogue
-    from planner.planning.predict import predict
-    from search.stopping import Budget
-
-    grid = next(grid for grid in recorded_grids(load_rows()) if "Mistral" in grid.name)
-    model, gpu = catalogue.load(grid.model), find_gpu(grid.gpu)
-
-    def formula(setup: TrainSetup) -> Prediction:
-        return predict(model, gpu, setup)
-
-    candidates = grid.candidates(int(0.97 * 79.15 * GIB), formula)
-    evaluate = grid.evaluator(0)
-    best = max(e.tokens_per_s for s in grid.rows if isinstance(e := evaluate(s), Measurement))
-    result = search(Problem(candidates=candidates), evaluate, budget=Budget(max_probes=4))
-    assert result.best is not None
-    assert result.best.tokens_per_s >= 0.98 * best

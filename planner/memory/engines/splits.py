@@ -22,7 +22,7 @@ def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulate
     """What the gradient of a vocabulary-split table holds beyond a share: it is whole on every rank (its rows come from
     all tokens), and the optimizer takes a copy of its own rows.
 
-    Measured: dry runs of transformers' own plan (docs/accuracy/spread-stages.md).
+    Measured: dry runs of transformers' own plan (docs/accuracy/spread-formula-vs-dry-run.md).
     """
     if setup.tensor_degree == 1 or setup.method != "full":
         return []

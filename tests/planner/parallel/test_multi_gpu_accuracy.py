@@ -9,8 +9,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.multi_gpu_accuracy import memory_errors, out_of_memory, percentile
-from benchmarks.multi_gpu_fit import log_error
+from benchmarks.multi_gpu_accuracy import log_error, memory_errors, out_of_memory, percentile
 from benchmarks.multi_gpu_points import left_out, load_points
 from benchmarks.multi_gpu_scaling import PUBLISHED, weak_scaling
 from planner.speed.roofline.calibration import DATA_FILE, load_calibration
