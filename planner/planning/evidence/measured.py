@@ -1,6 +1,6 @@
 """Recorded measurements by others, as shipped with the planner: what predictions are held against.
 
-`tools/import_measurements.py` writes the files; every row names its source (repository@commit:path), what was assumed
+Every row names its source (repository@commit:path), what was assumed
 to turn the run into a `TrainSetup`, and in what it is known to differ from what a setup can say.
 """
 
@@ -22,7 +22,7 @@ Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
 
 OWN = "measured_own.jsonl"
 SINGLE_GPU = ("measured_single_gpu.jsonl", "measured_published.jsonl", OWN)
-"""What `tools/import_measurements.py` writes, `tools/import_published.py`, and `tools/import_own_runs.py`."""
+"""Collected runs, two estimators' own, and this project's (`tools/import_own_runs.py`)."""
 SEVERAL_GPUS = ("measured_multi_gpu.jsonl",)
 STACK_OF = {
     "fms-acceleration": "fms-acceleration",
