@@ -25,21 +25,6 @@ INTERCHANGE = {
 RUNG_KEYS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s", "terms"}
 
 
-def test_main_job_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", *FAST]) == 0
-    out = capsys.readouterr().out
-    for words in ("Train with", "Fits. ", "formula", "weights", "Next"):
-        assert words in out
-
-
-def test_main_job_as_json_is_one_document_with_a_schema_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--gpu", "RTX 4090", "qwen2.5-1.5b", "--json=full", *FAST]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["schema_version"] >= 1
-    assert plan["chosen"]["fits"]
-    assert set(plan["chosen"]["formula"]) >= RUNG_KEYS
-
-
 def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["meta-llama/Llama-3.1-70B", "--gpu", "t4", *FAST]) == 1
     assert "Nothing fits" in capsys.readouterr().out
@@ -206,7 +191,7 @@ def test_random_command_lines_never_crash(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     draw = random.Random(20261121)
-    for number in range(500 if WHOLE else 100):
+    for number in range(500 if WHOLE else 40):
         words = [draw.choice(WORDS)]
         if draw.random() < 0.3:
             folder = tmp_path / f"model{number}"
@@ -224,13 +209,6 @@ def test_random_command_lines_never_crash(
         code = run([*words, "--no-dry-run"])
         capsys.readouterr()
         assert code in (0, 1, 2), words
-
-
-def test_a_line_of_setups_is_refused_where_the_flags_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "setups.jsonl"
-    file.write_text('{"model": "gpt2", "gpu": "apple-m3-max", "num_gpus": 2, "parallel": "ddp"}\n')
-    assert run(["estimate", "--setups", str(file), "--json=full", *FAST]) == 0
-    assert "no engine spreads" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_a_group_without_a_word_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,10 +267,6 @@ def test_a_name_of_several_cards_is_answered_for_each_and_asked_about(capsys: py
     for words in ("A100-SXM4-40GB", "A100-SXM4-80GB", "tokens/s"):
         assert words in err
     assert "a100-80gb" in err
-    assert run(["Qwen/Qwen2.5-7B", "--gpu", "a100", "--json=full", *FAST]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "tokens/s" not in err
 
 
 def test_words_of_the_run_reach_the_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

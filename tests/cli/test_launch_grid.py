@@ -30,7 +30,7 @@ from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
 CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
-STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "107"))
+STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "211"))
 LOADED = [model for name in catalogue.names() if (model := catalogue.load(name)) is not None]
 MODELS = sorted({model.model_id for model in LOADED if not model.reads_both_ways})
 GRID = list(product(MODELS, CARDS))[::STRIDE]

@@ -1,27 +1,17 @@
 """Flags for several GPUs: what they mean, what contradicts, and that nothing typed ends in a traceback."""
 
 import importlib.util
-import inspect
 import json
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from finetune_planner.app.machine import default_store_path, local_link
 from finetune_planner.cli.app import run
-from finetune_planner.cli.estimate import estimate
-from finetune_planner.cli.make import make
-from finetune_planner.cli.options import layout_fields, one_setup
-from finetune_planner.cli.probe import probe
-from finetune_planner.cli.request_options import AnySetupOptions, RequestOptions, SetupOptions, SpaceOptions
+from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import PARALLELS
-from finetune_planner.cli.tables import which_gpu
-from finetune_planner.cli.tune import tune
 from planner.core.errors import UsageError
 from planner.hardware.cluster import links, make_cluster
 from planner.hardware.gpus import find_gpu
@@ -29,25 +19,12 @@ from planner.models import catalogue
 from planner.planning.option_values import duration_s
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
-from planner.setup import TrainSetup
-from planner.setup.allowed import PARALLELS as FIELD_VALUES
 from probes.dryrun.cache import default_directory
 from probes.gpu.topology import Topology
-from tests.whole import WHOLE
+from tests.whole import WHOLE, some
 
 FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
 ONE = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
-
-
-def test_every_kind_of_data_parallelism_can_be_asked_for() -> None:
-    assert {*PARALLELS, "none"} == set(FIELD_VALUES)
-
-
-def test_plan_on_several_gpus_prints_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "4", "--all", *FAST]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    for words in ("on 4 × GeForce RTX 4090", "4 GPUs", "Is one GPU enough?", "What must be sharded", "--gpus 4"):
-        assert words in out
 
 
 def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,15 +39,7 @@ def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[s
     assert plan["chosen"]["formula"]["time_parts_s"]["communication"] >= 0
 
 
-def test_one_gpu_says_nothing_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--json=full", *FAST]) == 0
-    plain = capsys.readouterr().out
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "1", "--nodes", "1", "--json=full", *FAST]) == 0
-    assert capsys.readouterr().out == plain
-    assert "rank_peaks" not in plain
-
-
-@pytest.mark.parametrize("parallel", PARALLELS)
+@pytest.mark.parametrize("parallel", some(PARALLELS, 4))
 def test_a_wish_for_one_way_is_kept(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "a100-80gb", "--gpus", "4", "--parallel", parallel, "--json=full", *FAST]
     assert run(arguments) == 0
@@ -175,12 +144,6 @@ def test_bad_input_exits_with_two_and_a_hint(
     assert hint in captured.err
 
 
-def test_what_no_engine_runs_says_so_with_a_source(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run"]
-    assert run([*arguments, "--quantization", "int8", "--parallel", "zero3"]) == 2
-    assert "bitsandbytes" in capsys.readouterr().err
-
-
 def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpt2", "--gpu", "apple-m2-max", "--gpus", "2", *FAST]) == 2
     assert "no engine" in capsys.readouterr().err
@@ -226,16 +189,6 @@ def test_out_writes_reports_and_launch_files_of_the_job(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert run(["report", str(out)]) == 0
     assert "2 GPUs (DDP)" in (out / "report.md").read_text()
-
-
-def test_fields_of_one_setup_are_always_a_setup() -> None:
-    nothing = {"parallel": None, "tensor_degree": None, "pipeline_degree": None, "schedule": None,
-               "shard_degree": None, "reshard": None, "offload": None}  # fmt: skip
-    for flags in ({}, {"tensor_degree": [4]}, {"tensor_degree": [2]}, {"pipeline_degree": [2]}, {"shard_degree": 2},
-                  {"reshard": False}, {"offload": ["optimizer"]}, {"offload": ["parameters"]}):  # fmt: skip
-        setup = TrainSetup(**one_setup(4, layout_fields(4, **{**nothing, **flags})))
-        assert setup.num_gpus == 4
-    assert one_setup(1, {}) == {}
 
 
 def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,10 +268,6 @@ def test_durations(text: str, hours: float) -> None:
     assert duration_s("deadline", text, unit="h") == hours * 3600
 
 
-def test_a_bare_duration_is_in_the_options_unit() -> None:
-    assert duration_s("budget", "30", unit="s") == 30.0
-
-
 @pytest.mark.parametrize("text", ["", "soon", "-1h", "0", "nan", "inf", "1y", "h", "3 parsecs"])
 def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--deadline must be a time"):
@@ -354,7 +303,7 @@ def test_random_command_lines_never_crash(
     monkeypatch.chdir(tmp_path)
     draw = random.Random(20261122)
     seen = set()
-    for _ in range(120 if WHOLE else 50):
+    for _ in range(120 if WHOLE else 30):
         model = draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1"])
         words = [model, "--gpu", draw.choice(["t4", "rtx-4090", "a100-80gb", "mi300x", "apple-m2-max"])]
         if draw.random() < 0.7:
@@ -390,7 +339,7 @@ def test_random_which_cluster_lines_never_crash(
         "--precision": ["bf16-autocast", "fp32"],
         "--price": ["1.5", "-1"],
     }
-    for _ in range(50 if WHOLE else 25):
+    for _ in range(50 if WHOLE else 12):
         words = ["which-cluster", draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B"]), "--gpu", draw.choice(["t4", "l4"])]
         if draw.random() < 0.8:
             words += ["--dataset-tokens", "1000000"]
@@ -432,25 +381,6 @@ def test_this_machines_links_are_those_that_the_driver_tells(
         "pcie",
         None,
     )  # the table knows no NVLink
-
-
-@pytest.mark.parametrize(
-    ("command", "parameter", "group"),
-    [
-        (make, "request", RequestOptions),
-        (tune, "request", RequestOptions),
-        (which_gpu, "space", SpaceOptions),
-        (estimate, "one", AnySetupOptions),
-        (probe, "one", SetupOptions),
-    ],
-)
-def test_commands_share_their_options(command: Callable[..., object], parameter: str, group: type[Any]) -> None:
-    """typer sees every field of a group as an option, in the place of the one parameter."""
-    shared = [field.name for field in fields(group)]
-    names = list(inspect.signature(command).parameters)
-    at = names.index(shared[0])
-    assert names[at : at + len(shared)] == shared
-    assert parameter not in names
 
 
 def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyPatch) -> None:

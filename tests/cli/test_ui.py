@@ -26,6 +26,7 @@ from reports.brief import GROUPS, group_bytes
 from reports.rows import MIN_SHOWN_BYTES
 from reports.text import memory_mark, speed_mark
 from reports.ui import VERDICTS, grid_script
+from tests.whole import some
 
 MODEL, GPU = "openai-community/gpt2", "rtx-3060"
 LARGE, SMALL = "EleutherAI/gpt-j-6b", "rtx-2060"
@@ -75,7 +76,7 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
         assert 0 <= cell[1] - sum(cell[6:]) < len(GROUPS) * MIN_SHOWN_BYTES
 
 
-@pytest.mark.parametrize(("name", "card", "usual"), [(MODEL, GPU, 1024), (LARGE, SMALL, 2048)])
+@pytest.mark.parametrize(("name", "card", "usual"), some([(MODEL, GPU, 1024), (LARGE, SMALL, 2048)], 2))
 def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Shelf, name: str, card: str, usual: int) -> None:
     model, gpu = pair(shelf, name, card)
     grid = shelf.grid(model, gpu)
@@ -236,17 +237,6 @@ def test_no_request_gets_more_than_an_answer(server: Server) -> None:
             connection.sendall(line + b"\r\n" + host + b"\r\n")
             with connection.makefile("rb") as answer:
                 assert answer.readline().split()[1] == str(status).encode(), line[:40]
-
-
-def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
-    assert run(["ui", "--static", str(tmp_path), "--model", MODEL, "--gpu", GPU]) == 0
-    assert {one.name for one in tmp_path.rglob("*.*")} == {
-        "index.html",
-        "openai-community--gpt2--rtx-3060.js",
-        "made-by.txt",
-    }
-    assert run(["ui", "--static", str(tmp_path), "--model", "no/such-model-here", "--gpu", GPU]) == 2
-    assert run(["ui", "--no-browser", "--model", MODEL, "--dataset", str(tmp_path / "none.jsonl")]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

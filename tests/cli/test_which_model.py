@@ -20,7 +20,7 @@ from tests.whole import some
 
 @pytest.mark.parametrize(
     ("model", "gpu"),
-    some([("Qwen/Qwen3-4B", "t4"), ("meta-llama/Llama-3.1-8B", "rtx-4090"), ("google/gemma-3-12b-pt", "l4")], 2),
+    some([("Qwen/Qwen3-4B", "t4"), ("meta-llama/Llama-3.1-8B", "rtx-4090"), ("google/gemma-3-12b-pt", "l4")], 3),
 )
 def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: str) -> None:
     spec, card = catalogue.load(model), find_gpu(gpu)
@@ -40,7 +40,7 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
 def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     asked = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora"]
     words = ["which-model", "smollm2", *asked]
-    assert run([*words, "--json=full"]) == 0
+    assert run([*words, "--json=full", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) >= 3
     assert [row["num_params"] for row in rows] == sorted((row["num_params"] for row in rows), reverse=True)
@@ -48,9 +48,6 @@ def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_p
     plan = json.loads(capsys.readouterr().out)
     assert rows[0]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows[0]["tokens_per_s"] == plan["chosen"]["formula"]["tokens_per_s"]
-    assert run([*words, "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert max(len(line) for line in shown.splitlines()) <= 80
     assert rows[0]["model"] in (tmp_path / "report.md").read_text()
 
 
