@@ -22,7 +22,7 @@ from benchmarks import gathered
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
 from finetune_planner.cli.accuracy import _lookup
 from planner.core.errors import PlannerError
-from planner.planning.evidence.bands import Cell, metric_of
+from planner.planning.evidence.bands import Cell, band_stack, metric_of
 from planner.planning.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
@@ -90,7 +90,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 "id": row.id,
                 "rung": rung,
                 "metric": what,
-                "stack": setup.stack,
+                "stack": band_stack(setup.stack, what),
                 "gpus": metric_of(setup),
                 "gpu": row.gpu,
                 "source": source,

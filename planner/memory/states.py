@@ -762,12 +762,16 @@ def _decoder_share(model: ModelSpec) -> float:
 
 
 def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
-    """Gradients that stay whole until the step, as on one GPU."""
-    at = backward_gradients(model, setup, trained, accumulated=accumulated)
+    """Gradients that stay whole until the step, as on one GPU; where the optimizer steps in the backward each goes as
+    it comes, as if it were added to others that take no room."""
+    goes = setup.trainer.steps_in_backward
+    at = backward_gradients(model, setup, trained, accumulated=accumulated or goes)
     found = [
         Held(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
         for moment, size in at.items()
     ]
+    if goes:
+        return found
     found.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
     if accumulated:
         kept = (*COMPUTE, "end")

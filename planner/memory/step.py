@@ -164,6 +164,17 @@ Source: experts4bit-qlora 0.58.1 `engines/chunked_lm_loss.py` AUTO_MIN_LOGITS_BY
 """
 
 
+def _with_head_in_pieces(chain: LossChain, shape: LossShape) -> LossChain:
+    """A loss whose pieces each have a product with the head: the gradients that two of them give its weight, and their
+    sum, are there beside the other pieces' logits.
+
+    Source: torchtune 0.6.1 `modules/transformer.py` chunked_output; its recipe of Llama-3.1-8B, traced.
+    """
+    head, logits = shape.hidden_bytes * shape.vocab_size * shape.hidden_size, shape.logit_bytes * shape.tokens
+    others = logits * shape.vocab_size * (shape.chunks - 2) // shape.chunks
+    return replace(chain, backward_bytes=max(chain.backward_bytes, 3 * head + others))
+
+
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, aim = step_dtype_policy(model, setup), setup.trainer, setup.aim
@@ -197,6 +208,8 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         rows = shape.hidden_bytes * shape.tokens * shape.hidden_size
         return LossChain(loss_bytes=piece + rows, backward_bytes=piece + rows)
     chain = LOSSES[setup.loss].memory(shape)
+    if by.loss_chunks and shape.head_trained and LOSSES[setup.loss].whole_logits:
+        chain = _with_head_in_pieces(chain, shape)
     if not (setup.use_cache and by.keeps_outputs):
         return chain
     return replace(chain, kept_bytes=chain.kept_bytes + cached_bytes(model, setup))

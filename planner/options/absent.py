@@ -23,7 +23,12 @@ _MEGATRON = (
 )
 _RL = "it runs generation and training as one program of its own (Ray, vLLM or SGLang): nothing here predicts its step"
 _EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
-_TORCHAO = "it steps through torch.compile, which nothing here runs; its 8-bit states take the bytes of adamw-8bit's"
+_TORCHTUNE = "torchtune-in-bwd"
+_TORCHAO = (
+    "it steps through torch.compile, which nothing here runs; its 8-bit states take the bytes of adamw-8bit's; of "
+    "16-bit DTensors it fails (torchao 0.18, PyTorch 2.13: pytorch/ao pull 4216), and on a CPU it takes 30 "
+    "times as long as fused AdamW"
+)
 _FUSED_EXPERTS = "nothing here predicts its experts' step, of which memory alone was published"
 _NO_REFERENCE = "TRL's experimental CPOTrainer is not predicted here; as ORPO's, its loss asks no reference model"
 _NF4 = "nf4-double, or int8"
@@ -41,7 +46,8 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         (f"it {_OTHER_UPDATE}", "adamw-fused"),
     ),
     **dict.fromkeys(("galore", "apollo", "q-galore"), (f"it {_OTHER_UPDATE}", f"{_EIGHT_BIT}, or --method lora")),
-    **dict.fromkeys(("lomo", "adalomo", "optimizer-in-backward"), (f"it {_IN_BACKWARD}", _EIGHT_BIT)),
+    **dict.fromkeys(("lomo", "adalomo"), (f"it {_IN_BACKWARD}", f"{_EIGHT_BIT}; --target {_TORCHTUNE}")),
+    "optimizer-in-backward": ("it is a launch target of one program's", f"--target {_TORCHTUNE}"),
     **dict.fromkeys(
         ("adamw-torchao-8bit", "adamw-torchao-4bit", "torchao-adamw-8bit", "ao-adamw-8bit"), (_TORCHAO, _EIGHT_BIT)
     ),
@@ -63,8 +69,13 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         ("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo", "nemo-automodel"),
         (_MEGATRON, _SPLITS),
     ),
+    "torchtune": (
+        "of its recipes one alone is written, full fine-tuning on one GPU with the optimizer in the backward; `plan "
+        "check` reads and predicts its own",
+        f"--target {_TORCHTUNE}, or trl, hf, axolotl or llamafactory",
+    ),
     **dict.fromkeys(
-        ("torchtune", "litgpt", "ms-swift", "swift"),
+        ("litgpt", "ms-swift", "swift"),
         (
             "no file is written for it; `plan check` reads and predicts its own",
             "--target trl, hf, axolotl or llamafactory",

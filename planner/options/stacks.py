@@ -38,6 +38,7 @@ class Stack:
         in_place_loss: the full loss's own kernel writes the gradient over the logits.
         shifted_loss: that kernel is given a shifted copy of fp32 logits, which stay beside it.
         clips_gradients: the step computes the gradients' norm and scales them.
+        steps_in_backward: each parameter is stepped, and its gradient dropped, as that comes: nothing accumulates.
         quantized_adapters: data type of the adapters of a quantized base whose embeddings were not cast to fp32, where
             `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
         plain_adapters: data type of the adapters of a 16-bit base, "" for the base's own.
@@ -72,6 +73,7 @@ class Stack:
     in_place_loss: bool = False
     shifted_loss: bool = False
     clips_gradients: bool = True
+    steps_in_backward: bool = False
     quantized_adapters: str = "fp32"
     plain_adapters: str = "fp32"
     reentrant_checkpointing: bool = False
@@ -247,6 +249,19 @@ _ROWS = (
         "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows, each with its mask)",
     ),
     Stack(
+        name="torchtune-in-bwd",
+        title="torchtune's full recipe with its optimizer in the backward",
+        traces_masks=False,
+        loss_chunks=8,
+        overlaps_offload=True,
+        packs_rows=True,
+        clips_gradients=False,
+        steps_in_backward=True,
+        source="as torchtune; recipes/full_finetune_single_device.py (optimizer_in_bwd: refuses accumulation and "
+        "clipping), training/memory.py register_optim_in_bwd_hooks (step and zero_grad of one parameter as its "
+        "gradient comes)",
+    ),
+    Stack(
         name="torchtune-whole-loss",
         title="torchtune's recipes before their loss was cut",
         traces_masks=False,
@@ -408,6 +423,7 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
     "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
     "loggetta": TargetRow(title="Loggetta", objectives=_SUPERVISED, kernels=("eager",)),
+    "torchtune-in-bwd": TargetRow(title="torchtune", objectives=_SUPERVISED, kernels=("eager",)),
     "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
     **{name: TargetRow(**row) for name, row in plugins.loaded("targets")},
 }

@@ -28,7 +28,7 @@ from planner.planning.decision.choosing import choose
 from planner.planning.decision.facts import WalkResults, merged
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node
-from planner.planning.decision.others import alternatives
+from planner.planning.decision.others import alternatives, in_backward
 from planner.planning.decision.policy import job_notes
 from planner.planning.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
@@ -287,16 +287,20 @@ def _in_the_host(
     if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
         return None
     fixed = {**workload.fixed, "offload": ("optimizer", "parameters")}
-    stateless = "SGD, the one optimizer without states: AdamW's do not find room in the host (--host-memory)"
-    for more, words in (({}, ""), ({"optimizer": ("sgd",)}, stateless)):
+    stateless = "SGD: AdamW's states have no room in the host"
+    for more in ({}, {"optimizer": ("sgd",)}):
         if more.keys() & workload.fixed.keys():
             continue
         with suppress(UsageError):
             walked = _Walked.all(replace(workload, fixed={**fixed, **more}), corrections, known)
             if walked.node is not None and walked.best is not None:
                 plan = _plan(walked, walked.node, walked.best)
-                note = "nothing fits on the card alone: states lie in its host"
-                return replace(plan, notes=(risk("; ".join(filter(None, (note, words)))), *plan.notes))
+                notes: list[str] = [risk("nothing fits on the card alone: states lie in its host")]
+                if more:
+                    others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
+                    eight = [f"{one.action.partition(':')[0]} has 8-bit ones" for one in others]
+                    notes.insert(0, found("; ".join((stateless, *eight))))
+                return replace(plan, notes=(*notes, *plan.notes))
     return None
 
 

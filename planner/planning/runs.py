@@ -137,7 +137,7 @@ def _pairs(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any
     own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
     if rest:
         return ()
-    batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.aim.least(own_batch)
+    batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.least_seqs(own_batch)
     pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least]
     if setup.rollout is not None and (made := setup.rollout.generation_batch_seqs):
         pairs = [one for one in pairs if made % one[0] == 0]

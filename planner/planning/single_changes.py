@@ -166,6 +166,8 @@ def _batches(setup: TrainSetup) -> list[Tried]:
     if setup.aim.whole_batch:
         sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
         return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
+    if setup.trainer.steps_in_backward:
+        return []
     total = setup.micro_batch_seqs * setup.accumulation_steps
     found: list[Tried] = []
     for micro in (

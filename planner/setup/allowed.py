@@ -95,6 +95,8 @@ def check(setup: SetupValues) -> None:
         _check_adapter(setup)
     if is_layout(setup):
         check_layout(setup)
+    if setup.trainer.steps_in_backward:
+        _check_in_backward(setup)
     if setup.trained_layers:
         _check_partial(setup)
     if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
@@ -106,6 +108,15 @@ def check(setup: SetupValues) -> None:
         _check_images(setup)
     if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
         _check_objective(setup)
+
+
+def _check_in_backward(setup: SetupValues) -> None:
+    """What a step inside the backward goes without."""
+    if setup.method != "full" or setup.num_gpus > 1 or setup.accumulation_steps > 1 or setup.aim.head != "vocabulary":
+        raise SetupError(
+            f"stack {setup.stack!r} trains a whole model on one GPU, every micro-batch a step",
+            hint="use --method full, and --global-batch as large as one micro-batch",
+        )
 
 
 def _check_partial(setup: SetupValues) -> None:

@@ -242,6 +242,11 @@ class SetupValues:
             return self.cached_seqs * self.layer_tokens
         return self.tokens_per_micro_batch // self.num_forwards
 
+    def least_seqs(self, batch: int) -> int:
+        """Samples of the smallest micro-batch that a plan takes of so large a batch: all of them where nothing
+        accumulates."""
+        return batch if self.trainer.steps_in_backward else self.aim.least(batch)
+
     @property
     def adds_gradients(self) -> bool:
         """Whether gradients of an earlier backward of the same step are there while the next one runs."""

@@ -171,6 +171,8 @@ def _refusal(setup: TrainSetup) -> str:
         return "torch.compile plans its own buffers, which a dry run cannot see"
     if setup.use_cache:
         return "it runs without a key-value cache"
+    if setup.trainer.steps_in_backward:
+        return "its optimizer steps inside the backward, which only `plan trace` of the recipe itself follows"
     if setup.trainer.grouped_experts:
         return "experts4bit-qlora's kernels and loader are not installed here"
     if setup.quantize_experts and setup.quantization == "int8":

@@ -117,7 +117,8 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
         "deepspeed",
         "loggetta",
         "torchtitan",
-    }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures
+        "torchtune-in-bwd",
+    }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures, torchtune's whole models in one step
 
 
 def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:

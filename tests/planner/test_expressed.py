@@ -50,6 +50,10 @@ def plan_request(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed:
     )
 
 
+NONE = {"torchtitan": 0, "loggetta": 0, "torchtune-in-bwd": 0, "mlx": 50}
+"""Targets of few models, or of mixtures alone -> setups that they run of no model in particular."""
+
+
 @pytest.mark.parametrize("target", sorted(written_by("sft")))
 def test_what_a_target_makes_of_a_setup_it_runs_as_it_is(target: str) -> None:
     made = 0
@@ -58,7 +62,7 @@ def test_what_a_target_makes_of_a_setup_it_runs_as_it_is(target: str) -> None:
         if isinstance(runs, TrainSetup):
             assert TARGETS[target].as_run(runs) == runs
             made += 1
-    assert made >= {"torchtitan": 0, "loggetta": 0, "mlx": 50}.get(target, 60)  # of few models, of mixtures
+    assert made >= NONE.get(target, 60)
 
 
 @pytest.mark.parametrize("target", sorted(EXPORTERS))

@@ -160,6 +160,11 @@ OF_ONE_FILE: dict[str, dict[str, Fact]] = {
     "hf": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
     "unsloth": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
     "llamafactory": {"prompt": lambda one: "prompt"},
+    "torchtune-in-bwd": {
+        "batch_size": lambda one: one.runs.micro_batch_seqs,
+        "max_seq_len": lambda one: one.runs.seq_len_tokens,
+        "lr": lambda one: one.hyper.learning_rate,
+    },
     "loggetta": {
         "seq": lambda one: one.runs.seq_len_tokens,
         "micro-batch": lambda one: one.runs.micro_batch_seqs,
@@ -250,6 +255,7 @@ PRECISIONS = ("bf16-autocast", "bf16-pure", "fp16-autocast")
 OWN = {
     "torchtitan": "Qwen/Qwen3-8B",
     "loggetta": "Qwen/Qwen3-30B-A3B",
+    "torchtune-in-bwd": "meta-llama/Llama-3.1-8B",
     "sentence-transformers": "Qwen/Qwen3-Embedding-0.6B",
 }
 """Models of targets that train few."""
@@ -272,6 +278,8 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 packed |= {"lora_rank": 4, "lora_targets": "attention", "optimizer": "adamw-8bit"}
                 with suppress(SetupError):
                     asked = replace(asked, setup=asked.setup.replace(**packed), dataset=None)
+            if target == "torchtune-in-bwd" and asked.setup.method == "full":
+                asked = replace(asked, setup=asked.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit"))
         launch = EXPORTERS[target](asked)
         if not launch.refused:
             found.append((Case(asked=asked, runs=launch.runs_as(asked.setup)), launch))

@@ -27,6 +27,7 @@ FORMS = {
     "torchtitan": "text",
     "mlx": "answers",
     "loggetta": "chats",
+    "torchtune-in-bwd": "tokens",
 }
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
 

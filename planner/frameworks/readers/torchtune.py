@@ -20,7 +20,8 @@ OPTIMIZERS = {
     "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit",
     "torch.optim.SGD": "sgd",
 }
-
+IN_BACKWARD = "torchtune-in-bwd"
+"""The stack of `optimizer_in_bwd`, which the recipe of whole models on one GPU has."""
 
 LOSSES = ("CrossEntropyLoss", "CEWithChunkedOutputLoss")
 """Ends of the names of losses of next tokens; its others are of preferences and of teachers."""
@@ -53,8 +54,6 @@ def read(settings: Settings) -> ReadConfig:
         settings.approximate("its Qwen 2 with adapters holds rotary tables in every layer: not counted")
     if settings.flag("enable_activation_offloading", False):
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
-    if settings.flag("optimizer_in_bwd", False):
-        settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
         **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
@@ -68,6 +67,11 @@ def read(settings: Settings) -> ReadConfig:
     }
     fields |= _method(inner, settings, fields["precision"])
     fields |= parallel_of(settings, {"parallel": "fsdp2"} if num_gpus > 1 else {})
+    if settings.flag("optimizer_in_bwd", False):
+        if fields["method"] == "full" and fields.get("accumulation_steps", 1) == 1 and num_gpus == 1:
+            fields["stack"] = IN_BACKWARD
+        else:
+            settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
     fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT))
     return config(TORCHTUNE, settings, fields, model_id=_model_id(settings, inner))
 
@@ -110,7 +114,10 @@ def _model_id(settings: Settings, inner: Settings) -> str | None:
     if component and not component.startswith("torchtune."):
         settings.ask("model", f": {component} builds the model, no function of torchtune")
         return None
-    folder = settings.block("checkpointer").optional_text("checkpoint_dir")
+    block = settings.block("checkpointer")
+    folder = block.optional_text("checkpoint_dir")
+    if not block.text("_component_", "torchtune.").startswith("torchtune."):  # of a file written here: it may be an id
+        return folder
     return folder.strip("/").rpartition("/")[2] if folder else None
 
 

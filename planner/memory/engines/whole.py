@@ -37,7 +37,8 @@ class _Whole(Engine):
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
         held = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
-        return RankState(part=part, setup=inner, trained=trained, local=trained, held=held)
+        stepped = trained.largest if inner.trainer.steps_in_backward else None
+        return RankState(part=part, setup=inner, trained=trained, local=trained, held=held, stepped=stepped)
 
     def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
         return loss if heeds_loss(model, setup) else "full"

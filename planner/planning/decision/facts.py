@@ -199,7 +199,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
             node.limits = limits
-            least = shared.aim.least(point.micro_batch_seqs)
+            least = shared.least_seqs(point.micro_batch_seqs)
         if point.attention != attention:
             attention = point.attention
             if attention not in known:

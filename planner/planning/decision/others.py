@@ -17,7 +17,7 @@ from planner.memory.attention_kernels import attention_refusal, has_expert_stack
 from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
-from planner.options.stacks import DEFAULT
+from planner.options.stacks import DEFAULT, STACKS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.clusters import best_points
 from planner.planning.decision.facts import NodeResults, WalkResults
@@ -205,7 +205,7 @@ def _min_memory_setups_of(
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
     group = setup.rolls.num_generations if setup.aim.rolls_out else 1  # generated at once, trained one by one
     lone = setup.of_length(tokens).replace(
-        micro_batch_seqs=setup.aim.least(workload.global_batch_seqs), accumulation_steps=group
+        micro_batch_seqs=setup.least_seqs(workload.global_batch_seqs), accumulation_steps=group
     )
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes
 
@@ -247,6 +247,7 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
     where there are several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
     yield from _unasked(workload, nearest)
+    yield from in_backward(workload, nearest.formula.peak_device_bytes)
     yield from _offloaded(workload, nearest)
     yield from _streamed(workload, nearest)
     yield from _smaller_batch(workload, nearest)
@@ -295,6 +296,24 @@ def _unasked(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
                     return
 
 
+def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
+    """The largest batch, of halves, whose whole model one GPU trains with the optimizer in the backward."""
+    if workload.num_gpus > 1 or workload.targets or workload.fixed.get("method") != ("full",):
+        return
+    for target in (name for name in workload.aim.targets if name in STACKS and STACKS[name].steps_in_backward):
+        batch = workload.global_batch_seqs
+        while batch:
+            with suppress(UsageError):  # it expresses nothing that the options allow
+                request = replace(workload, targets=(target,), global_batch_seqs=batch)
+                for node, point in best_points(request).items():
+                    if point is not None:
+                        words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s, a step of {batch}"
+                        action = f"--target {target} --global-batch {batch}: {words}"
+                        yield Remedy(action=action, saves_bytes=peak_device_bytes - point.peak_device_bytes, fits=True)
+                        return
+            batch //= 2
+
+
 def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """What fits with the least of it in the memory of one GPU's host."""
     if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.vendor == "Apple":
@@ -341,7 +360,7 @@ def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
 def _smaller_batch(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The largest batch that fits, of an objective whose micro-batch is the whole batch."""
-    if nearest.setup.aim.whole_batch:
+    if nearest.setup.least_seqs(2) == 2 > nearest.setup.aim.least_samples:
         most = workload.global_batch_seqs
         yield from _less(
             workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)

@@ -72,10 +72,11 @@ over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back bef
 runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
 fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
 
-ENGINE_BANDS = {"unsloth": 0.10, "loggetta": 0.14, "loggetta-resident": 0.14}
+ENGINE_BANDS = {"unsloth": 0.10, "loggetta": 0.14, "loggetta-resident": 0.14, "torchtune-in-bwd": 0.10}
 """The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
 ours (benchmarks/longest_context.py); nine runs of experts4bit-qlora are -12 to +4 % of what is said, their device
-memory on fixed segments up to 13 % above (benchmarks/streamed_experts.py)."""
+memory on fixed segments up to 13 % above (benchmarks/streamed_experts.py); four published runs of torchtune with its
+optimizer in the backward are -5 to +11 % (torchtune-001, 010 to 012), three traced ones +0.3 to +0.6 %."""
 
 APPLE_BAND = 0.12
 """The least band on an Apple GPU, whose kernels and allocator no run here has shown: that of TRL's published runs on a
@@ -151,6 +152,8 @@ ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory", "ms-swift")
 """Those whose training is transformers' Trainer on the same libraries. Axolotl 0.21's and LLaMA-Factory 0.9.5's own
 steps, traced (Qwen2.5-7B, LoRA and QLoRA, `python -m benchmarks.check_vs_trace --tool ...`): bytes 0.0 to 0.2 % above
 the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
+ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune"}
+"""Stacks that differ in memory alone from another of the same program, whose runs' speed is theirs too."""
 MEMORY = ("allocated", "reserved", "device")
 UNSEEN_CARD = 1.5
 """How much wider reserved and device memory and speed are on a card that no published run of the stack was on: a
@@ -174,6 +177,11 @@ class Cell:
     num_rows: int
     num_sources: int = 0
     cards: tuple[str, ...] = ()
+
+
+def band_stack(stack: str, metric: str) -> str:
+    """Whose published runs give a stack's band of a figure."""
+    return ONE_PROGRAM.get(stack, stack) if metric == "tokens_per_s" else stack
 
 
 def metric_of(setup: TrainSetup) -> str:
@@ -207,7 +215,7 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     stack = TRAINERS[0] if on_trainer else stack
     rung = "formula" if gpus == "several" else {"profile": "dry_run"}.get(rung, rung)
     owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in MEMORY}
-    owns["tokens_per_s"] = cells.get((rung, "tokens_per_s", gpus, stack))
+    owns["tokens_per_s"] = cells.get((rung, "tokens_per_s", gpus, band_stack(stack, "tokens_per_s")))
     cards = {card for own in owns.values() if own is not None for card in own.cards}
     pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}
     known = [one for one in map(owns.get, MEMORY) if one is not None] or [one for one in map(pools.get, MEMORY) if one]
