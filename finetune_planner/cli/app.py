@@ -71,10 +71,14 @@ MEASURING = frozenset({"confirm", "probe", "tune"})
 """Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}
+MORE = "more"
+FIRST = (MAIN_COMMAND, "init", "estimate", "check", "oom", "trace", "confirm", "tune", "which-gpu", "doctor", MORE)
+"""What `plan --help` lists; `plan more` lists the others."""
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:
-    """The application with only the command that `words` start with; else with all of them, by name and help alone."""
+    """The application with only the command that `words` start with; else, to be listed, with those of `FIRST`, or with
+    all others behind `more`, by name and help alone."""
     app = typer.Typer(
         name="plan",
         help="Plan the fastest fine-tuning setup that fits a GPU.\n\nMain job: plan MODEL --gpu GPU",
@@ -84,8 +88,11 @@ def build_app(words: Sequence[str]) -> typer.Typer:
     app.callback(invoke_without_command=True)(_version)
     known = {**COMMANDS, **GROUPS}
     if not words or words[0] not in known:
-        for name, command in known.items():
-            app.command(name, help=command.help)(_not_loaded)
+        others = {MORE: Command("", "", "The other commands.")}
+        rest = [one for one in known if one not in FIRST]
+        names = (*FIRST, *rest) if completion.wanted() else rest if words[:1] == [MORE] else FIRST
+        for name in names:
+            app.command(name, help=(known | others)[name].help)(_not_loaded)
         return app
     name, command = words[0], known[words[0]]
     found = getattr(import_module(f"finetune_planner.cli.{command.module}"), command.attribute)
@@ -111,7 +118,7 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
         return ["--help"]
     if len(arguments) == 1 and arguments[0] in GROUPS:
         return [*arguments, "--help"]
-    if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in GROUP_OPTIONS:
+    if arguments[0] in {MORE, *COMMANDS, *GROUPS} or arguments[0] in GROUP_OPTIONS:
         words = ["--help" if word == "-h" else word for word in arguments]
     else:
         words = [MAIN_COMMAND, *arguments]
@@ -156,9 +163,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    completed = completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
+    completed = completion.write_in(MAIN_COMMAND, {MORE, *COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
-        code = build_app([completed] if completed else words)(words, standalone_mode=False, prog_name="plan")
+        called = ["--help"] if words[:1] == [MORE] else words
+        code = build_app([completed] if completed else words)(called, standalone_mode=False, prog_name="plan")
     except PlannerError as error:
         return fail(error)
     except typer.Abort:

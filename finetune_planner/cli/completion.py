@@ -8,6 +8,11 @@ VARIABLE = "_PLAN_COMPLETE"
 _LINE = "_TYPER_COMPLETE_ARGS"  # zsh, fish, PowerShell; bash says COMP_WORDS and COMP_CWORD
 
 
+def wanted() -> bool:
+    """Whether a shell asks for words."""
+    return VARIABLE in os.environ
+
+
 def complete_gpu(incomplete: str) -> list[str]:
     """Keys of the GPU table that begin so, and "local"."""
     from planner.hardware.gpus import LOCAL, all_gpus

@@ -166,8 +166,7 @@ def _runs_of(
             for alike, fitting in _expressed(workload, shared, attentions, choices):
                 own["attention"] = alike[0]
                 found[tuple(own.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
-    if not workload.targets:
-        _name_rivals(workload, values, groups, found)
+    _name_rivals(workload, values, groups, found)
     return found.values()
 
 
@@ -184,7 +183,12 @@ def _name_rivals(
         if fused is not None and "attention" not in workload.fixed and UNFUSED & set(run.kernels):
             attention, layers[-1] = fused, False  # selective checkpointing keeps what only fused kernels have
         rival = runs.get((attention, first or kernels, *layers))
-        run.rival = rival if rival is not run else None
+        if (
+            rival is not None
+            and rival is not run
+            and all(set(own) <= set(rival.choices.get(loss, ())) for loss, own in run.choices.items())
+        ):
+            run.rival = rival
 
 
 def _expressed(

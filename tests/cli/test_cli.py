@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -128,9 +129,12 @@ def test_out_on_a_file_is_an_environment_problem(tmp_path: Path, capsys: pytest.
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
-    listing = capsys.readouterr().out
+    first = capsys.readouterr().out
+    assert len(re.findall(r"^  [a-z][a-z-]* +[A-Z]", first, re.MULTILINE)) == 11  # ten, and `more`
+    assert run(["more"]) == 0
+    rest = capsys.readouterr().out
     for name in (*COMMANDS, *GROUPS):
-        assert name in listing
+        assert (f"\n  {name} " in first) + (f"\n  {name} " in rest) == 1
         assert run([name, "--help"]) == 0
         assert capsys.readouterr().out
 
