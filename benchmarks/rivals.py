@@ -22,10 +22,10 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from benchmarks.published_defaults import PUBLISHED
 from finetune_planner.app.climb import answered
 from planner.core.errors import PlannerError
 from planner.frameworks.readers import read_text
+from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -61,7 +61,7 @@ RIVALS = {
     "LLaMA-Factory": ("llamafactory", "llamafactory-4bit"),
     "Unsloth": ("unsloth", "unsloth"),
 }
-"""Rival -> what it publishes, and the 4-bit form of it (`benchmarks.published_defaults`)."""
+"""Rival -> what it publishes, and the 4-bit form of it (`planner.frameworks.readers.published`)."""
 
 
 class Row(NamedTuple):

@@ -73,6 +73,15 @@ def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
     return _page(title, version or entries[0].extras.planner_version, plans, comparison)
 
 
+def comparison_html(comparison: dict[str, Any], *, version: str = "") -> str:
+    """The page of a comparison alone (what comparison.html.j2 reads).
+
+    Raises:
+        EnvironmentProblem: jinja2 is not installed.
+    """
+    return _page(comparison["title"], version, [], comparison)
+
+
 def _page(title: str, version: str, plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> str:
     drawn = [*(comparison["charts"] if comparison else ()), *(chart for view in plans for chart in view["drawn"])]
     charts = {one["id"]: {key: value for key, value in one.items() if key != "table"} for one in drawn}

@@ -32,7 +32,7 @@ MARK = re.compile(r"<!-- parsed only: (?P<reason>[^>]+) -->\n*$")
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "sh", "shell", "console")
 MODEL = "Qwen/Qwen2.5-1.5B"
-DRY_RUNNING = ("make", "estimate", "check", "compare", "probe", "tune")
+DRY_RUNNING = ("make", "estimate", "check", "compare", "probe", "race", "tune")
 
 
 UNLISTED = "Qwen2.5-VL-7B-Instruct"

@@ -31,6 +31,7 @@ COMMANDS = (
     ["which-cluster", MODEL, "--gpu", "rtx-4090", "--max-gpus", "2", "--dataset-tokens", "1000000"],
     ["compare-adapters", MODEL, "--gpu", "rtx-4090"],
     ["compare-targets", MODEL, "--gpu", "rtx-4090"],
+    ["race", "a.yaml", "--gpu", "rtx-4090", "--no-dry-run"],
     ["ui", "--model", MODEL, "--gpu", "rtx-4090"],
 )
 

@@ -1,4 +1,4 @@
-"""Hostile inputs to the doors that came later: an agent's calls, failed runs, and plans whose files are run.
+"""Hostile inputs to the doors that came later: an agent's calls, failed runs, races, and plans whose files are run.
 
 Beside what `fuzz` looks for in every input: nothing outside an agent's roots is opened, no answer to it holds the home
 folder's name or a token, no pickle calls anything.
@@ -351,6 +351,31 @@ def oom_case(folder: Path, dice: random.Random) -> Case:
     return Case("oom", ["oom", str(put(folder / name, content, dice)), *words])
 
 
+def race_case(folder: Path, dice: random.Random) -> Case:
+    """Files that race, some of which cannot; predicted only."""
+    one, files = seeds(), list[str]()
+    for number in range(dice.choice((1, 1, 2, 3))):
+        name, content = dice.choice((
+            ("a.yaml", as_yaml(mutate(one.trl, dice), dice)), ("a.yaml", as_yaml(mutate(one.axolotl, dice), dice)),
+            ("a.yaml", as_yaml(mutate(one.llamafactory, dice), dice)), ("train.py", damage(one.script.encode(), dice)),
+            ("a.toml", damage(one.toml.encode(), dice)), ("run.sh", shell_script(dice)),
+            ("train.py", one.script.encode()),
+        ))  # fmt: skip
+        files.append(str(put(folder / str(number) / name, content, dice)))
+    words = list[str]()
+    for option, *values in (
+        ("--defaults", "trl", "axolotl", "x", ""), ("--model", MODEL, "x/../y", "\x1b[2J"), ("--same-adapter",),
+        ("--seq-len", "0", "99999999", "64"), ("--target", "trl", "x"), ("--memory-gib", "nan", "1", "-1"),
+        ("--steps", "0", "9"), ("--device", "cpu"), ("--headroom", "1e9"), ("--out", str(folder / "o")),
+    ):  # fmt: skip
+        if dice.random() < 0.15:
+            words += [option, *([dice.choice(values)] if values else [])]
+    if "--out" in words and dice.random() < 0.5:
+        (folder / "o").mkdir()
+        (folder / "o" / "report.html").symlink_to(folder / "victim")
+    return Case("race", ["race", *files, "--gpu", GPU, "--no-dry-run", *dice.choice(([], ["--json"])), *words])
+
+
 TOOLS = ("python", "python3", "trl", "accelerate", "torchrun", "axolotl", "llamafactory-cli", "unsloth")
 _SEEN = {
     "device": "cpu", "step_s": [0.5] * 8, "between_s": [0.1] * 7, "peak_resident_bytes": 10**9, "loaded_bytes": 10**8,
@@ -548,4 +573,4 @@ def _trained(
     callback.on_train_end(args, state, None)
 
 
-DOORS = (mcp_case, oom_case, confirm_case, table_case, callback_case)
+DOORS = (mcp_case, oom_case, race_case, confirm_case, table_case, callback_case)

@@ -96,12 +96,13 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
 
 
 def run_file(
-    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, beside: Path
+    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, beside: Path, kept: bool = True
 ) -> "tuple[Outcome, GpuSpec | None, str]":
     """What came of a file's run, the card's row and the device that it ran on.
 
     Args:
         beside: the run's folder is made beside this one.
+        kept: whether the outcome is a fact about the setup, for the store.
 
     Raises:
         EnvironmentProblem: this machine cannot run it.
@@ -124,7 +125,7 @@ def run_file(
         model=resolve_model(model.model_id),  # with its configuration, which plan.json does not hold
         gpu=card,
         executor=executor,
-        store=machine.open_store(how.store),
+        store=machine.open_store(how.store) if kept else None,
         device=device,
         depths=(0,),
         rung=Fidelity.RUN,

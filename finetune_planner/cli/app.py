@@ -40,6 +40,7 @@ COMMANDS = {
     "confirm": Command("confirm", "confirm", "Run a plan's setup or launch file and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
+    "race": Command("race", "race", "Existing configs, or rivals' defaults, against the plan for the same work."),
     "diff": Command("diff", "diff", "What a new version or another config changes in memory and speed."),
     "oom": Command("oom", "oom", "Why a run ran out of memory, from its traceback, log or memory snapshot."),
     "trace": Command("trace", "trace", "Run any training program on a GPU that computes nothing."),
@@ -67,7 +68,7 @@ NAMES_A_MODEL = frozenset(
     {MAIN_COMMAND, "estimate", "probe", "tune", "which-gpu", "which-cluster", "compare-adapters", "compare-targets"}
 )
 """Commands whose one argument is a model's name."""
-MEASURING = frozenset({"confirm", "probe", "tune"})
+MEASURING = frozenset({"confirm", "probe", "race", "tune"})
 """Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}

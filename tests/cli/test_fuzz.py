@@ -1,4 +1,4 @@
-"""A part of the corpus of hostile inputs (tools/fuzz.py has 18,000), of all kinds.
+"""A part of the corpus of hostile inputs (tools/fuzz.py has 16,000), of all kinds.
 
 Every run is a process of its own: a fork of a test process with torch in it holds gigabytes of address space at once.
 """

@@ -1,5 +1,6 @@
 """The defaults that other projects publish: an example of each with what it leaves to the tool, read as any file is."""
 
+from planner.core.errors import UsageError
 from planner.core.records import dataclass
 
 _TRL = "model_name_or_path: {model}\nuse_peft: true\n"
@@ -77,3 +78,14 @@ PUBLISHED = {
     ),
 }
 """Name -> what a project publishes."""
+
+
+def published(name: str) -> Published:
+    """A project's published defaults.
+
+    Raises:
+        UsageError: a name that is not known.
+    """
+    if name not in PUBLISHED:
+        raise UsageError(f"--defaults {name}: no such published defaults", hint=f"one of {', '.join(PUBLISHED)}")
+    return PUBLISHED[name]

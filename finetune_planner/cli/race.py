@@ -1,0 +1,334 @@
+"""`plan race`: existing training files, or what rivals publish, against the plan for the same work."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_planner.app import machine
+from finetune_planner.app.climb import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
+from finetune_planner.app.own_files import own_file
+from finetune_planner.app.progress import ProgressLine, say
+from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
+from finetune_planner.cli import options
+from finetune_planner.cli.check import AskedOptions
+from finetune_planner.cli.checking import load, predictor
+from finetune_planner.cli.confirm import LIMIT_S, NUM_STEPS, enough_steps
+from finetune_planner.cli.output import show_table, write_text
+from finetune_planner.cli.probe import exit_code
+from finetune_planner.cli.setup_flags import takes_options
+from finetune_planner.cli.writing import known_targets, write_out
+from planner import __version__
+from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.core.records import dataclass
+from planner.frameworks.readers import ReadConfig
+from planner.frameworks.readers.published import published
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workload import Workload
+from planner.models.earlier import built_by_transformers_4
+from planner.models.spec import ModelSpec
+from planner.planning.check import band_of, including
+from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan_request import DEFAULT_SEQ_LEN, PlanRequest
+from planner.setup import TrainSetup
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.setup.packages import absent_packages
+from reports.html import comparison_html
+from reports.plan_json import read_plan_json
+from reports.race import PLAN, Heat, Lane, RaceSheet
+from reports.write import entry_of
+
+SAME = ("method", "adapter", "objective", "packing", "images", "rollout", "frozen_encoder", "hard_negatives")
+"""What the plan shares with the files that it races against, beside model, length and sequences per step."""
+ADAPTER = ("lora_rank", "lora_targets")
+"""What it shares too with --same-adapter."""
+OWN_DATA = "it read its own data: its tokens/s are counted as if every sequence were full"
+RUN_AS = "trl"
+"""The target whose file of the plan is run, where none is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalOptions:
+    """Whom the plan races against, beside the files."""
+
+    defaults: Annotated[
+        list[str] | None, typer.Option(help="Published defaults: trl, axolotl, llamafactory, unsloth, ...; repeatable.")
+    ] = None
+    model: Annotated[str | None, typer.Option(help="Model of --defaults, and of files that name none.")] = None
+    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence of --defaults.")] = None
+    same_adapter: Annotated[
+        bool, typer.Option("--same-adapter", help="The plan keeps each file's LoRA rank and matrices.")
+    ] = False
+
+    @property
+    def same(self) -> tuple[str, ...]:
+        """Fields of a setup that the plan shares with a file."""
+        return (*SAME, *ADAPTER) if self.same_adapter else SAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Whether the files are run, and how."""
+
+    run: Annotated[
+        bool, typer.Option("--run", help="Run every file, and the plan's, by its own tool for some steps.")
+    ] = False
+    target: Annotated[str | None, typer.Option(help="Plan what this target can run. With --run: trl.")] = None
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run, the first two not counted.")] = NUM_STEPS
+    limit: Annotated[float, typer.Option(help="Longest time of one run, in seconds.")] = LIMIT_S
+    device: options.Device = None
+    store: options.StorePath = None
+
+    def how(self) -> HowToRun | None:
+        """How files are run, None where none is.
+
+        Raises:
+            UsageError: options of a run without one, or too few steps.
+            EnvironmentProblem: no device.
+        """
+        if not self.run:
+            if self.device is not None or self.store is not None:
+                raise UsageError("--device and --store are of a run", hint="add --run: the files are executed")
+            return None
+        machine.pick_devices(self.device)
+        return HowToRun(num_steps=enough_steps(self.steps), limit_s=self.limit, device=self.device, store=self.store)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One file, read."""
+
+    path: Path
+    label: str
+    config: ReadConfig
+    model: ModelSpec
+    arguments: tuple[str, ...] = ()
+    source: str = ""
+
+    def work(self, same: Sequence[str]) -> tuple[Any, ...]:
+        """What files share that race in one heat."""
+        setup = self.config.setup
+        return (
+            self.model.model_id,
+            setup.seq_len_tokens,
+            setup.global_batch_seqs,
+            *(getattr(setup, name) for name in same),
+        )
+
+
+@takes_options
+def race(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Training configs or scripts, as plan check reads.", show_default=False)
+    ] = None,
+    *,
+    gpu: options.Gpu,
+    rivals: RivalOptions,
+    asked: AskedOptions,
+    limits: options.Memory,
+    runs: RunOptions,
+    no_dry_run: options.NoDryRun = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for report.md and report.html.")] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Existing training files, or rivals' published defaults, against the plan for the same model, length and tokens
+    per step, side by side.
+
+    Predicted by the dry run; nothing is run without --run, which executes the files, each for a few steps.
+    """
+    how, target = runs.how(), runs.target or (RUN_AS if runs.run else None)
+    if target is not None:
+        known_targets([target])
+    if not no_dry_run:
+        dry_runs_ahead(1)
+    with tempfile.TemporaryDirectory(prefix="plan-race-") as folder:
+        entries = list(_entries(files or (), rivals, asked, gpu, Path(folder)))
+        card = options.said(entries[0][1])
+        racers = [one for one, _ in entries]
+        heats = [
+            _heat(same, rivals.same, card, limits, target, how, dry_run=not no_dry_run)
+            for same in _by_work(racers, rivals.same)
+        ]
+    sheet = RaceSheet(heats, _level(heats, how, dry_run=not no_dry_run))
+    if out is not None:
+        _write_page(out, sheet)
+    show_table(out, as_json, sheet)
+    return max(map(_code, heats))
+
+
+def _entries(
+    files: Sequence[Path], rivals: RivalOptions, asked: AskedOptions, gpu: str, folder: Path
+) -> Iterator[tuple[_Entry, GpuSpec]]:
+    """Everything that races against the plan, with the card.
+
+    Raises:
+        PlannerError: nothing does, or what cannot be read.
+    """
+    names = list(dict.fromkeys(rivals.defaults or ()))
+    if not files and not names:
+        raise UsageError(
+            "nothing races against the plan", hint="plan race FILE --gpu GPU, or --defaults trl --model MODEL"
+        )
+    if names and rivals.model is None:
+        raise UsageError("--defaults are of a model", hint="add --model MODEL")
+    if rivals.seq_len is not None and not names:
+        raise UsageError("--seq-len is the length of --defaults: a file says its own", hint="leave --seq-len out")
+    sources = [(path, path.name, "") for path in files]
+    if len({path.name for path in files}) < len(files):
+        sources = [(path, str(path), "") for path in files]
+    for name in names:
+        one = published(name)
+        path = folder / name / one.file
+        write_text(path, one.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN))
+        sources.append((path, f"{one.title}'s defaults", one.source))
+    for path, label, source in sources:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", hint="name the files that race")
+        told = asked.asked(None if source else rivals.model, None)
+        config, model, card = load(path, gpu, told)
+        if config.setup.num_gpus > 1:
+            raise UsageError(
+                f"{label} is for {config.setup.num_gpus} GPUs: a race is on one", hint="plan check reads it"
+            )
+        words = told.arguments or ()
+        yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card
+
+
+def _by_work(racers: Sequence[_Entry], same: Sequence[str]) -> list[list[_Entry]]:
+    found: dict[tuple[Any, ...], list[_Entry]] = {}
+    for one in racers:
+        found.setdefault(one.work(same), []).append(one)
+    return list(found.values())
+
+
+def _heat(
+    entries: Sequence[_Entry],
+    same: Sequence[str],
+    card: GpuSpec,
+    limits: options.Memory,
+    target: str | None,
+    how: HowToRun | None,
+    *,
+    dry_run: bool,
+) -> Heat:
+    """Files that do the same work, and the plan for it."""
+    first, setup, plain = entries[0], entries[0].config.setup, TrainSetup()
+    decided = {"method", "packing", *(ADAPTER if setup.method != "full" else ())}
+    request = PlanRequest(
+        fixed={
+            name: (getattr(setup, name),)
+            for name in same
+            if name in decided or (name not in ADAPTER and getattr(setup, name) != getattr(plain, name))
+        },
+        seq_len=setup.seq_len_tokens,
+        global_batch=setup.global_batch_seqs,
+        memory_gib=limits.memory_gib,
+        headroom_gib=limits.headroom,
+        targets=() if target is None else (target,),
+        absent_packages=absent_packages() if how is not None else (),
+    )
+    workload = request.workload(first.model, card)
+    lanes = [_lane(one, workload, dry_run=dry_run) for one in entries]
+    # what was measured here before corrects the plan alone: both sides are predicted alike
+    plan = answered(workload, dry_run=dry_run, history=False)
+    if isinstance(plan, NoPlan):
+        free = {name: values for name, values in workload.fixed.items() if name not in ("method", "adapter", *ADAPTER)}
+        plan = answered(replace(workload, fixed=free), dry_run=dry_run, history=False)  # by another method, if any
+    planned = Lane(label=PLAN, candidate=plan.chosen) if isinstance(plan, Plan) else None
+    if how is not None:
+        lanes = [_run(lane, one, how) for lane, one in zip(lanes, entries, strict=True)]
+        if planned is not None and isinstance(plan, Plan) and target is not None:
+            planned = _run_plan(planned, plan, target, how)
+    return Heat(workload=workload, plan=plan, planned=planned, lanes=tuple(lanes))
+
+
+def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
+    """A file as predicted: its evaluation and whatever else it holds are in the peak, what is not followed in the
+    band."""
+    config, model, card = entry.config, entry.model, workload.gpu
+
+    def whole(prediction: Prediction) -> Prediction:
+        found = including(lambda setup: prediction, config, model, card)(config.setup)
+        return replace(found, memory_band_fraction=band_of(found, config).widest)
+
+    found: Candidate = Candidate(
+        setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(predictor(model, card)(config.setup))
+    )
+    if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
+        line = ProgressLine()
+        line.say(f"dry run of {entry.label}")
+        dry = dry_run_setup(model, card, config.setup, memory_bytes=workload.memory_bytes)
+        line.close()
+        found = replace(found, dry_run=whole(dry) if isinstance(dry, Prediction) else dry)
+    return Lane(label=entry.label, candidate=found, form=config.format, source=entry.source)
+
+
+def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
+    """A file's lane after its run."""
+    say(f"running {lane.label}")
+    try:
+        file = own_file(entry.path, entry.config, entry.arguments)
+        kept = not file.data_here  # of a person's own data nobody says that they fill every sequence
+        lane = lane if kept else replace(lane, remark=OWN_DATA)
+        outcome, _, device = run_file(file, entry.config.setup, entry.model, how, beside=Path(entry.path), kept=kept)
+    except (EnvironmentProblem, UsageError) as error:
+        return replace(lane, not_run=f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
+    return _with_outcome(lane, outcome, device)
+
+
+def _run_plan(lane: Lane, plan: Plan, target: str, how: HowToRun) -> Lane:
+    """The plan's lane after the run of its launch file, written for the purpose."""
+    say(f"running {PLAN} ({target})")
+    try:
+        with tempfile.TemporaryDirectory(prefix="plan-race-") as parent:
+            folder = Path(parent) / "plan"
+            write_out(plan, folder, targets=[target], command=["race"])
+            launch_of(entry_of(read_plan_json(folder)).extras, target)
+            confirmation, _ = run_target(folder, read_plan_json(folder), target, how)
+    except (EnvironmentProblem, UsageError) as error:
+        return replace(lane, not_run=f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
+    return _with_outcome(lane, confirmation.outcome, machine.job_devices(how.device, 1)[0])
+
+
+def _with_outcome(lane: Lane, outcome: Measurement | ProbeFailure, device: str) -> Lane:
+    if isinstance(outcome, ProbeFailure) and outcome.log_tail:
+        say("\n".join(f"  | {line}" for line in outcome.log_tail.splitlines()[-12:]))
+    if device == "cpu":
+        return replace(lane, rehearsal=outcome)
+    return replace(lane, candidate=replace(lane.candidate, run=outcome))
+
+
+def _level(heats: Sequence[Heat], how: HowToRun | None, *, dry_run: bool) -> str:
+    """Where the figures come from, in one sentence."""
+    dry = any(isinstance(lane.candidate.dry_run, Prediction) for heat in heats for lane in heat.all)
+    words = "level formula"
+    if dry:
+        words = "level dry run (the real step on meta tensors, its operators priced by the card's rates)"
+    elif dry_run and (missing := dry_run_possible()):
+        words += f" (no dry run: {missing} not installed)"
+    if how is None:
+        return f"Nothing was run: {words}. --run runs the files on a GPU."
+    if how.device == "cpu":
+        return f"Rehearsed on this CPU, which says nothing of the card: {words}."
+    return f"Run by its own tool, {how.num_steps} steps each; what was not run: {words}."
+
+
+def _code(heat: Heat) -> int:
+    """0; 1 where nothing fits; what a run ended with."""
+    if heat.planned is None:
+        return EXIT_NOTHING_FITS
+    outcomes = [one for lane in heat.all if (one := lane.rehearsal or lane.candidate.run) is not None]
+    return max([EXIT_ENVIRONMENT * any(lane.not_run != "" for lane in heat.all), *map(exit_code, outcomes)])
+
+
+def _write_page(out: Path, sheet: RaceSheet) -> None:
+    try:
+        page = comparison_html(sheet.view(), version=__version__)
+    except EnvironmentProblem as error:
+        say(f"report.html left out: {error.message} ({error.hint})")
+        return
+    write_text(out / "report.html", page)
+    say(f"wrote {out / 'report.html'}")

@@ -1,0 +1,237 @@
+"""Existing training files against the plan for the same work: on the terminal, as Markdown, as JSON, for the page."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from planner.core.records import dataclass
+from planner.core.units import gib
+from planner.memory.workload import Workload
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_rung
+from reports.charts import Chart, memory_bars
+from reports.compare import bars
+from reports.markdown import bullets, document, escape
+from reports.markdown import table as markdown_table
+from reports.page import Page, Sheet
+from reports.plain import clean, joined
+from reports.plan_json import candidate_to_dict
+from reports.setup_text import setup_difference, setup_words, workload_words
+from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band
+
+HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
+RIGHT = ("peak", "tokens/s", "the plan is")
+PLAN = "the plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One file, or the plan.
+
+    Attributes:
+        candidate: its setup; its run on a GPU is the highest level of it.
+        form: of the file; "" of the plan.
+        rehearsal: of a run on the CPU, which says nothing of the card.
+        not_run: why it was not run though it was asked for.
+        source: where published defaults come from.
+        remark: what else is to be known of its run.
+    """
+
+    label: str
+    candidate: Candidate
+    form: str = ""
+    rehearsal: Measurement | ProbeFailure | None = None
+    not_run: str = ""
+    source: str = ""
+    remark: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why it has no run though one was asked for, "" where it has or none was."""
+        outcome = self.rehearsal or self.candidate.run
+        return self.not_run or (failure_words(outcome) if isinstance(outcome, ProbeFailure) else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """Files that do the same work (model, method, length, tokens per step), and the plan for it."""
+
+    workload: Workload
+    plan: Plan | NoPlan
+    planned: Lane | None
+    lanes: tuple[Lane, ...]
+
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """Files first."""
+        return (*self.lanes, *((self.planned,) if self.planned is not None else ()))
+
+    def ratio(self, lane: Lane) -> float | None:
+        """The plan's tokens/s over a file's; None where it does not fit, or the two are not known by the same
+        level."""
+        if self.planned is None or lane is self.planned:
+            return None
+        mine, theirs = self.planned.candidate.speed_evidence, lane.candidate.speed_evidence
+        if (
+            speed_rung(mine) is not speed_rung(theirs)
+            or not lane.candidate.fits
+            or not mine.tokens_per_s
+            or not theirs.tokens_per_s
+        ):
+            return None
+        return mine.tokens_per_s / theirs.tokens_per_s
+
+    def surely(self, lane: Lane) -> bool:
+        """Whether the two speeds lie further apart than their bands reach."""
+        assert self.planned is not None
+        ends = [_ends(one.candidate.speed_evidence) for one in (self.planned, lane)]
+        return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
+
+
+def _ends(evidence: Prediction | Measurement) -> tuple[float, float]:
+    speed, band = evidence.tokens_per_s or 0.0, evidence.time_band_fraction or 0.0
+    return speed * (1 - band), speed * (1 + band)
+
+
+@dataclass(frozen=True)
+class RaceSheet(Sheet):
+    """Every heat; `level`: a sentence on where the figures come from."""
+
+    heats: Sequence[Heat]
+    level: str
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(self.level, style="bold")
+        for heat in self.heats:
+            page.head(workload_words(heat.workload))
+            page.whole(HEADER, _rows(heat), right=RIGHT, fixed=("fits",))
+            for label, value, words in _speeds(heat):
+                most = max(speed for _, speed, _ in _speeds(heat))
+                page.line(f"{'█' * max(1, round(30 * value / most)):30} {words:>9}  {label}")
+            page.line()
+            for sentence in _sentences(heat):
+                page.line(sentence)
+
+    def markdown(self) -> str:
+        parts = [self.level]
+        for heat in self.heats:
+            parts += [f"## {escape(workload_words(heat.workload))}", markdown_table(HEADER, _rows(heat), RIGHT)]
+            parts.append(bullets(_sentences(heat)))
+        return document("Race", *parts)
+
+    def document(self) -> dict[str, Any]:
+        heats = [_heat_json(heat) for heat in self.heats]
+        return {"schema_version": SCHEMA_VERSION, "kind": "race", "level": self.level, "heats": heats}
+
+    def view(self) -> dict[str, Any]:
+        """What comparison.html.j2 reads."""
+        rows, charts = list[dict[str, Any]](), list[Chart]()
+        for number, heat in enumerate(self.heats, 1):
+            work = f" · {heat.workload.global_batch_seqs} × {heat.workload.seq_len_tokens:,}" * (len(self.heats) > 1)
+            rows += [{"target": "", "cells": (f"{label}{work}", *cells)} for label, *cells in _rows(heat)]
+            labels, values, words = zip(*(_speeds(heat) or [("", 0.0, "")]), strict=True)
+            charts.append(
+                bars(f"speed-{number}", f"Speed: {workload_words(heat.workload)}", "tokens/s", labels, values, words)
+            )
+            of_memory = memory_bars(
+                [(lane.label, lane.candidate) for lane in heat.all],
+                heat.workload.memory_bytes,
+                heat.workload.budget_bytes,
+                limit=len(heat.all),
+            )
+            charts.append({**of_memory, "id": f"race-memory-{number}", "height": 160 + 34 * len(heat.all)})
+        sentences = [self.level, *(one for heat in self.heats for one in _sentences(heat))]
+        return {"title": "Race", "sentences": sentences, "table": {"header": HEADER}, "rows": rows, "charts": charts}
+
+
+def _speeds(heat: Heat) -> list[tuple[str, float, str]]:
+    """(label, tokens/s, the same in words) of every lane that fits and has a speed."""
+    known = [(clean(lane.label), lane.candidate.tokens_per_s) for lane in heat.all if lane.candidate.fits]
+    return [(label, speed, f"{speed:,.0f}") for label, speed in known if speed]
+
+
+def _rows(heat: Heat) -> list[tuple[str, ...]]:
+    return [_row(heat, lane) for lane in heat.all]
+
+
+def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
+    candidate, ratio = lane.candidate, heat.ratio(lane)
+    memory, speed = candidate.memory_evidence, candidate.speed_evidence
+    levels = dict.fromkeys(RUNG_WORDS[one] for one in (memory.rung, speed_rung(speed)))
+    return (
+        clean(lane.label),
+        fit_word(candidate),
+        joined((gib(memory.peak_device_bytes), memory_band(memory)), " "),
+        joined((f"{candidate.tokens_per_s:,.0f}", speed_band(speed)), " ") if candidate.tokens_per_s else "-",
+        ", ".join(levels),
+        "" if ratio is None else f"{ratio:.2f} x" + ("" if heat.surely(lane) else " ?"),
+    )
+
+
+def _sentences(heat: Heat) -> list[str]:
+    """Setups, what the plan does otherwise, what was not run, what a question mark means."""
+    found = []
+    for lane in heat.all:
+        found.append(f"{clean(lane.label)}: {setup_words(lane.candidate.setup)}.")
+        if heat.planned is not None and lane is not heat.planned:
+            other = setup_difference(lane.candidate.setup, heat.planned.candidate.setup)
+            found[-1] += f" The plan instead: {other}." if other else " It is the plan."
+            ours, theirs = heat.planned.candidate.setup, lane.candidate.setup
+            if theirs.method != "full" and (ours.lora_rank, ours.lora_targets) != (
+                theirs.lora_rank,
+                theirs.lora_targets,
+            ):
+                found[-1] += " It trains another adapter (--same-adapter: this one)."
+        if lane.source:
+            found[-1] += f" Published: {lane.source}."
+    if isinstance(heat.plan, NoPlan):
+        found.append(f"No plan: nothing fits, {gib(heat.plan.missing_bytes)} missing.")
+    for lane in heat.all:
+        if lane.remark:
+            found.append(f"{clean(lane.label)}: {lane.remark}.")
+        if lane.failure:
+            found.append(f"{clean(lane.label)} was not run to its end: {clean(lane.failure)}.")
+        if isinstance(lane.rehearsal, Measurement):
+            steps = len(lane.rehearsal.step_times_s)
+            speed = rate(lane.rehearsal.tokens_per_s)
+            found.append(f"{clean(lane.label)}: {steps} steps rehearsed on this CPU, {speed} there.")
+    if any(heat.ratio(lane) is not None and not heat.surely(lane) for lane in heat.lanes):
+        found.append("?: the two speeds lie within their bands, so either may be the faster.")
+    if any(not lane.source for lane in heat.lanes):
+        found.append("What was read and assumed of a file: plan check FILE.")
+    return found
+
+
+def _heat_json(heat: Heat) -> dict[str, Any]:
+    workload = heat.workload
+    return {
+        "model": workload.model.model_id,
+        "gpu": workload.gpu.key,
+        "seq_len_tokens": workload.seq_len_tokens,
+        "tokens_per_step": workload.seq_len_tokens * workload.global_batch_seqs,
+        "found": isinstance(heat.plan, Plan),
+        "lanes": [
+            {
+                "label": lane.label,
+                "kind": "file" if lane.form else "plan",
+                "format": lane.form or None,
+                "source": lane.source or None,
+                "verdict": lane.candidate.verdict,
+                "peak_device_bytes": lane.candidate.memory_evidence.peak_device_bytes,
+                "memory_rung": lane.candidate.memory_evidence.rung.value,
+                "tokens_per_s": lane.candidate.tokens_per_s or None,
+                "speed_rung": speed_rung(lane.candidate.speed_evidence).value,
+                "time_band_fraction": lane.candidate.speed_evidence.time_band_fraction,
+                "plan_over_this": heat.ratio(lane),
+                "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,
+                "not_run": lane.failure or None,
+                "remark": lane.remark or None,
+                "rehearsal": to_jsonable(lane.rehearsal) if lane.rehearsal is not None else None,
+                "candidate": candidate_to_dict(lane.candidate, workload.model.model_id, workload.gpu.key),
+            }
+            for lane in heat.all
+        ],
+    }
