@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from math import exp, log, sqrt
@@ -29,7 +29,17 @@ from planner.speed.roofline.points import Point, log_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"
-DOC_FILE = ROOT / "docs" / "speed-accuracy.md"
+PAGE = ROOT / "docs" / "speed-accuracy.md"
+BEGIN, END = "<!-- benchmarks/speed_accuracy.py: begin -->\n", "<!-- benchmarks/speed_accuracy.py: end -->"
+SPLITS = {
+    "source": "A whole source held out",
+    "gpu": "A whole GPU held out within its source",
+    "model": "A whole model held out within its source",
+}
+HEAD = (
+    "| source | n | median | 90th pct. | rank corr. (worst) | noise floor median / 90th | 6ND over MFU | boosted trees "
+    "|\n|---|--:|--:|--:|--:|--:|--:|--:|\n"
+)
 NOT_FITTED = frozenset({"llamafactory_wiki", "ms_swift_benchmark"})
 """Sources whose sample lengths are not known: shown, never fitted on."""
 BAND_CLASSES = ("gpu", "architecture", "default")
@@ -226,9 +236,42 @@ def main() -> None:
     if arguments.write_calibration:
         write_calibration(fit_constants(fitted_on, start, names=FITTED), fitted_on, report)
     JSON_FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    from benchmarks.speed_report import render
+    before, rest = PAGE.read_text("utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + tables(report) + END + rest.split(END)[1], "utf-8")
 
-    DOC_FILE.write_text(render(report), encoding="utf-8")
+
+def tables(report: Mapping[str, Any]) -> str:
+    """The tables of the page."""
+    text = f"{report['date']}\n"
+    unknown = {}
+    for kind, title in SPLITS.items():
+        rows = dict(report["rows"].get(kind, {}))
+        if kind == "source":
+            unknown = {name: rows.pop(name) for name in sorted(NOT_FITTED & set(rows))}
+            rows["**one GPU, all sources**"] = report["single_gpu"]
+            rows["**one GPU, complete configuration (A)**"] = report["single_gpu_confidence_a"]
+        text += f"\n## {title}\n\n{HEAD}" + "".join(line(name, figures) for name, figures in rows.items())
+    text += f"\n## Sample lengths not stated\n\n{HEAD}" + "".join(line(*one) for one in unknown.items())
+    text += "\n## Ratios\n\n| ratio | pairs | median error | 90th pct. |\n|---|--:|--:|--:|\n"
+    for name, one in report["ratios"].items():
+        text += f"| {name} | {one['pairs']} | {percent(one['median'])} | {percent(one['p90'])} |\n"
+    text += "\n## Bands\n\n| known | band |\n|---|--:|\n"
+    text += "".join(f"| {name} | x or / {1 + width:.2f} |\n" for name, width in report["bands"].items())
+    inside = {"all": report["coverage_source_split"]["points"], **report["coverage_source_split"]["by_source"]}
+    return text + f"\nInside: {', '.join(f'{name} {percent(share)}' for name, share in inside.items())}.\n"
+
+
+def percent(*values: float | None) -> str:
+    """Shares, nothing where they are not known."""
+    return " / ".join(f"{100 * value:.1f} %" for value in values if value is not None)
+
+
+def line(name: str, one: Mapping[str, Any]) -> str:
+    """A row of `HEAD`."""
+    rank = "" if one["rank_mean"] is None else f"{one['rank_mean']:.2f} ({one['rank_worst']:.2f})"
+    pairs = (percent(one[f"{what}_median"], one[f"{what}_p90"]) for what in ("noise", "mfu", "boosted"))
+    cells = [name, str(one["n"]), percent(one["median"]), percent(one["p90"]), rank, *pairs]
+    return f"| {' | '.join(cells)} |\n"
 
 
 def write_calibration(fitted: Calibration, points: Sequence[Point], report: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ and a text encoder with a decoder of sound. Each with the words of transformers'
 READ_OTHERWISE = ("t5", "whisper")
 
 
-@pytest.mark.parametrize("model_type", some(causal_types(), 2))
+@pytest.mark.parametrize("model_type", some(causal_types(), 4))
 def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> None:
     if model_type == "gemma3n":
         pytest.importorskip("timm")
