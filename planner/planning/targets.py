@@ -51,6 +51,8 @@ def compare_targets(workload: Workload) -> list[TargetChoice]:
         apart = (*apart, "mlx")
     if not has_expert_stacks(workload.model):
         apart = (*apart, "loggetta")
+    if workload.fixed.get("method") != ("full",):
+        apart = (*apart, "torchtune-in-bwd")
     names = [name for name in workload.aim.targets if name not in apart]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 

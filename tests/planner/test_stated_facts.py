@@ -150,7 +150,8 @@ def test_what_a_loop_keeps_of_its_outputs_are_all_logits() -> None:
     """A loop whose variable holds the model's outputs holds a full loss's logits into the next forward."""
     one, kept = model(), 0
     for stack in STACKS.values():
-        setup = TrainSetup(loss="full", seq_len_tokens=512, micro_batch_seqs=2, stack=stack.name)
+        whole = {"method": "full", "lora_rank": 0} if stack.steps_in_backward else {}
+        setup = TrainSetup(loss="full", seq_len_tokens=512, micro_batch_seqs=2, stack=stack.name, **whole)
         logits = 2 * 512 * one.vocab_size
         found = loss_parts(one, setup).kept_bytes
         assert found in ((2 * logits, 4 * logits) if stack.keeps_outputs else (0,)), stack.name
