@@ -73,10 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-neo local and global": ("gpt_neo", {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}, {}),
 }
 SOME = (
-    "llama every third layer", "qwen2 full", "gemma2 int8, dropout", "gemma3 five to one", "deepseek dense first",
-    "mixtral", "starcoder2 qlora, the first layer's input in 16 bits",
+    "llama every third layer", "gemma2 int8, dropout", "deepseek dense first", "mixtral",
+    "starcoder2 qlora, the first layer's input in 16 bits",
 )  # fmt: skip
-"""Each pattern of layers, method, quantization and optimizer once."""
+"""Each pattern of layers, quantization and accumulation once."""
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_fewest_layers_of_patterns(kinds: str, kept: str) -> None:
     assert [kinds[chosen[run]] for run in standing_for(kinds, chosen)] == [*kinds]
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4"])
+@pytest.mark.parametrize("kind", some(["gemma4", "gemma3_text"], 2))
 def test_events_do_not_hang_on_the_order_in_which_a_process_walks_through_sets(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +216,7 @@ QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", some([*QUICK], 2))
+@pytest.mark.parametrize("name", some([*QUICK], 4))
 def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied micro-batches and steps and remembered meta kernels change no event; one that differs is run."""
     model_type, changes, fields, copied = QUICK[name]

@@ -17,6 +17,7 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.stages import stages_of
 from tests.probes.dryrun_small import assert_same_figures, peaks, small_config
 from tests.probes.stage_rank import traced
+from tests.whole import some
 
 ROOT = Path(__file__).resolve().parents[2]
 AMPERE = (8, 0)
@@ -69,7 +70,9 @@ def _report(fields: dict[str, Any], **options: Any) -> DryRunReport:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{"checkpointing": 1}, {"checkpointing": 0, "pipeline_schedule": "gpipe", "optimizer": "adamw"}], ids=str
+    "fields",
+    some([{"checkpointing": 0, "pipeline_schedule": "gpipe", "optimizer": "adamw"}, {"checkpointing": 1}], 2),
+    ids=str,
 )
 def test_stage_of_repeated_depth_equals_full_depth(fields: dict[str, Any]) -> None:
     setup = PIPELINE | {"num_gpus": 3, "pipeline_degree": 3, "accumulation_steps": 3} | fields

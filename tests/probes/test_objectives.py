@@ -16,7 +16,7 @@ from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
-from tests.whole import paired
+from tests.whole import paired, some
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 0.02
@@ -24,27 +24,28 @@ TOLERANCE = 0.02
 TRACED = 0.001
 """Both count the same storages but for a few small tensors that a trainer holds."""
 
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {"method": "full", "precision": "bf16-mixed"}),
+    ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
+    ("dpo", {"method": "lora", "loss": "full", "stack": "llamafactory"}),
+    ("orpo", {"method": "lora", "checkpointing": False}),
+    ("orpo", {"method": "lora", "stack": "llamafactory"}),
+    ("dpo", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
+    ("kto", {"method": "lora", "precomputed_reference": True}),
+    ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.11"}),
+    ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.12"}),
+    ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.27", "precision": "bf16-pure"}),
+    ("dpo", {"method": "full", "loss": "full", "trl_version": "1.0", "precision": "bf16-autocast"}),
+    ("kto", {"method": "lora", "loss": "full", "trl_version": "0.14"}),
+    ("kto", {"method": "lora", "loss": "full", "trl_version": "1.0"}),
+    ("grpo", {"method": "lora", "loss": "full", "trl_version": "0.16"}),
+    ("embedding", {"method": "lora", "cached_seqs": 1, "hard_negatives": 1}),
+]
+
 
 @pytest.mark.parametrize(
     ("objective", "changes"),
-    [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised]
-    + [
-        ("dpo", {"method": "full", "precision": "bf16-mixed"}),
-        ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
-        ("dpo", {"method": "lora", "loss": "full", "stack": "llamafactory"}),
-        ("orpo", {"method": "lora", "checkpointing": False}),
-        ("orpo", {"method": "lora", "stack": "llamafactory"}),
-        ("dpo", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
-        ("kto", {"method": "lora", "precomputed_reference": True}),
-        ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.11"}),
-        ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.12"}),
-        ("dpo", {"method": "lora", "loss": "full", "trl_version": "0.27", "precision": "bf16-pure"}),
-        ("dpo", {"method": "full", "loss": "full", "trl_version": "1.0", "precision": "bf16-autocast"}),
-        ("kto", {"method": "lora", "loss": "full", "trl_version": "0.14"}),
-        ("kto", {"method": "lora", "loss": "full", "trl_version": "1.0"}),
-        ("grpo", {"method": "lora", "loss": "full", "trl_version": "0.16"}),
-        ("embedding", {"method": "lora", "cached_seqs": 1, "hard_negatives": 1}),
-    ],
+    [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised] + [*some(MORE, 2)],
 )
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     config, card = config_of(8), find_gpu("a100-80gb")

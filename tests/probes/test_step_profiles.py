@@ -32,6 +32,7 @@ from probes.tracing.profile_builder import ProfileBuilder, asked_structures
 from probes.tracing.programs import ProgramBuilder
 from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
 from probes.tracing.structures import Span, spans
+from tests.whole import some
 
 GPU = find_gpu("a100-80gb")
 SMALL = "HuggingFaceTB/SmolLM2-135M"
@@ -159,7 +160,7 @@ SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3
 """Of a structure of layers each, small and unlike the model that was run in width, heads and depth."""
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", some(SHARED, 3))
 def test_shipped_profiles_are_those_of_fresh_runs(name: str) -> None:
     """One structure of each, another for each; `tools/build_profiles.py --check` takes others."""
     model = replace(_model(name))
