@@ -1,151 +1,20 @@
-"""`SetupValues`: the fields of a training setup, and what follows from them for formula, dry run, probe and exporters.
+"""`SetupValues`: all fields of a training setup, and what follows from several of its records for formula, dry run,
+probe and exporters.
 
 Which of them cannot be combined: `planner.setup.allowed`. Setups are made as `planner.setup.TrainSetup`, which asks.
 """
 
 from planner.core.records import dataclass
-from planner.options.adapters import ADAPTERS, Adapter
-from planner.options.images import Images
 from planner.options.kernels import parts_of
-from planner.options.layouts import SHARDED, ZERO
-from planner.options.objectives import DEFAULT as _DEFAULT_OBJECTIVE
-from planner.options.objectives import OBJECTIVES, Objective
-from planner.options.precisions import PRECISIONS
+from planner.options.layouts import SHARDED
+from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
-from planner.options.stacks import DEFAULT as _DEFAULT_STACK
-from planner.options.stacks import STACKS, Stack
+from planner.setup.parts import Adaptation, Batch, Compute, Devices, Goal, Layout, Program, Recomputation, Weights
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: `TrainSetup.trusted_with` copies a dictionary, thousands a plan
-class SetupValues:
-    """One complete training setup; what its fields may be, in capitals: `planner.setup.allowed`.
-
-    Attributes:
-        method: "full", "lora" (16- or 32-bit frozen base) or "qlora" (quantized frozen base).
-        precision: one of PRECISIONS.
-        quantization: of the frozen base, "none" unless method is "qlora".
-        kbit_fp32_cast: peft's `prepare_model_for_kbit_training` casts what is not quantized to fp32 (qlora only).
-        lora_rank: 0 for full fine-tuning; of other adapters than LoRA their size (`planner.options.adapters`).
-        lora_targets: "attention", "all-linear" or a tuple of module names.
-        lora_dropout: above 0 each adapted matrix keeps a dropped copy of its input.
-        adapter_dtype: "auto" follows the stack: TRL's are bf16 for quantized bases without the fp32 cast, else fp32
-            (peft's `autocast_adapter_dtype`); always fp32 under fp16 autocast.
-        optimizer: one of OPTIMIZERS ("adamw" is PyTorch's default foreach form).
-        attention: the implementation asked of transformers; which kernel SDPA then picks depends on the GPU.
-        checkpointing: 0 off, 1 every layer, n every n-th layer (layer i is checkpointed when i % n == 0).
-        loss: "full" (logits materialised), "chunked" (TRL's default head), "liger" (fused linear cross-entropy).
-        kernels: "eager" (transformers' and peft's own operations), "liger" (Liger's norm, rotary and gated kernels),
-            "fused" (those or Unsloth's, with LoRA as fused functions).
-        linear_attention: what computes a hybrid's gated delta rule: "torch" (transformers' own loop over chunks) or
-            "fla" (flash-linear-attention's kernels, `planner.setup.packages.CHUNKED_TYPES`).
-        activation_offload: the inputs of checkpointed layers lie in the host's memory from forward to backward.
-        micro_batch_seqs: samples per forward on one GPU: sequences, or what the objective makes of a sample (pairs).
-        accumulation_steps: micro-batches per optimizer step.
-        seq_len_tokens: length of every sequence of the worst batch.
-        packing: sequences are filled with several samples; False: padded to the longest.
-        compile: torch.compile.
-        num_gpus: all GPUs of the job, over all nodes.
-        parallel: one of PARALLELS, over the data-parallel copies.
-        tensor_degree: GPUs over which every matrix is split (Megatron's column and row splits).
-        context_degree: GPUs over which every sequence is cut (context or sequence parallelism): as a ring under FSDP2,
-            by attention heads under ZeRO (Ulysses).
-        expert_degree: GPUs over which every layer's experts are dealt out, whole (expert parallelism).
-        pipeline_degree: stages into which the layers are cut; accumulation_steps is then the micro-batches in flight.
-        pipeline_schedule: one of PIPELINE_SCHEDULES.
-        shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
-        reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does).
-        fsdp_version: of FSDP, 1 or 2; no plan chooses 1, the older (`planner.memory.micro_batch.hooked_bytes`).
-        offload: one of OFFLOADS.
-        modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
-            type of their weights.
-        trained_layers: the layers that train, or carry the adapters, and nothing else: so many of the last, as a
-            negative number of the first, or a tuple of their numbers in order; 0: all.
-        stack: one of STACK_NAMES, whose training step it is (`planner.options.stacks`).
-        expandable_segments: the allocator's setting, as every launch file here has it.
-        quantize_experts: stacked experts are stored in the base's 4 or 8 bits too and unpacked whole, a layer's at a
-            time (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`). No plan takes 8 bits.
-        reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
-        objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.options.objectives`).
-        selective_checkpointing: checkpointed layers keep what their attention gave and recompute the rest (TRL's and
-            Axolotl's selective activation checkpointing; torchtitan's keeps every second product of matrices too).
-        adapter: one of ADAPTER_KINDS (`planner.options.adapters`); no plan proposes another than "lora" by itself.
-        rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
-        frozen_encoder: of an encoder-decoder the encoder, convolutions included, does not train (`freeze_encoder`).
-        images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
-        precomputed_reference: the reference's log-probabilities of all data were computed before the first step.
-        hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
-        transformers_version, bitsandbytes_version, trl_version: whose code computes the step ("4.44"); "": today's. No
-            plan chooses an older one.
-        use_cache: the model fills its key-value cache while it trains, as transformers' do in a loop that leaves
-            `config.use_cache` on (their own checkpointing switches it off, a wrapper's does not).
-        cached_seqs: sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once.
-    """
-
-    method: str = "lora"
-    precision: str = "bf16-autocast"
-    quantization: str = "none"
-    kbit_fp32_cast: bool = False
-    lora_rank: int = 16
-    lora_targets: str | tuple[str, ...] = "all-linear"
-    lora_dropout: float = 0.0
-    adapter_dtype: str = "auto"
-    optimizer: str = "adamw-fused"
-    attention: str = "sdpa"
-    checkpointing: int = 1
-    loss: str = "full"
-    micro_batch_seqs: int = 1
-    accumulation_steps: int = 1
-    seq_len_tokens: int = 2048
-    packing: bool = False
-    compile: bool = False
-    kernels: str = "eager"
-    activation_offload: bool = False
-    num_gpus: int = 1
-    parallel: str = "none"
-    tensor_degree: int = 1
-    context_degree: int = 1
-    expert_degree: int = 1
-    pipeline_degree: int = 1
-    pipeline_schedule: str = "1f1b"
-    shard_degree: int = 0
-    reshard_after_forward: bool = True
-    fsdp_version: int = 2
-    offload: str = "none"
-    modules_to_save: tuple[str, ...] = ()
-    trained_layers: int | tuple[int, ...] = 0
-    stack: str = _DEFAULT_STACK
-    expandable_segments: bool = True
-    reentrant_checkpointing: bool = False
-    quantize_experts: bool = False
-    objective: str = _DEFAULT_OBJECTIVE
-    adapter: str = "lora"
-    rollout: Rollout | None = None
-    images: Images | None = None
-    selective_checkpointing: bool = False
-    precomputed_reference: bool = False
-    hard_negatives: int = 0
-    cached_seqs: int = 0
-    frozen_encoder: bool = False
-    linear_attention: str = "torch"
-    transformers_version: str = ""
-    bitsandbytes_version: str = ""
-    trl_version: str = ""
-    use_cache: bool = False
-
-    @property
-    def autocast_dtype(self) -> str | None:
-        """ "bf16" or "fp16" under autocast, else None."""
-        return PRECISIONS[self.precision].autocast
-
-    @property
-    def weight_dtype(self) -> str:
-        """Data type of weights that are not quantized, before any k-bit cast: "fp32", "bf16" or "fp16"."""
-        return PRECISIONS[self.precision].weights
-
-    @property
-    def compute_dtype(self) -> str:
-        """Data type of matrix multiplications: "fp32", "bf16" or "fp16"."""
-        return PRECISIONS[self.precision].compute
+@dataclass(frozen=True, kw_only=True)
+class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute, Adaptation, Weights):
+    """One complete training setup: the fields of all its records."""
 
     @property
     def resolved_adapter_dtype(self) -> str:
@@ -169,11 +38,6 @@ class SetupValues:
         if self.method == "full" or self.autocast_dtype != "fp16" or self.resolved_adapter_dtype == "fp32":
             return ""
         return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
-
-    @property
-    def aim(self) -> Objective:
-        """The objective's row."""
-        return OBJECTIVES[self.objective]
 
     @property
     def rolls(self) -> Rollout:
@@ -217,11 +81,6 @@ class SetupValues:
         return int(self.rolls.reference) + int(old)
 
     @property
-    def seqs_per_sample(self) -> int:
-        """Sequences that one sample puts into all forwards of its micro-batch."""
-        return self.aim.seqs_per_sample + self.hard_negatives
-
-    @property
     def num_forwards(self) -> int:
         """Forwards with gradients that a micro-batch is cut into, each of as many sequences."""
         pieces = -(-self.micro_batch_seqs // self.cached_seqs) if self.cached_seqs else 1
@@ -260,16 +119,6 @@ class SetupValues:
         return self.micro_batch_seqs * self.rolls.completion_tokens
 
     @property
-    def kind(self) -> Adapter:
-        """The adapter's row."""
-        return ADAPTERS[self.adapter]
-
-    @property
-    def trainer(self) -> Stack:
-        """The stack's row."""
-        return STACKS[self.stack]
-
-    @property
     def compiled(self) -> bool:
         """Whether torch.compile compiles the layers. In transformers' models flash attention asks whether the positions
         hold packed sequences, and unpads; dynamo leaves the graph there, and since a checkpointed layer is closed to
@@ -281,10 +130,6 @@ class SetupValues:
         return self.compile and not (
             self.trainer.traces_masks and self.checkpointing and self.attention == "flash-attention-2"
         )
-
-    def before_transformers(self, *version: int) -> bool:
-        """Whether the modeling code is that of an older transformers than this version."""
-        return _before(self.transformers_version, version)
 
     @property
     def log_probs(self) -> str:
@@ -306,10 +151,6 @@ class SetupValues:
             return "rows"
         return "copied" if self.before_trl(1, 6) else "kept rows"
 
-    def before_trl(self, *version: int) -> bool:
-        """Whether the trainer of an objective is that of an older TRL than this version."""
-        return _before(self.trl_version, version)
-
     @property
     def computed_otherwise(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
@@ -325,7 +166,7 @@ class SetupValues:
     @property
     def pins_four_bit(self) -> bool:
         """Whether bitsandbytes keeps the input of every 4-bit product (before 0.43.2)."""
-        return self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2))
+        return self.four_bit and self.before_bitsandbytes(0, 43, 2)
 
     @property
     def pins_inputs(self) -> bool:
@@ -348,25 +189,10 @@ class SetupValues:
         return parts_of(self.kernels, model_type, compiled=self.compiled)
 
     @property
-    def four_bit(self) -> bool:
-        """Whether the base is held in 4 bits."""
-        return self.quantization in ("nf4", "nf4-double")
-
-    @property
     def pieces(self) -> int:
         """Pieces of a sequence that is cut over GPUs: a ring gives each an early and a late one, so that all have as
         much to attend to."""
         return 2 * self.context_degree if self.rings else self.context_degree
-
-    @property
-    def zero(self) -> bool:
-        """Whether DeepSpeed's ZeRO shards it, at whichever stage."""
-        return self.parallel in ZERO
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the base is quantized."""
-        return self.quantization != "none"
 
     @property
     def global_batch_seqs(self) -> int:
@@ -381,26 +207,6 @@ class SetupValues:
         return self.num_gpus // self.split_degree
 
     @property
-    def alone(self) -> bool:
-        """Whether one GPU holds everything: no other GPU, nothing in the host's memory that an engine brings."""
-        return self.num_gpus == 1 and self.parallel == "none"
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """The values of SPLIT_DEGREES, in their order."""
-        return self.tensor_degree, self.context_degree, self.expert_degree, self.pipeline_degree
-
-    @property
-    def split_degree(self) -> int:
-        """GPUs over which one copy's matrices, sequences and layers are cut."""
-        return self.tensor_degree * self.context_degree * self.pipeline_degree
-
-    @property
-    def is_split(self) -> bool:
-        """Whether something of one copy is cut or dealt out over GPUs that sharding would gather again."""
-        return self.split_degree > 1 or self.expert_degree > 1
-
-    @property
     def copies(self) -> int:
         """Ranks that would hold the same if nothing were sharded: those of one sequence count as well as its copies."""
         return self.data_degree * self.context_degree
@@ -411,21 +217,11 @@ class SetupValues:
         return self.context_degree > 1 and self.parallel == "fsdp2"
 
     @property
-    def sharded_at_loading(self) -> bool:
-        """Whether transformers shards the model while it loads (`DistributedConfig`), and Accelerate wraps nothing."""
-        return self.tensor_degree > 1 or self.expert_degree > 1
-
-    @property
     def shards(self) -> int:
         """GPUs over which sharded states are cut; 1 where nothing is sharded."""
         if self.parallel not in SHARDED:
             return 1
         return self.shard_degree or self.copies
-
-    @property
-    def virtual_tokens(self) -> int:
-        """Tokens that the adapter puts before every sequence or before its keys."""
-        return self.lora_rank if self.adapter in ("prompt", "p-tuning", "prefix") else 0
 
     @property
     def layer_tokens(self) -> int:
@@ -443,11 +239,6 @@ class SetupValues:
         return self.global_batch_seqs * self.seqs_per_sample * self.seq_len_tokens
 
     @property
-    def trains_everything(self) -> bool:
-        """Whether the weights train, those outside the layers too."""
-        return self.method == "full" and not self.trained_layers
-
-    @property
     def widens_trained(self) -> bool:
         """Whether layers that train alone are fp32 beside a frozen rest in 16 bits.
 
@@ -455,8 +246,3 @@ class SetupValues:
         """
         partial = bool(self.trained_layers) and self.method == "full"
         return partial and self.stack == "llamafactory" and self.autocast_dtype is not None
-
-
-def _before(said: str, version: tuple[int, ...]) -> bool:
-    """Whether a version that is said ("4.44.2", "" for today's) is older than another."""
-    return bool(said) and tuple(int(part) for part in said.split(".")[: len(version)]) < version
