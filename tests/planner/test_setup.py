@@ -1,5 +1,6 @@
 """TrainSetup: impossible combinations cannot be built, derived data types follow the trainer."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -78,3 +79,10 @@ def test_every_refusal_has_a_hint() -> None:
     with pytest.raises(SetupError) as caught:
         TrainSetup(lora_dropout=2.0)
     assert caught.value.hint
+
+
+def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:
+    records = [one for one in TrainSetup.__mro__ if one.__module__ == "planner.setup.parts"]
+    assert len(records) == 9
+    assert all(len(fields(one)) <= 8 for one in records)  # type: ignore[arg-type]
+    assert sum(len(fields(one)) for one in records) == len(fields(TrainSetup))  # type: ignore[arg-type]
