@@ -1,8 +1,7 @@
 """Formula against dry run over a grid of (model, setup) points, one JSON line per point.
 
     python -m benchmarks.formula_vs_dryrun --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0] [--parts]
-    python -m benchmarks.formula_vs_dryrun --out grid.jsonl --table      # summarise, run nothing
-    python -m benchmarks.formula_vs_dryrun --markdown                    # the same of the frozen points (oracle.py)
+    python -m benchmarks.formula_vs_dryrun --markdown [--out grid.jsonl]   # tables; default: the frozen points
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models in rotation. With `--parts` every setup has at
@@ -33,7 +32,7 @@ from planner.models.spec import ModelSpec
 from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.setup.memory_terms import PHASES, MemoryBreakdown
+from planner.setup.memory_terms import MemoryBreakdown
 from probes.dryrun.api import VERSION
 
 CAPABILITIES = {"rtx-4090": (8, 9), "a100-80gb": (8, 0), "h100-sxm": (9, 0), "t4": (7, 5)}
@@ -71,9 +70,8 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "quantize_experts": (False, True),
 }
 """What came after the first grids: kernels, every n-th layer, offloaded inputs, kept attention, experts in 4 bits."""
-EXPLAINED = 0.05
 NAMED = 10
-"""Points with a larger error are listed by name."""
+"""Points that are listed by name."""
 TRACE_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError)
 """What the libraries raise where a point cannot be traced, as in `probes.dryrun.api`."""
 
@@ -235,36 +233,6 @@ def predicted(row: dict[str, Any]) -> MemoryBreakdown:
     return predict_memory(spec, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Errors of today's formula against the stored dry runs, overall and by phase, field and type, as text."""
-    traced = [(row, predicted(row)) for row in rows if "dry_run_allocated" in row]
-    lines = [f"{len(rows)} points, {len(traced)} traced, {sum('dry_run_failure' in row for row in rows)} not"]
-
-    def line(name: str, errors: list[float]) -> str:
-        ordered = sorted(abs(error) for error in errors)
-        if not ordered:
-            return f"{name:40} no points"
-        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-        return (
-            f"{name:40} n {len(ordered):5}  median |error| {100 * statistics.median(ordered):6.2f} %  "
-            f"95th {100 * p95:6.2f} %  worst {100 * ordered[-1]:7.2f} %  bias {100 * statistics.fmean(errors):+6.2f} %"
-        )
-
-    errors = [(row, found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0) for row, found in traced]
-    lines.append(line("peak allocated", [error for _, error in errors]))
-    for phase in PHASES:
-        known = [(row["dry_run_phases"].get(phase), found.phase_bytes[phase]) for row, found in traced]
-        lines.append(line(f"phase {phase}", [formula / truth - 1.0 for truth, formula in known if truth]))
-    later = [(setup_from_dict(row["setup"]), error) for row, error in errors]
-    lines.append(line("with later parts", [error for setup, error in later if has_parts(setup)]))
-    for field in ("method", "precision", "optimizer", "attention", "loss", "packing", *PARTS):
-        for value in sorted({str(getattr(setup, field)) for setup, _ in later}):
-            lines.append(line(f"{field} {value}", [e for setup, e in later if str(getattr(setup, field)) == value]))
-    for value in sorted({row["model_type"] for row, _ in errors}):
-        lines.append(line(f"type {value}", [e for row, e in errors if row["model_type"] == value]))
-    return "\n".join(lines)
-
-
 def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
     """What decides how well a closed form can follow, one word per point."""
     from planner.memory.traits import traits_of
@@ -288,8 +256,8 @@ def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Errors of today's formula against the stored dry runs by kind of point, phase and model type, as tables, and
-    the worst ten by name, or every point beyond `EXPLAINED` where those are more."""
+    """Errors of today's formula against the stored dry runs by kind of point and model type, as tables, and the
+    worst by name."""
     errors: dict[tuple[str, str], list[float]] = {}
     named: list[tuple[float, str]] = []
     for row in rows:
@@ -300,16 +268,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         phases = f"{row['dry_run_phase']} | {found.peak_phase}"
         size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
         named.append((error, f"| {row['model']} | {row['gpu']} | {words(setup)} | {phases} | {size} |"))
-        keys = [("all", "all points"), ("type", row["model_type"])]
-        keys += [("kind", kind_of(row["model"], setup, row["kernels"]))]
-        keys += [("method", f"{setup.method} {setup.precision}"), ("loss", setup.loss)]
-        for phase, truth in row["dry_run_phases"].items():
-            if truth:
-                errors.setdefault(("phase", phase), []).append(found.phase_bytes[phase] / truth - 1.0)
-        for key in keys:
+        for key in (
+            ("all", "all points"),
+            ("kind", kind_of(row["model"], setup, row["kernels"])),
+            ("type", row["model_type"]),
+        ):
             errors.setdefault(key, []).append(error)
     lines = []
-    for group in ("all", "kind", "method", "loss", "phase", "type"):
+    for group in ("all", "kind", "type"):
         lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
         for (_, name), found_errors in sorted(item for item in errors.items() if item[0][0] == group):
             ordered = sorted(abs(error) for error in found_errors)
@@ -321,8 +287,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "| error | model | card | setup | peak in the dry run | in the formula | dry run |",
         "|--:" + "|---" * 6 + "|",
     ]
-    many = max(NAMED, sum(abs(error) > EXPLAINED for error, _ in named))
-    for error, text in sorted(named, key=lambda one: -abs(one[0]))[:many]:
+    for error, text in sorted(named, key=lambda one: -abs(one[0]))[:NAMED]:
         lines.append(f"| {100 * error:+.1f} % {text}")
     return "\n".join(lines)
 
@@ -347,18 +312,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", action="store_true", help="draw setups with later parts")
-    parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
     if args.out is None:
-        print((markdown if args.markdown else table)(frozen()))
+        print(markdown(frozen()))
         return 0
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.markdown:
         print(markdown(rows))
-        return 0
-    if args.table:
-        print(table(rows))
         return 0
     done = {key_of(row["model"], row["gpu"], row["setup"]) for row in rows}
     wanted = {name for name in args.models.split(",") if name}
