@@ -64,7 +64,8 @@ def sizes_of(model: ModelSpec) -> Sizes:
     pairs = sum(one.in_features + one.out_features for one in layer.linears if one.role in ("q", "v"))
     heads, groups = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
     return {
-        "hidden": model.hidden_size, "intermediate": mlp.intermediate_size, "head": attention.head_dim,
+        "hidden": model.hidden_size, "embedding": model.config.get("word_embed_proj_dim", model.hidden_size),
+        "intermediate": mlp.intermediate_size, "head": attention.head_dim,
         "kv heads": heads, "groups": groups, "shared": mlp.shared_intermediate_size,
         "vocabulary": model.vocab_size, "layers": model.num_layers,
         "rest": model.vocab_size % VOCABULARY_TILE, "weights": model.num_params,
@@ -79,11 +80,12 @@ _SUMS = (
     "weights", "vocabulary", "rest", "adapters: all", "adapters: attention", "adapters: queries and values",
     "queries, keys and values",
 )  # fmt: skip
+_WITH_WIDTH = (("vocabulary", "hidden"), ("vocabulary", "embedding"), ("queries, keys and values", "hidden"))
 _LEAST = 14
 """Powers of two that the smallest share of a size is below it."""
 _NEARLY = 0.01
 """Rows of features that are so much more: of a tile of the loss and what a last one has beside."""
-_FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups", "shared")
+_FACTORS = ("hidden", "embedding", "intermediate", "head", "kv heads", "groups", "shared")
 
 
 def _odd(number: int) -> int:
@@ -117,10 +119,9 @@ class Resizer:
     def product(self, number: float) -> float:
         """Bytes, or their factor: also a matrix with the vocabulary or of queries, keys and values together, and a
         product with what no size has (experts, constants)."""
-        for name in ("vocabulary", "queries, keys and values"):
-            ratio = number / (self._own[name] * self._own["hidden"])
-            if _is_power(ratio):
-                return self._other[name] * self._other["hidden"] * ratio
+        for name, across in _WITH_WIDTH:
+            if across in self._own and _is_power(ratio := number / (self._own[name] * self._own[across])):
+                return self._other[name] * self._other[across] * ratio
         known = self.size(number)
         if known != number:
             return known

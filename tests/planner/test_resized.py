@@ -26,6 +26,8 @@ SHARING = (
     "microsoft/phi-4", "google/gemma-7b", "bigcode/starcoder2-7b", "EleutherAI/pythia-2.8b", "openai-community/gpt2-xl",
     "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-3B",
     "Qwen/Qwen2.5-32B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "mistralai/Mistral-7B-v0.3",
+    "microsoft/phi-2", "microsoft/Phi-4-mini-instruct", "EleutherAI/pythia-1b", "tiiuae/falcon-40b",
+    "facebook/opt-350m",
 )  # fmt: skip
 
 
@@ -61,13 +63,14 @@ def flops(model: ModelSpec, setup: TrainSetup) -> float:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_structures_products_are_those_of_the_models_own_sizes(name: str) -> None:
-    """Six for every weight but the embedding's and every token, and attention's 14 of four products (2 forward, 5
-    backward) over half of the pairs."""
+    """Six for every weight but the embedding's (the head's may be narrower, between two matrices) and every token, and
+    attention's 14 of four products (2 forward, 5 backward) over half of the pairs."""
     model = loaded(name)
     attention = model.layer_kinds[0].attention
     assert attention is not None
     layer = sum(one.in_features * one.out_features for one in model.layer_kinds[0].linears)
-    weights = model.num_layers * layer + model.vocab_size * model.hidden_size
+    hidden, embedded = model.hidden_size, model.config.get("word_embed_proj_dim", model.hidden_size)
+    weights = model.num_layers * layer + model.vocab_size * embedded + (hidden != embedded) * 2 * hidden * embedded
     attended = 14 * model.num_layers * SEQS * attention.num_heads * attention.head_dim * TOKENS**2 / 2
     assert flops(model, FULL) == pytest.approx(6 * weights * SEQS * TOKENS + attended, rel=0.005)
 

@@ -30,7 +30,7 @@ pytest.importorskip("scipy")
 SHIPPED = load_calibration()
 SHRINKAGE = 0.4  # a dozen points do not outweigh the stated uncertainty entirely
 A100 = find_gpu("a100-80gb")
-MODELS = ("EleutherAI/pythia-1b", "EleutherAI/gpt-neo-2.7B", "microsoft/Phi-4-mini-instruct")  # without programs
+MODELS = ("EleutherAI/gpt-neo-1.3B", "EleutherAI/gpt-neo-2.7B", "google/gemma-4-31b-it")  # without programs
 SETUPS = (
     TrainSetup(method="full", lora_rank=0, precision="bf16-pure", micro_batch_seqs=4),
     TrainSetup(micro_batch_seqs=4, seq_len_tokens=4096),
