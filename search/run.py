@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from planner.core.errors import EnvironmentProblem
@@ -13,17 +14,17 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of
-from search.heartbeat import HEARTBEAT_TIMING, HeartbeatTiming
 from search.optuna_samplers import make_sampler
 from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
 from search.sampler import Posterior, Sampler
 from search.stopping import MARGIN, Budget, converged
-from search.storage import close_storage, open_storage
+from search.storage import close_storage, first_line, open_storage
 from search.study import Study, still_excluded
 from search.trials import TrialRecord
 from search.values import describe_problem
 
 POLL_S = 0.2
+GO_ON = "what was measured is in the store of measurements: once it is mended, call it again to go on"
 MAX_RECORDED_EXCLUSIONS = 20
 """Of the candidates that the formula excludes, the fastest this many become trials, and of those that no probe here
 runs as many; the number of all is recorded."""
@@ -88,7 +89,6 @@ def search(
     check: Check | None = None,
     transfer: Sequence[TransferObservation] = (),
     on_trial: Callable[[TrialRecord, Posterior], None] | None = None,
-    heartbeat_timing: HeartbeatTiming = HEARTBEAT_TIMING,
 ) -> SearchResult:
     """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
 
@@ -97,21 +97,20 @@ def search(
         evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
             setup. Text (no time is left for it) or an `EnvironmentProblem` ends the search; the setup waits for the
             next call.
-        storage: None (memory), a directory (journal file) or a URL (`storage.open_storage`).
+        storage: None (memory), a directory (an SQLite file in it) or a URL (`storage.open_storage`).
         strategy: what is tried next, and when it is enough.
         budget: limits; None: until nothing left is worth a probe.
         plan: the decision tree's setup, tried first; default: the best that the formula says fits.
         check: the dry run, before each probe.
         elsewhere: what earlier searches learned on this GPU.
         on_trial: called after each trial that this worker finished.
-        heartbeat_timing: how a worker shows that it lives.
 
     Raises:
         UsageError: the study holds another objective, or an argument makes no sense.
         EnvironmentProblem: the storage does not answer.
     """
     worker = _Worker(problem, strategy, Posterior(problem, transfer), budget or Budget(), evaluate, check)
-    with _study(problem, storage, study_name, heartbeat_timing) as study:
+    with _study(problem, storage, study_name) as study:
         worker.begin(study, plan)
         for record in worker.trials(study):
             if on_trial is not None:
@@ -120,17 +119,16 @@ def search(
 
 
 @contextmanager
-def _study(
-    problem: Problem, storage: str | Path | None, name: str, heartbeat_timing: HeartbeatTiming
-) -> Iterator[Study]:
+def _study(problem: Problem, storage: str | Path | None, name: str) -> Iterator[Study]:
     """The study of that name, as long as this worker works on it."""
-    opened, heartbeat = open_storage(storage, heartbeat_timing)
+    opened = open_storage(storage)
     try:
-        study = Study(problem, opened, heartbeat, name)
-        study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
+        study = Study(problem, opened, name)
+        study.rescue()  # before anything is enqueued: what a dead worker left is tried first
         yield study
+    except StorageInternalError as error:
+        raise EnvironmentProblem(f"the study's storage does not work: {first_line(error)}", hint=GO_ON) from error
     finally:
-        heartbeat.close()
         close_storage(opened)
 
 
@@ -191,7 +189,7 @@ class _Worker:
                 time.sleep(POLL_S)
             else:
                 number, setup = claimed
-                with study.heartbeat.keep_alive(study.trial_id(number)):
+                with study.keep_alive(number):
                     self.work(study, number, setup)
                 self.catch_up(study)
                 if not self._reason:
@@ -237,7 +235,6 @@ class _Worker:
             durations_s=[r.duration_s for r in finished if r.state.is_finished()],
         )
         if spent:
-            study.fail_duplicates()
             return spent
         claimed = study.claim(self._budget.max_probes)
         if claimed is not None:
@@ -278,7 +275,7 @@ class _Worker:
             return
         try:
             evidence = self._evaluate(setup)
-        except EnvironmentProblem:
+        except BaseException:  # a machine that cannot measure, Ctrl-C
             study.set_aside(number)
             raise
         if isinstance(evidence, str):
@@ -290,7 +287,7 @@ class _Worker:
     def result(self, study: Study) -> SearchResult:
         """The answer from all that is known, other workers' results and earlier calls' included."""
         self.catch_up(study)
-        study.exclude(self._excluded, by_now=True)
+        study.exclude(self._excluded)
         problem, trials = self._problem, study.records()
         known: dict[str, Candidate] = {}
         for record in trials:

@@ -1,16 +1,10 @@
-"""Where a study lives: a journal file on one machine, a database or a gRPC proxy past it.
+"""Where a study lives: memory, or a database that Optuna keeps (SQLite's file, PostgreSQL, MySQL), its heartbeat and
+retries included."""
 
-| target                       | Optuna storage            | how a dead worker is noticed                            |
-|------------------------------|---------------------------|---------------------------------------------------------|
-| None                         | memory                    | no need                                                 |
-| a directory                  | journal file in it        | the system drops the lock a worker holds on its own file |
-| sqlite:///FILE               | RDBStorage                | the same, beside the file                               |
-| postgresql:// mysql://       | RDBStorage                | Optuna's heartbeat                                      |
-| grpc://host:port             | GrpcStorageProxy          | a heartbeat in the trial's attributes                   |
-"""
-
+import os
 import random
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -20,26 +14,20 @@ from optuna.storages import BaseStorage
 
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.install import packages_command
-from search.heartbeat import (
-    HEARTBEAT_TIMING,
-    AttributeHeartbeat,
-    DatabaseHeartbeat,
-    Heartbeat,
-    HeartbeatTiming,
-    LockHeartbeat,
-)
-from search.journal import open_journal
-from search.outage import first_line, make_patient
 
+STUDY_NAME = "study.db"
+"""The file of a study in a directory."""
 OPEN_ATTEMPTS = 6
-PROXY_WAIT_S = 30.0
 SQLITE_WAIT_S = 60.0
 """How long a worker waits for another's transaction; a commit takes milliseconds, a disk under load a second."""
+HEARTBEAT_S, GRACE_S = 20, 60
+"""Between two signs of life of a worker; without one for so long, its trial is lost and waits again."""
+MAX_RETRIES = 2
+"""A candidate whose worker died this often, and once more, is left to the next call. A planner that is killed says
+nothing about the setup: its probe is a process of its own, whose end would have been told."""
 
 
-def open_storage(
-    target: str | Path | None, heartbeat_timing: HeartbeatTiming = HEARTBEAT_TIMING
-) -> tuple[BaseStorage, Heartbeat]:
+def open_storage(target: str | Path | None) -> BaseStorage:
     """The storage that `target` names, ready to use by many workers at once.
 
     Raises:
@@ -47,38 +35,24 @@ def open_storage(
         EnvironmentProblem: the database does not answer or its driver is missing.
     """
     if target is None:
-        return optuna.storages.InMemoryStorage(), Heartbeat()
+        return optuna.storages.InMemoryStorage()
     text = str(target)
     if "://" not in text:
-        return open_journal(Path(target))
+        directory = Path(target)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory.absolute() / STUDY_NAME
+        # a folder from a stranger may hold a link to a file of one's own, or a pipe that hangs whoever opens it
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise EnvironmentProblem(f"{path} is not a regular file", hint="give another --storage, or move it away")
+        return _database("sqlite", "sqlite", f"/{path}")
     scheme, _, rest = text.partition("://")
     kind = scheme.partition("+")[0]
-    if kind == "grpc":
-        host, _, port = rest.partition(":")
-        if port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise UsageError(
-                f"{shown(text)}: expected a port between 1 and 65535", hint="for example --storage grpc://host:13000"
-            )
-        try:
-            proxy = optuna.storages.GrpcStorageProxy(host=host or "localhost", port=int(port or 13000))
-            proxy.wait_server_ready(timeout=PROXY_WAIT_S)
-        except ImportError as error:
-            hint = packages_command("grpcio", "protobuf")
-            raise EnvironmentProblem("the gRPC proxy needs grpcio", hint=hint) from error
-        except ConnectionError as error:
-            raise EnvironmentProblem(
-                f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
-            ) from error
-        make_patient(proxy)
-        return proxy, AttributeHeartbeat(
-            proxy, interval_s=heartbeat_timing.heartbeat_s, grace_s=heartbeat_timing.grace_s
-        )
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
         raise UsageError(
-            f"storage must be a directory or a URL of sqlite, postgresql, mysql or grpc; got {shown(text)!r}",
+            f"storage must be a directory or a URL of sqlite, postgresql or mysql; got {shown(text)!r}",
             hint="for example --storage postgresql://user@host/database",
         )
-    return _database(kind, scheme, rest, heartbeat_timing)
+    return _database(kind, scheme, rest)
 
 
 def shown(url: str) -> str:
@@ -91,26 +65,30 @@ def close_storage(storage: BaseStorage) -> None:
     if isinstance(storage, optuna.storages.RDBStorage):
         storage.remove_session()
         storage.engine.dispose()
-    elif isinstance(storage, optuna.storages.GrpcStorageProxy):
-        storage.close()
 
 
-def _database(kind: str, scheme: str, rest: str, heartbeat_timing: HeartbeatTiming) -> tuple[BaseStorage, Heartbeat]:
+def first_line(error: BaseException) -> str:
+    """What a person needs of a driver's message."""
+    lines = str(error.__cause__ or error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _database(kind: str, scheme: str, rest: str) -> BaseStorage:
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
     if kind in ("postgresql", "postgres") and "+" not in scheme:
         scheme = "postgresql+psycopg"
     url = f"{scheme}://{rest}"
-    file = _database_file(kind, url)
-    locks = file.with_name(f"{file.name}.workers") if kind == "sqlite" else None
+    _check_names_a_database(kind, url)
     engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):
         try:
             database = optuna.storages.RDBStorage(
                 url,
-                heartbeat_interval=heartbeat_timing.heartbeat_s if locks is None else None,
-                grace_period=heartbeat_timing.grace_s if locks is None else None,
+                heartbeat_interval=HEARTBEAT_S,
+                grace_period=GRACE_S,
+                heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
                 engine_kwargs=engine,
             )
         except ImportError as error:
@@ -126,18 +104,15 @@ def _database(kind: str, scheme: str, rest: str, heartbeat_timing: HeartbeatTimi
             continue
         if kind == "sqlite":
             _lock_whole_transactions(database.engine)
-        make_patient(database)
-        return database, LockHeartbeat(locks) if locks is not None else DatabaseHeartbeat(database)
+        return database
     raise EnvironmentProblem(
         f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
     ) from problem
 
 
-def _database_file(kind: str, url: str) -> Path:
-    """The file of SQLite; elsewhere the database's name.
-
-    Raises:
-        UsageError: no URL, or one of SQLite that names no file.
+def _check_names_a_database(kind: str, url: str) -> None:
+    """Raises:
+    UsageError: no URL, or one of SQLite that names no file.
     """
     import sqlalchemy.engine
     import sqlalchemy.exc
@@ -148,10 +123,8 @@ def _database_file(kind: str, url: str) -> Path:
         raise UsageError(
             f"{shown(url)} is no URL of a database", hint="for example --storage postgresql://user@host:5432/database"
         ) from error
-    file = Path(name or "")
-    if kind == "sqlite" and (name == ":memory:" or not file.name):
+    if kind == "sqlite" and (name == ":memory:" or not Path(name or "").name):
         raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
-    return file
 
 
 def _lock_whole_transactions(engine: Any) -> None:

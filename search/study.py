@@ -8,20 +8,20 @@ How a candidate is claimed, with nothing but what every Optuna storage guarantee
 3. Before it runs, it looks at all trials with a smaller number. If one of them holds the same candidate and has not
    failed, its own is a duplicate: FAIL, no probe, next. The smallest number always wins, and it is always visible.
 
-A worker that dies leaves a RUNNING trial. Whoever notices marks it lost, sets it to FAIL (one succeeds) and adds it
-again as WAITING, in the lost one's place in the order. Every step leaves what the next worker needs to take it up, so
-that a worker may die before any of its writes (tests/search/test_death.py tries them all).
+A worker that dies leaves a RUNNING trial whose heartbeat ends. Whoever notices fails it (one succeeds) and adds it
+again as WAITING: Optuna's `fail_stale_trials` and `RetryHeartbeatStaleTrialCallback`. One that dies between the two
+leaves a candidate that nobody holds, which the sampler proposes like any other.
 """
 
-import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from datetime import datetime
 from typing import Any, Literal
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, fail_stale_trials
+from optuna.storages._heartbeat import BaseHeartbeat, BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from planner.core.errors import UsageError
@@ -30,34 +30,19 @@ from planner.setup.codec import evidence_to_dict
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.outcome import Candidate, Evidence, Prediction
 from search.dimensions import NAMES, key_of, value_of
-from search.heartbeat import Heartbeat
 from search.problem import Problem, memory_excess, with_evidence
-from search.trials import (
-    EXCLUDED,
-    GIVEN_UP_ATTR,
-    INTENT_ATTR,
-    LOST_ATTR,
-    ORDER_ATTR,
-    RETRY_OF_ATTR,
-    WORKER_ATTR,
-    TrialRecord,
-    marks_of,
-    record_of,
-)
+from search.storage import MAX_RETRIES
+from search.trials import EXCLUDED, TrialRecord, record_of
 from search.values import SPACE, constraint_values, objective_value, params_of, predicted_values
-
-MAX_RETRIES = 2
-"""A candidate whose worker died this often within one call, and once more, is left to the next call. A planner that is
-killed says nothing about the setup: its probe is a process of its own, whose end would have been told."""
 
 
 class Study:
     """One study, as seen by one worker."""
 
-    def __init__(self, problem: Problem, storage: BaseStorage, heartbeat: Heartbeat, name: str) -> None:
+    def __init__(self, problem: Problem, storage: BaseStorage, name: str) -> None:
         self._problem = problem
         self._storage = storage
-        self.heartbeat = heartbeat
+        self._opened = datetime.now()  # naive, as Optuna's
         direction: Literal["minimize", "maximize"] = (
             "minimize" if problem.objective in ("cost", "memory") else "maximize"
         )
@@ -81,9 +66,7 @@ class Study:
                 f"study {name!r} there measured {subject!a:.200}, this search is about {problem.subject}",
                 hint="give another --study name, or another --out or --storage",
             )
-        heartbeat.join(self.study._study_id)
         self._records: dict[int, TrialRecord] = {}
-        self._taken_before: set[int] = set()
         setups = [candidate.setup for candidate in problem.candidates]
         self._names = [name for name in NAMES if len({value_of(setup, name) for setup in setups}) > 1]
         """What varies becomes a parameter; what does not would only fill the dashboard."""
@@ -117,12 +100,9 @@ class Study:
 
     # Writing
 
-    def enqueue(self, candidate: Candidate, origin: str, *, retry_of: TrialRecord | None = None) -> None:
-        """One more candidate for whoever is free; `retry_of`: in the place of that lost trial."""
-        retried = {} if retry_of is None else {RETRY_OF_ATTR: retry_of.number, ORDER_ATTR: retry_of.order}
-        retries = 0 if retry_of is None else retry_of.retries + 1
-        told = {"origin": origin, "retries": retries, **predicted_values(candidate), **retried}
-        self._add(candidate.setup, TrialState.WAITING, told)
+    def enqueue(self, candidate: Candidate, origin: str) -> None:
+        """One more candidate for whoever is free."""
+        self._add(candidate.setup, TrialState.WAITING, {"origin": origin, **predicted_values(candidate)})
 
     def _add(
         self, setup: TrainSetup, state: TrialState, told: Mapping[str, Any], constraints: dict[str, float] | None = None
@@ -138,17 +118,9 @@ class Study:
             )
         )
 
-    def exclude(self, candidates: Iterable[tuple[Candidate, str]], *, by_now: bool = False) -> int:
-        """Records candidates that are out before any probe, with the reason; returns how many were new.
-
-        The first worker does it for all. It may die over it: `by_now` records what is missing, whoever began.
-        """
-        first = self.study.user_attrs.get("excluding")
-        if first not in (None, self.heartbeat.worker) and not by_now:
-            return 0
-        if first is None:
-            self.study.set_user_attr("excluding", self.heartbeat.worker)
-        known = {marks_of(trial).key for trial in self.study.get_trials(deepcopy=False)}
+    def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
+        """Records candidates that are out before any probe, with the reason; returns how many were new."""
+        known = {str(trial.user_attrs.get("key")) for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
             if key_of(candidate.setup) in known:
@@ -169,7 +141,7 @@ class Study:
     def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
         """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        for trial in sorted(waiting, key=lambda trial: (marks_of(trial).order, trial.number)):
+        for trial in waiting:
             known = record_of(trial)
             if known is not None and key_of(known.setup) not in self._problem.index:
                 continue  # another search's: it waits for who knows it
@@ -179,7 +151,7 @@ class Study:
                 self._fail(trial)
                 continue
             records = self.records()
-            before = [r for r in records if self._costs_probe(r) and (r.order, r.number) < (known.order, known.number)]
+            before = [r for r in records if self._costs_probe(r) and r.number < trial.number]
             over = max_probes is not None and len(before) >= max_probes
             if over or self._is_duplicate(known, records):
                 self._fail(trial)
@@ -187,20 +159,9 @@ class Study:
             return trial.number, known.setup
         return None
 
-    def fail_duplicates(self) -> None:
-        """Ends waiting trials of candidates that an earlier trial has: workers that look at the same time each add a
-        lost trial again, and the budget may be spent before anybody claims the second."""
-        records = self.records()
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            known = record_of(trial)
-            if known is None or key_of(known.setup) not in self._problem.index:
-                continue
-            if self._is_duplicate(known, records):
-                self._fail(trial)
-
     def _is_duplicate(self, record: TrialRecord, records: Sequence[TrialRecord]) -> bool:
-        """Whether an earlier trial answers the candidate, or will. By number, not by place: of two with one candidate
-        the same one must lose for everybody."""
+        """Whether an earlier trial answers the candidate, or will: of two with one candidate the same one must lose
+        for everybody."""
         key = key_of(record.setup)
         same = [r for r in records if r.number < record.number and key_of(r.setup) == key]
         return any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same)
@@ -218,18 +179,17 @@ class Study:
             return False
 
     def _take(self, trial: FrozenTrial) -> bool:
-        """WAITING -> RUNNING by this worker and no other; its death between any two of the writes is noticed."""
-        trial_id, worker = trial._trial_id, self.heartbeat.worker
+        """WAITING -> RUNNING by this worker and no other, with a heartbeat before: without one no death is noticed."""
         try:
-            self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, True)
-            self.heartbeat.announce(trial_id)
-            if not self._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING):
-                self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, False)
-                return False
-            self._storage.set_trial_user_attr(trial_id, WORKER_ATTR, worker)
+            if is_heartbeat_enabled(self._storage) and isinstance(self._storage, BaseHeartbeat):
+                self._storage.record_heartbeat(trial._trial_id)
+            return self._storage.set_trial_state_values(trial._trial_id, state=TrialState.RUNNING)
         except UpdateFinishedTrialError:
             return False
-        return True
+
+    def keep_alive(self, number: int) -> BaseHeartbeatThread:
+        """While inside, others see that this trial is being worked on."""
+        return get_heartbeat_thread(self.trial_id(number), self._storage)
 
     def trial_id(self, number: int) -> int:
         """The storage's id of a trial."""
@@ -237,30 +197,20 @@ class Study:
 
     def tell(self, number: int, evidence: Evidence, *, duration_s: float = 0.0, excluded: str = "") -> bool:
         """Finishes a trial with what came back; False when somebody else had given it up for lost."""
-        trial_id = self.trial_id(number)
+        problem, trial_id = self._problem, self.trial_id(number)
+        known = self._storage.get_trial(trial_id)
+        setup = setup_from_dict(known.user_attrs["setup"])
+        candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
+        value = None if excluded else objective_value(problem, candidate, setup, evidence)
+        trial = optuna.trial.Trial(self.study, trial_id)
         try:
             if excluded:
                 self._storage.set_trial_user_attr(trial_id, "excluded", excluded)
             if duration_s:
                 self._storage.set_trial_user_attr(trial_id, "duration_s", round(duration_s, 3))
-            # Written before the state: whoever finds this trial unfinished finishes it without another probe.
             self._storage.set_trial_user_attr(trial_id, "evidence", json.dumps(evidence_to_dict(evidence)))
-        except UpdateFinishedTrialError:
-            return False
-        return self._finish(number, evidence)
-
-    def _finish(self, number: int, evidence: Evidence) -> bool:
-        """Constraints, value and state; False when somebody else had finished it."""
-        problem = self._problem
-        trial_id = self.trial_id(number)
-        known = self._storage.get_trial(trial_id)
-        setup = setup_from_dict(known.user_attrs["setup"])
-        candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
-        value = None if known.user_attrs.get("excluded") else objective_value(problem, candidate, setup, evidence)
-        trial = optuna.trial.Trial(self.study, trial_id)
-        try:
             for name, excess in constraint_values(problem, candidate, setup, evidence).items():
-                if name not in (known.constraints or {}):
+                if name not in (known.constraints or {}):  # a retry has those of the first try
                     trial.set_constraint(name, excess)
             if value is None:
                 return self._storage.set_trial_state_values(trial_id, state=TrialState.PRUNED)
@@ -268,66 +218,31 @@ class Study:
         except UpdateFinishedTrialError:
             return False
 
-    def rescue(self, *, first: bool = False) -> int:
-        """Gives trials of dead workers to the living; returns how many.
-
-        Args:
-            first: this is a new call's first look: a person (or a scheduler) asks again, so that what killed planners
-                before is tried anew.
-        """
-        rescued = 0
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        if first:
-            self._taken_before = {trial.number for trial in running}
-        for trial in running:
-            if not self.heartbeat.is_lost(trial):
-                continue
-            record = record_of(trial)
-            if record is not None and record.evidence is not None:  # the probe was finished, only not said so
-                rescued += self._finish(trial.number, record.evidence)
-                continue
-            with contextlib.suppress(UpdateFinishedTrialError):
-                if record is not None:
-                    if trial.number in self._taken_before:  # an earlier call's, which a database shows late: tried anew
-                        self._storage.set_trial_user_attr(trial._trial_id, "retries", -1)
-                    again = trial.number in self._taken_before or record.retries < MAX_RETRIES
-                    self._storage.set_trial_user_attr(trial._trial_id, LOST_ATTR if again else GIVEN_UP_ATTR, True)
-                rescued += self._fail(trial)
-        self._retry_lost(first=first)
-        return rescued
+    def rescue(self) -> None:
+        """Gives trials of dead workers to the living."""
+        fail_stale_trials(self.study)
 
     def set_aside(self, number: int) -> None:
-        """The machine failed, not the setup: it waits again, and no try is counted."""
-        trial_id = self.trial_id(number)
-        record = record_of(self._storage.get_trial(trial_id))
-        retries = record.retries if record is not None else 0
-        with contextlib.suppress(UpdateFinishedTrialError):
-            self._storage.set_trial_user_attr(trial_id, LOST_ATTR, True)
-            self._storage.set_trial_user_attr(trial_id, "retries", retries - 1)
-            self._storage.set_trial_state_values(trial_id, state=TrialState.FAIL)
-        self._retry_lost(first=False)
-
-    def _retry_lost(self, *, first: bool) -> None:
-        """Adds every lost trial again for which nobody has done so: who gave it up may have died right after."""
-        trials = self.study.get_trials(deepcopy=False)
-        marks = {trial.number: marks_of(trial) for trial in trials}
-        retried = {one.retry_of for one in marks.values()}
-        for trial in trials:
-            mark = marks[trial.number]
-            if trial.state is not TrialState.FAIL or not (mark.lost or (first and mark.given_up)):
-                continue
-            record = record_of(trial)
-            position = self._problem.index.get(key_of(record.setup)) if record is not None else None
-            if record is not None and trial.number not in retried and position is not None:
-                retry_of = replace(record, retries=-1) if first else record
-                self.enqueue(self._problem.candidates[position], "retry", retry_of=retry_of)
+        """This call cannot measure it, which is no fault of the setup: it waits again, and no try is counted."""
+        trial = self._storage.get_trial(self.trial_id(number))
+        if self._fail(trial) and (record := record_of(trial)) is not None:
+            self.enqueue(self._problem.candidates[self._problem.index[key_of(record.setup)]], record.origin)
 
     def given_up(self) -> list[TrainSetup]:
-        """Setups without an answer because every planner that measured them was killed."""
-        marks = [(trial, marks_of(trial)) for trial in self.study.get_trials(deepcopy=False)]
-        retried = {mark.retry_of for _, mark in marks}
-        lost = [trial for trial, mark in marks if mark.given_up and trial.number not in retried]
-        return [record.setup for trial in lost if (record := record_of(trial)) is not None]
+        """Setups without an answer because every planner that measured them was killed, the last since this call began:
+        the next one tries again."""
+        trials = self.study.get_trials(deepcopy=False)
+        known = {key_of(record.setup) for record in self.records()}
+        lost = [
+            record.setup
+            for trial in trials
+            if trial.state is TrialState.FAIL
+            and len(trial.system_attrs.get("retry_history", ())) >= MAX_RETRIES
+            and trial.datetime_start is not None
+            and trial.datetime_start >= self._opened
+            and (record := record_of(trial)) is not None
+        ]
+        return [setup for setup in lost if key_of(setup) not in known]
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""

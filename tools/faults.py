@@ -1,7 +1,7 @@
 """Faults under real searches: what is lost, measured twice or answered wrongly when planners, disks and databases fail.
 
     python tools/faults.py                     everything: 200 kills, full disks, a read-only home, restarted servers
-    python tools/faults.py --kills 20 --only journal --only "full disk"
+    python tools/faults.py --kills 20 --only folder --only "full disk"
     python tools/faults.py --record FILE --seconds 240      in slices: each study's outcome is a line of FILE and stands
 
 Every run is the command `plan tune` in a process of its own on a model of two layers; its probes are real children
@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,13 +42,12 @@ SEED = 22
 NUM_KILLS = 200
 MOST_KILLS = 12
 """In one study; then it may end."""
-ROWS = ["journal", "sqlite", "postgresql", "database restarted", "grpc", "proxy restarted"]
-ROWS += ["full disk", "full disk, sqlite", "read-only disk", "read-only disk, sqlite", "read-only home"]
+ROWS = ["folder", "postgresql", "database restarted", "full disk", "read-only disk", "read-only home"]
 MAX_PROBES = 5
 PATIENCE_S = 300.0
 PROBE_S = 0.2
 HEARTBEAT_S, GRACE_S = 1, 3
-"""Instead of 20 and 60 s: a killed worker on a database is found out by its silence."""
+"""Instead of 20 and 60 s: a killed worker is found out by its silence."""
 LOG, FAULT_AT, FAULT = "FAULTS_LOG", "FAULTS_FAIL_WRITE", "FAULTS_DISK"
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,
@@ -68,11 +66,10 @@ class Disk:
     errno: int
     num_writes: int
     words: str
-    tears: bool = False
 
 
 DISKS = {
-    "full": Disk(errno.ENOSPC, 3, "database or disk is full", tears=True),
+    "full": Disk(errno.ENOSPC, 3, "database or disk is full"),
     "read-only": Disk(errno.EROFS, 10**9, "attempt to write a readonly database"),
 }
 
@@ -84,26 +81,22 @@ def tune(words: list[str]) -> int:
     """`plan tune` with probes that answer from a table, and with a disk that is full at one write."""
     from functools import partial
 
+    import search.storage
     from finetune_planner.cli.app import run
     from probes.gpu import executors
-    from search import run as search_run
-    from search.heartbeat import HeartbeatTiming
 
     argv = (sys.executable, "-P", __file__, "--probe")
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=argv)  # type: ignore[assignment, misc]
-    search_run.search = partial(
-        search_run.search, heartbeat_timing=HeartbeatTiming(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S)
-    )
+    search.storage.HEARTBEAT_S, search.storage.GRACE_S = HEARTBEAT_S, GRACE_S
     if FAULT_AT in os.environ:
         fail_at(int(os.environ[FAULT_AT]), DISKS[os.environ.get(FAULT, "full")])
     return run(["tune", *words])
 
 
 def fail_at(number: int, disk: Disk) -> None:
-    """From write `number` on (0: never) the disk takes no more; a full one gets half of a journal's line."""
+    """From write `number` on (0: never) the disk takes no more."""
     import sqlite3
 
-    from optuna.storages.journal import JournalFileBackend
     from sqlalchemy import Engine, event
 
     import planner.core.outputs
@@ -126,18 +119,6 @@ def fail_at(number: int, disk: Disk) -> None:
 
         return guard
 
-    append = JournalFileBackend.append_logs
-
-    def torn(self: Any, logs: list[dict[str, Any]]) -> None:
-        if fails():
-            if disk.tears:
-                with open(self._file_path, "ab") as file:
-                    text = json.dumps(logs[0]).encode()
-                    file.write(text[: len(text) // 2])
-            raise OSError(disk.errno, os.strerror(disk.errno))
-        append(self, logs)
-
-    JournalFileBackend.append_logs = torn  # type: ignore[method-assign]
     probes.store._append_bytes = guarded(probes.store._append_bytes)
     whole = guarded(planner.core.outputs.write_whole)
     for module in (planner.core.outputs, probes.gpu.request, probes.store, search.corrections):
@@ -425,7 +406,7 @@ def undisturbed(base: Path, storage: str | None = None) -> tuple[Answer, float, 
     return calm, until_probe_s, writes
 
 
-def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice: random.Random, *, same: bool) -> None:
+def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice: random.Random) -> None:
     """One study whose planners are killed, at most so often, until one of them ends."""
     while True:
         process = one.start()
@@ -444,7 +425,7 @@ def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice:
         row.resumes += 1
     code, out, errors = one.end(process)
     if code == 0:
-        judge(row, one, out, calm, same=same)
+        judge(row, one, out, calm, same=False)
     else:
         row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
@@ -535,44 +516,9 @@ class Postgres:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Proxy:
-    """Optuna's gRPC proxy before an SQLite file."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.file = folder / "proxy.db"
-        self.start()
-
-    def start(self) -> None:
-        script = (
-            "import sys, optuna\nfrom concurrent.futures import ThreadPoolExecutor\n"
-            "optuna.storages.run_grpc_proxy_server(optuna.storages.RDBStorage(sys.argv[1]), host='127.0.0.1', "
-            "port=int(sys.argv[2]), thread_pool=ThreadPoolExecutor(max_workers=1))"
-        )
-        self.server = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-c", script, f"sqlite:///{self.file}", str(self.port)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def stop(self) -> None:
-        self.server.kill()
-        self.server.wait()
-
-    def fresh(self) -> str:
-        """The URL, before an empty file."""
-        self.stop()
-        self.file.unlink(missing_ok=True)
-        self.start()
-        return f"grpc://127.0.0.1:{self.port}"
-
-    close = stop
-
-
-def restarted(row: Row, one: Search, server: "Postgres | Proxy", calm: Answer, dice: random.Random) -> None:
-    """Two planners on one study; their server is killed in the middle and comes back after three seconds."""
+def restarted(row: Row, one: Search, server: Postgres, calm: Answer, dice: random.Random) -> None:
+    """Two planners on one study; their server is killed in the middle and comes back after three seconds; who ended
+    over it is called again."""
     processes = [one.start(), one.start()]
     one.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
     time.sleep(dice.uniform(0.0, PROBE_S))
@@ -580,18 +526,21 @@ def restarted(row: Row, one: Search, server: "Postgres | Proxy", calm: Answer, d
     row.kills += 1
     time.sleep(3.0)
     server.start()
-    ended = [one.end(process) for process in processes]
-    for code, _, errors in ended:
+    for process in processes:
+        code, out, errors = one.end(process)
+        if code == 3:
+            row.resumes += 1
+            code, out, errors = one.end(one.start())
         if code != 0:
             row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
-    if ended[0][0] == 0:
-        judge(row, one, ended[0][1], calm, same=False)
+        elif process is processes[-1]:
+            judge(row, one, out, calm, same=False)
 
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     """The table, line by line."""
     calm, start_s, writes = undisturbed(base)
-    each = -(-options.kills // 4)
+    each = -(-options.kills // 2)
     record = Record(options.record, options.seconds, options.cpu_seconds)
 
     @contextlib.contextmanager
@@ -602,14 +551,14 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
         finally:
             one.close()
 
-    def kills(name: str, storage: Callable[[int], str | None], *, same: bool) -> Row:
+    def kills(name: str, storage: Callable[[int], str | None]) -> Row:
         def study(row: Row, number: int) -> None:
             with search(row, number, storage(number)) as (one, dice):
-                killed(row, one, calm, start_s, MOST_KILLS, dice, same=same)
+                killed(row, one, calm, start_s, MOST_KILLS, dice)
 
         return record.each(name, study, lambda row, number: row.kills < each)
 
-    def restarts(name: str, server: "Postgres | Proxy") -> Row:
+    def restarts(name: str, server: Postgres) -> Row:
         def study(row: Row, number: int) -> None:
             with search(row, number, server.fresh()) as (one, dice):
                 restarted(row, one, server, calm, dice)
@@ -617,37 +566,25 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
         return record.each(name, study, lambda row, number: number < options.restarts)
 
     def sweep(name: str) -> Row:
-        disk, _, kind = name.partition(" disk")
-        num = undisturbed(base, f"sqlite:///{base}/calm.db")[2] if kind else writes
-
         def study(row: Row, number: int) -> None:
-            storage = f"sqlite:///{base}/{disk}-{number}.db" if kind else None
-            with search(row, number, storage) as (one, _):
-                refused(row, one, 1 + number * options.every, disk, calm)
+            with search(row, number) as (one, _):
+                refused(row, one, 1 + number * options.every, name.removesuffix(" disk"), calm)
 
-        return record.each(name, study, lambda row, number: number * options.every < (options.writes or num))
+        return record.each(name, study, lambda row, number: number * options.every < (options.writes or writes))
 
     def read_only(row: Row, number: int) -> None:
         with search(row, number) as (one, _):
             read_only_home(row, one, calm)
 
     wanted = set(options.only or ROWS)
-    if "journal" in wanted:
-        yield kills("journal", lambda number: None, same=True)
-    if "sqlite" in wanted:
-        yield kills("sqlite", lambda number: f"sqlite:///{base}/{number}.db", same=True)
+    if "folder" in wanted:
+        yield kills("folder", lambda number: None)
     if wanted & {"postgresql", "database restarted"}:
         with contextlib.closing(Postgres()) as postgres:
             if "postgresql" in wanted:
-                yield kills("postgresql", lambda number: postgres.fresh(), same=False)
+                yield kills("postgresql", lambda number: postgres.fresh())
             if "database restarted" in wanted:
                 yield restarts("database restarted", postgres)
-    if wanted & {"grpc", "proxy restarted"}:
-        with contextlib.closing(Proxy(base)) as proxy:
-            if "grpc" in wanted:
-                yield kills("grpc", lambda number: proxy.fresh(), same=False)
-            if "proxy restarted" in wanted:
-                yield restarts("proxy restarted", proxy)
     for name in ROWS:
         if " disk" in name and name in wanted:
             yield sweep(name)
@@ -658,10 +595,10 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
 def main() -> int:
     """0 when the last three columns are 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over journal, SQLite, PostgreSQL and gRPC")
+    parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over a folder and PostgreSQL")
     parser.add_argument("--writes", type=int, default=0, help="only the first so many find the disk full")
     parser.add_argument("--every", type=int, default=1, help="only every so many writes find it full (or read-only)")
-    parser.add_argument("--restarts", type=int, default=5, help="of the database, and of the proxy")
+    parser.add_argument("--restarts", type=int, default=5, help="of the database")
     parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
     parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")
     parser.add_argument("--seconds", type=float, default=None, help="begin no study after so many seconds")

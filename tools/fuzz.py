@@ -537,41 +537,6 @@ def cache_case(folder: Path, dice: random.Random) -> Case:
     )
 
 
-def journal_case(folder: Path, dice: random.Random) -> Case:
-    import optuna
-
-    from search.journal import JOURNAL_NAME
-    from search.storage import close_storage, open_storage
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage, heartbeat = open_storage(folder / "study")
-    study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
-    for number in range(3):
-        study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs={"n": number}))
-    heartbeat.close()
-    close_storage(storage)
-    path = folder / "study" / JOURNAL_NAME
-    lines = path.read_bytes().splitlines(keepends=True)
-    index = dice.randrange(len(lines))
-    if dice.random() < 0.5:
-        lines[index] = damage(lines[index], dice)
-    else:
-        lines[index] = json.dumps(mutate(json.loads(lines[index]), dice)).encode() + b"\n"
-    path.unlink()
-    put(path, b"".join(lines), random.Random(7) if dice.random() < 0.9 else dice)
-
-    def call() -> object:
-        storage, heartbeat = open_storage(folder / "study")
-        try:
-            found = optuna.create_study(storage=storage, study_name="plan", load_if_exists=True)
-            return [trial.user_attrs for trial in found.trials]
-        finally:
-            heartbeat.close()
-            close_storage(storage)
-
-    return Case("journal", ["open", str(folder / "study")], call=call)
-
-
 def corrections_case(folder: Path, dice: random.Random) -> Case:
     from planner.setup import TrainSetup
     from planner.setup.interchange import to_jsonable
@@ -601,7 +566,7 @@ def corrections_case(folder: Path, dice: random.Random) -> Case:
 
 
 def storage_url_case(folder: Path, dice: random.Random) -> Case:
-    kinds = ("sqlite", "postgresql", "mysql", "grpc", "redis", "foo", "", "sqlite+x", "file")
+    kinds = ("sqlite", "postgresql", "mysql", "redis", "foo", "", "sqlite+x", "file")
     rests = (
         "",
         "/",
@@ -616,14 +581,11 @@ def storage_url_case(folder: Path, dice: random.Random) -> Case:
         "\x00",
     )
     url = f"{dice.choice(kinds)}://{dice.choice(rests)}"
-    if "grpc://h" in url or url == "grpc://" or url.startswith(("grpc:///", "grpc:////")):
-        url = "grpc://h:abc"  # anything else would wait for a server
 
     def call() -> object:
         from search.storage import close_storage, open_storage
 
-        storage, heartbeat = open_storage(url)
-        heartbeat.close()
+        storage = open_storage(url)
         close_storage(storage)
         return storage
 
@@ -812,7 +774,7 @@ def _grid_name() -> str:
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (config_case, 20), (check_case, 20), (program_case, 12), (folder_case, 6), (trace_case, 2),
     (setups_case, 8), (store_case, 12), (report_case, 8),
-    (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (journal_case, 6), (corrections_case, 4),
+    (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (corrections_case, 4),
     (storage_url_case, 2), (words_case, 8), (options_case, 12), (places_case, 8), (page_case, 4),
 )  # fmt: skip
 

@@ -43,9 +43,9 @@ class SearchOptions:
     budget: Annotated[str, typer.Option(help="End after this long, a probe or a run too: 5m, 90s, 1.5h.")] = "5m"
     max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES
     sampler: Annotated[str, typer.Option(help="residual (ours), tpe, gp, random or grid.")] = "residual"
-    storage: Annotated[
-        str | None, typer.Option(help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://.")
-    ] = None
+    storage: Annotated[str | None, typer.Option(help="Study: a directory, or sqlite://, postgresql://, mysql://.")] = (
+        None
+    )
     study: Annotated[
         str | None, typer.Option(help="Name of the study: workers that share it work together. Default: plan.")
     ] = None

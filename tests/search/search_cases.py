@@ -1,14 +1,18 @@
 """Small problems that the search tests share."""
 
+import sqlite3
+import tempfile
 from dataclasses import replace
 from functools import cache
 from math import exp
+from pathlib import Path
 
 from benchmarks.synthetic_gpu import SCENARIOS, Scenario
 from planner.core.units import GIB
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Environment, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.problem import Problem
+from search.storage import STUDY_NAME, close_storage, open_storage
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 ENVIRONMENT = Environment(
@@ -67,3 +71,24 @@ def exact(candidate: Candidate, *, speed_error: float = 0.0, memory_error: float
 
 def with_budget(candidates: tuple[Candidate, ...], budget_gib: float) -> tuple[Candidate, ...]:
     return tuple(replace(candidate, budget_bytes=int(budget_gib * GIB)) for candidate in candidates)
+
+
+@cache
+def _tables() -> bytes:
+    """An empty study's file: making its tables takes longer than a test."""
+    with tempfile.TemporaryDirectory() as folder:
+        close_storage(open_storage(folder))
+        return (Path(folder) / STUDY_NAME).read_bytes()
+
+
+def empty_study(folder: Path) -> Path:
+    """The folder, made where it is missing, with an empty study in it."""
+    folder.mkdir(exist_ok=True)
+    (folder / STUDY_NAME).write_bytes(_tables())
+    return folder
+
+
+def make_old(folder: Path) -> int:
+    """Every running trial's heartbeat ends an hour ago, as a dead worker's does; how many there are."""
+    with sqlite3.connect(folder / STUDY_NAME) as database:
+        return database.execute("UPDATE trial_heartbeats SET heartbeat = datetime(heartbeat, '-1 hour')").rowcount

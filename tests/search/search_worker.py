@@ -19,8 +19,8 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup import TrainSetup
 from planner.setup.outcome import Evidence
 from search import run
+from search import storage as search_storage
 from search.dimensions import key_of
-from search.heartbeat import HeartbeatTiming
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
@@ -52,12 +52,12 @@ def main(name: str, storage: str, log: str, gates: str, max_probes: str, margin:
         storage=storage,
         budget=Budget(max_probes=int(max_probes)),
         strategy=run.Strategy(margin=float(margin)),
-        heartbeat_timing=HeartbeatTiming(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S),
     )
     best = key_of(result.best.setup) if result.best else "none"
     print(f"{best}\t{result.num_probes}\t{result.reason}")
 
 
 if __name__ == "__main__":
+    search_storage.HEARTBEAT_S, search_storage.GRACE_S = HEARTBEAT_S, GRACE_S
     run.MAX_RECORDED_EXCLUSIONS = 2  # each is a trial like any other, with its writes
     main(*sys.argv[1:])

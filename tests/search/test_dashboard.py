@@ -6,12 +6,12 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 
 import pytest
-from search_cases import problem, scenario
+from search_cases import empty_study, problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from search.journal import JOURNAL_NAME
 from search.run import search
 from search.stopping import Budget
+from search.storage import STUDY_NAME
 
 
 def get(app: Any, path: str) -> Any:
@@ -26,11 +26,10 @@ def get(app: Any, path: str) -> Any:
 
 def test_dashboard_opens_on_the_study(tmp_path: Path) -> None:
     dashboard = pytest.importorskip("optuna_dashboard", reason="the dashboard is not installed (extra `search`)")
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages import RDBStorage
 
-    search(problem(), SyntheticGpu.of(scenario(), 1), storage=tmp_path, budget=Budget(max_probes=4))
-    app = dashboard.wsgi(JournalStorage(JournalFileBackend(str(tmp_path / JOURNAL_NAME))))
+    search(problem(), SyntheticGpu.of(scenario(), 1), storage=empty_study(tmp_path), budget=Budget(max_probes=4))
+    app = dashboard.wsgi(RDBStorage(f"sqlite:///{tmp_path}/{STUDY_NAME}"))
     (summary,) = get(app, "/api/studies")["study_summaries"]
     assert summary["study_name"] == "plan"
     study = get(app, f"/api/studies/{summary['study_id']}")

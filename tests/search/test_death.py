@@ -1,50 +1,41 @@
-"""A worker dies at every write to the study in turn; resumed, the search is the undisturbed one.
+"""A worker dies at every write to the study in turn; the next call loses nothing and repeats no told probe.
 
 Between two writes a death leaves the same storage as a death right before the second, so that trying every write is
 trying every point. In one process: the write raises, and every later one of that worker too.
 """
 
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.storages import JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
-from search_cases import problem, scenario, small_candidates
+from optuna.storages import RDBStorage
+from search_cases import empty_study, make_old, problem, scenario
 from sqlalchemy import Engine, event
 from workers import ENDLESS
 
 import search.run
+import search.study
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.core.units import GIB
 from planner.setup import TrainSetup
-from planner.setup.outcome import Evidence, Fidelity, Prediction, ProbeFailure
+from planner.setup.outcome import Evidence
 from search.dimensions import key_of
-from search.heartbeat import LockHeartbeat
-from search.journal import JOURNAL_NAME
-from search.problem import Problem
 from search.run import SearchResult, Strategy
 from search.run import search as run_search
 from search.stopping import Budget
-from search.storage import close_storage, open_storage
-from tests.whole import WHOLE, some
+from tests.whole import WHOLE
 
-NUM_RANKED = 2
-NUM_EXCLUSIONS = 2
-DRY_RUN_LIMIT = 30 * GIB
+NUM_PROBES = 4
+STEP = 1 if WHOLE else 5
 WRITES = (
     "create_new_study",
     "set_study_user_attr",
     "set_study_system_attr",
     "create_new_trial",
+    "record_heartbeat",
     "set_trial_state_values",
     "set_trial_user_attr",
     "set_trial_system_attr",
@@ -55,12 +46,11 @@ class Died(BaseException):
     """The worker is gone: nothing may catch this."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Death:
-    """When a worker dies: at its write number `at` (0: the first); `torn`: half of that write reaches the file."""
+    """When a worker dies: at its write number `at` (0: the first)."""
 
     at: int = 10**9
-    torn: bool = False
     num_writes: int = 0
 
     def strikes(self) -> bool:
@@ -70,196 +60,69 @@ class Death:
 
 
 @contextmanager
-def mortal(death: Death, kind: str) -> Iterator[None]:
-    """Inside, every write to a storage of that kind counts, and none happens from the fatal one on."""
+def mortal(death: Death) -> Iterator[None]:
+    """Inside, every write to a database counts, and none happens from the fatal one on."""
+
+    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            if death.strikes():
+                raise Died
+            return write(*arguments, **named)
+
+        return wrapped
+
     with pytest.MonkeyPatch.context() as patch:
-        if kind == "journal":
-            append = JournalFileBackend.append_logs
-
-            def append_logs(self: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
-                if death.strikes():
-                    if death.torn and death.num_writes == death.at + 1:
-                        text = json.dumps(logs[0])
-                        with open(self._file_path, "a") as file:
-                            file.write(text[: len(text) // 2])
-                    raise Died
-                append(self, logs)
-
-            patch.setattr(JournalFileBackend, "append_logs", append_logs)
-        else:
-            for name in WRITES:
-                patch.setattr(RDBStorage, name, counted(getattr(RDBStorage, name), death))
-        # What the kernel does: the lock falls, its file stays.
-        patch.setattr(LockHeartbeat, "close", lambda self: self._file.close())
+        for name in WRITES:
+            patch.setattr(RDBStorage, name, counted(getattr(RDBStorage, name)))
         yield
 
 
-def counted(write: Callable[..., Any], death: Death) -> Callable[..., Any]:
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        if death.strikes():
-            raise Died
-        return write(*arguments, **named)
+def run(folder: Path, death: Death, told: list[str]) -> SearchResult | None:
+    """The result; None when it died. `told`: the probes that ended, in order."""
+    gpu = SyntheticGpu.of(scenario(), 3)
 
-    return wrapped
+    def evaluate(setup: TrainSetup) -> Evidence:
+        told.append(key_of(setup))
+        return gpu(setup)
 
-
-@cache
-def few() -> Problem:
-    """Two dozen candidates, of which many fit, some are excluded by the formula and some by the dry run."""
-    excluded = [c for c in small_candidates() if problem().exclusion(c)][:5]
-    fitting = sorted((c for c in small_candidates() if c.fits), key=lambda c: -(c.formula.tokens_per_s or 0))[:110:6]
-    return Problem(candidates=(*fitting, *excluded))
-
-
-class Worker:
-    """Calls the search and remembers what it probed."""
-
-    def __init__(self, storage: str) -> None:
-        self.storage = storage
-        self.probed: list[str] = []
-        self._gpu = SyntheticGpu.of(scenario(), 3)
-
-    def evaluate(self, setup: TrainSetup) -> Evidence:
-        self.probed.append(key_of(setup))
-        return self._gpu(setup)
-
-    def check(self, setup: TrainSetup) -> Prediction | ProbeFailure:
-        """A dry run that finds every third candidate too large."""
-        formula = few().candidates[few().index[key_of(setup)]].formula
-        factor = 3 if few().index[key_of(setup)] % 3 == 2 else 1
-        return replace(
-            formula,
-            rung=Fidelity.DRY_RUN,
-            peak_device_bytes=formula.peak_device_bytes * factor,
-            memory_band_fraction=0.02,
-            tokens_per_s=None,
-        )
-
-    def run(self, death: Death) -> SearchResult | None:
-        """The result; None when it died."""
-        kind = "journal" if "://" not in self.storage else "database"
-        try:
-            with mortal(death, kind):
-                return run_search(
-                    few(),
-                    self.evaluate,
-                    storage=self.storage,
-                    strategy=Strategy(num_ranked=NUM_RANKED, margin=ENDLESS),
-                    check=self.check,
-                    budget=Budget(max_probes=5),
-                )
-        except Died:
-            return None
+    try:
+        with mortal(death):
+            strategy, budget = Strategy(num_ranked=2, margin=ENDLESS), Budget(max_probes=NUM_PROBES)
+            return run_search(problem(), evaluate, storage=folder, strategy=strategy, budget=budget)
+    except Died:
+        return None
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Few exclusions, and nothing waits for the disk: processes die here, not the machine."""
+    """Few exclusions, no beats beside the first, and nothing waits for the disk."""
 
     def unsafe(connection: Any, record: object) -> None:
         connection.execute("PRAGMA synchronous=OFF")
 
-    monkeypatch.setattr(search.run, "MAX_RECORDED_EXCLUSIONS", NUM_EXCLUSIONS)
-    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(search.run, "MAX_RECORDED_EXCLUSIONS", 2)
+    monkeypatch.setattr(search.study, "get_heartbeat_thread", lambda trial_id, storage: nullcontext())
     event.listen(Engine, "connect", unsafe)
     yield
     event.remove(Engine, "connect", unsafe)
 
 
-@pytest.fixture
-def places(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], str]:
-    """Makes new empty storages of the kind that the test is run for."""
-    kind = request.param
-    empty = tmp_path / "empty.db"
-    if kind == "sqlite":  # tables are made once and copied: that takes longer than the search
-        opened, heartbeat = open_storage(f"sqlite:///{empty}")
-        close_storage(opened)
-        heartbeat.close()
-    number = 0
-
-    def place() -> str:
-        nonlocal number
-        number += 1
-        if kind == "journal":
-            return str(tmp_path / str(number))
-        shutil.copy(empty, tmp_path / f"{number}.db")
-        return f"sqlite:///{tmp_path}/{number}.db"
-
-    return place
-
-
-def summary(result: SearchResult) -> tuple[object, ...]:
-    """All that must be the same, however often workers died."""
-    assert all(trial.state.is_finished() for trial in result.trials)
-    best = key_of(result.best.setup) if result.best else None
-    trials = sorted((key_of(t.setup), t.state is TrialState.COMPLETE, t.excluded, t.probed) for t in result.trials)
-    return best, result.num_probes, result.reason, trials
-
-
-def check(worker: Worker, result: SearchResult | None, undisturbed: tuple[object, ...], order: list[str]) -> None:
-    assert result is not None
-    assert list(dict.fromkeys(worker.probed)) == order
-    assert summary(result) == undisturbed
-
-
-def undisturbed_search(storage: str) -> tuple[tuple[object, ...], list[str], int]:
-    """Summary, probes in order, number of writes."""
-    calm, count = Worker(storage), Death()
-    result = calm.run(count)
-    assert result is not None
-    assert result.best is not None
-    assert len(calm.probed) == result.num_probes == 5
-    assert sum(bool(trial.excluded) for trial in result.trials) > NUM_EXCLUSIONS  # by the dry run too
-    return summary(result), calm.probed, count.num_writes
-
-
-@pytest.mark.parametrize(
-    ("places", "torn", "step"),
-    [
-        (kind, torn, 1 if WHOLE else step)
-        for kind, torn, step in (("journal", 0, 2), ("journal", 1, 9), ("sqlite", 0, 41))
-    ],
-    indirect=["places"],
-    ids=["journal", "torn journal", "sqlite"],
-)
-def test_death_at_any_write_and_resumption_is_the_undisturbed_search(
-    places: Callable[[], str], torn: bool, step: int
-) -> None:
-    """At every second write, torn at every ninth, on SQLite, where a search takes ten times as long, at every 41st;
-    with TESTS_WHOLE=1 at every one."""
-    undisturbed, order, num_writes = undisturbed_search(places())
-    assert num_writes > 50
-    for at in range(0, num_writes, step):
-        worker = Worker(places())
-        assert worker.run(Death(at=at, torn=torn)) is None
-        before = len(worker.probed)
-        check(worker, worker.run(Death()), undisturbed, order)
-        # Only the probe in flight: the last one before the death, and only as the first after it.
-        repeated = len(worker.probed) - len(order)
-        assert repeated in (0, 1)
-        if repeated:
-            assert worker.probed[before] == worker.probed[before - 1]
-
-
-@pytest.mark.parametrize("places", ["journal"], indirect=True)
-def test_the_rescuer_may_die_too(places: Callable[[], str]) -> None:
-    """The first dies in a trial's writes, the second in those of the rescue and of the claim after it."""
-    undisturbed, order, num_writes = undisturbed_search(places())
-    for first in some(range(num_writes // 2, num_writes // 2 + 12), 2):  # the writes of one trial
-        for second in range(1, 5):
-            worker = Worker(places())
-            assert worker.run(Death(at=first)) is None
-            if worker.run(Death(at=second)) is not None:
-                break  # it had fewer writes left
-            check(worker, worker.run(Death()), undisturbed, order)
-
-
-@pytest.mark.parametrize("places", ["journal"], indirect=True)
-def test_the_sweep_counts_the_writes_of_the_real_storage(places: Callable[[], str]) -> None:
-    """As many lines in the journal as writes counted: no write escapes the sweep."""
-    place = places()
-    _, _, num_writes = undisturbed_search(place)
-    assert len((Path(place) / JOURNAL_NAME).read_text().splitlines()) == num_writes
-    storage, heartbeat = open_storage(place)
-    heartbeat.close()
-    assert isinstance(storage, JournalStorage)
+def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(tmp_path: Path) -> None:
+    """At every fifth write, with TESTS_WHOLE=1 at every one."""
+    calm, count = list[str](), Death()
+    undisturbed = run(empty_study(tmp_path / "calm"), count, calm)
+    assert undisturbed is not None
+    assert undisturbed.best is not None
+    assert count.num_writes > 30
+    for at in range(0, count.num_writes, STEP):
+        folder = empty_study(tmp_path / "study")
+        told: list[str] = []
+        assert run(folder, Death(at=at), told) is None
+        make_old(folder)
+        result = run(folder, Death(), told)
+        assert result is not None
+        assert result.num_probes == NUM_PROBES
+        assert len(told) - len(set(told)) <= 1  # only what the dead one had not told
+        assert {key_of(t.setup) for t in result.trials if t.probed} == set(told)
+        assert not [trial for trial in result.trials if not trial.state.is_finished()]
+        shutil.rmtree(folder)

@@ -14,14 +14,10 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
-from search_cases import problem
 from search_worker import GRACE_S
 from workers import PATIENCE_S, Workers, all_workers
 
-from search.dimensions import key_of
-from search.heartbeat import DatabaseHeartbeat, HeartbeatTiming
 from search.storage import close_storage, open_storage
-from search.study import Study
 from tests.servers import server_programs
 
 pytestmark = pytest.mark.processes
@@ -106,8 +102,7 @@ def execute(url: str, command: str) -> int:
 
 
 def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
-    storage, heartbeat = open_storage(url)
-    assert isinstance(heartbeat, DatabaseHeartbeat)
+    storage = open_storage(url)
     try:
         return optuna.load_study(study_name="plan", storage=storage).get_trials()
     finally:
@@ -128,28 +123,3 @@ def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
     workers.check_shared(lost_key)
     trials = trials_of(postgres_url)
     workers.check_trials(trials, lost_key)
-
-
-@pytest.mark.slow
-def test_a_heartbeat_that_ends_is_noticed_by_the_servers_clock(postgres_url: str) -> None:
-    """From before a trial is taken until it beats no more; how soon after that is not asked."""
-    storage, heartbeat = open_storage(postgres_url, HeartbeatTiming(heartbeat_s=1, grace_s=2))
-    assert isinstance(heartbeat, DatabaseHeartbeat)
-    try:
-        study = Study(problem(), storage, heartbeat, "heartbeat")
-        study.enqueue(problem().candidates[0], "plan")
-        (waiting,) = study.study.get_trials()
-        claimed = study.claim()
-        assert claimed is not None
-        assert execute(postgres_url, f"SELECT * FROM trial_heartbeats WHERE trial_id = {waiting._trial_id}") == 1
-        with heartbeat.keep_alive(waiting._trial_id):
-            pass
-        deadline = time.monotonic() + PATIENCE_S
-        while not study.rescue():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        again = study.claim()
-        assert again is not None
-        assert key_of(again[1]) == key_of(claimed[1])
-    finally:
-        close_storage(storage)

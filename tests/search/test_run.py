@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
-from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
+from search_cases import empty_study, exact, out_of_memory, problem, scenario, small_candidates, with_budget
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.core.errors import EnvironmentProblem, UsageError
@@ -32,8 +32,7 @@ from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, Strategy, search
 from search.stopping import Budget
-from search.storage import close_storage
-from search.study import MAX_RETRIES
+from search.storage import MAX_RETRIES, close_storage
 from search.trials import TrialRecord
 from tests.whole import WHOLE
 
@@ -98,6 +97,7 @@ def test_a_spoiled_speed_never_wins_and_teaches_nothing(flag: str) -> None:
 def test_a_fault_of_the_machine_ends_the_search_and_blames_no_setup(tmp_path: Path) -> None:
     candidates = small_candidates()
     plan = next(c.setup for c in candidates if c.fits)
+    empty_study(tmp_path)
 
     def broken(setup: TrainSetup) -> Evidence:
         raise EnvironmentProblem("this machine cannot measure")
@@ -123,7 +123,7 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS))
 def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
     counting = Counting(gpu())
-    result = search(problem(), counting, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
+    result = search(problem(), counting, storage=empty_study(tmp_path), strategy=Strategy(sampler=sampler), budget=FEW)
     assert len(counting.calls) == result.num_probes == 6
     assert len(set(counting.calls)) == 6
     assert result.reason == "the budget of 6 probes is spent"
@@ -137,11 +137,12 @@ def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: 
 
 def test_resumed_search_goes_on_as_an_undisturbed_one(tmp_path: Path) -> None:
     whole = Counting(gpu())
-    search(problem(), whole, storage=tmp_path / "whole", budget=Budget(max_probes=9))
+    search(problem(), whole, storage=empty_study(tmp_path / "whole"), budget=Budget(max_probes=9))
     parts: list[TrainSetup] = []
+    folder = empty_study(tmp_path / "parts")
     for limit in (1, 4, 9):
         part = Counting(gpu())
-        search(problem(), part, storage=tmp_path / "parts", budget=Budget(max_probes=limit))
+        search(problem(), part, storage=folder, budget=Budget(max_probes=limit))
         parts += part.calls
     assert parts == whole.calls
 
@@ -169,7 +170,7 @@ def test_formula_exclusions_are_recorded_with_reasons() -> None:
 
 def test_a_worker_whose_trial_was_given_up_for_lost_goes_on(tmp_path: Path) -> None:
     """After an outage that outlasts the grace period, others have taken the trial out while its probe still ran."""
-    target = f"sqlite:///{tmp_path}/study.db"
+    target = f"sqlite:///{empty_study(tmp_path)}/study.db"
     shown: list[int] = []
 
     def evaluate(setup: TrainSetup) -> Evidence:
@@ -304,7 +305,7 @@ SLOW_OK = settings(
 @given(seed=st.integers(0, 10_000), low=st.floats(20, 60), more=st.floats(0, 40))
 def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: float, tmp_path_factory: object) -> None:
     """What was measured under the smaller budget is known under the larger one and still fits: in one study, always."""
-    directory = tmp_path_factory.mktemp("study")  # type: ignore[attr-defined]
+    directory = empty_study(tmp_path_factory.mktemp("study"))  # type: ignore[attr-defined]
     machine = gpu(seed)
     small = search(
         Problem(candidates=with_budget(small_candidates(), low)),
@@ -340,7 +341,7 @@ def test_adding_memory_never_slows_separate_searches_beyond_the_margin(low: floa
 @given(seed=st.integers(0, 10_000), keep=st.sampled_from(["lora", "qlora", "sdpa", "bf16-pure"]))
 def test_narrowing_the_space_never_gives_a_faster_plan(seed: int, keep: str, tmp_path_factory: object) -> None:
     """The wide search, in a study that knows the narrow one's probes, is at least as fast."""
-    directory = tmp_path_factory.mktemp("study")  # type: ignore[attr-defined]
+    directory = empty_study(tmp_path_factory.mktemp("study"))  # type: ignore[attr-defined]
     candidates = small_candidates()
     narrow = tuple(c for c in candidates if keep in (c.setup.method, c.setup.attention, c.setup.precision))
     machine = gpu(seed)

@@ -1,7 +1,7 @@
-"""The study: claims, exclusions, rescue, constraints; on memory, journal and SQLite alike."""
+"""The study: claims, exclusions, rescue, constraints; in memory and in a folder alike."""
 
-import json
-import shutil
+import os
+import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,29 +11,16 @@ import optuna
 import pytest
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
-from search_cases import exact, measurement, out_of_memory, problem
+from search_cases import empty_study, exact, make_old, measurement, out_of_memory, problem
 
 from planner.core.errors import EnvironmentProblem, UsageError
-from planner.setup.codec import evidence_to_dict
-from planner.setup.interchange import setup_from_dict
-from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.dimensions import key_of
-from search.heartbeat import AttributeHeartbeat, Heartbeat, HeartbeatTiming, LockHeartbeat
-from search.journal import JOURNAL_NAME, FlockLock, repair_journal
-from search.storage import close_storage, open_storage
-from search.study import MAX_RETRIES, Study
-from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
+from search.storage import MAX_RETRIES, STUDY_NAME, close_storage, open_storage
+from search.study import Study
 from search.values import SPACE, constraint_values
 
-
-class Lost(Heartbeat):
-    """Every other worker's trial counts as lost."""
-
-    def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
-        return trial.user_attrs.get("worker") != self.worker
-
-
-OPENED: list[tuple[BaseStorage, Heartbeat]] = []
+OPENED: list[BaseStorage] = []
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +28,22 @@ def closed() -> Iterator[None]:
     """Whatever a test opens is closed after it."""
     yield
     while OPENED:
-        storage, heartbeat = OPENED.pop()
-        heartbeat.close()
-        close_storage(storage)
+        close_storage(OPENED.pop())
 
 
 def study_in(target: str | Path | None, name: str = "plan") -> Study:
-    storage, heartbeat = open_storage(target, HeartbeatTiming(heartbeat_s=1, grace_s=3))
-    OPENED.append((storage, heartbeat))
-    return Study(problem(), storage, heartbeat, name)
+    OPENED.append(open_storage(target))
+    return Study(problem(), OPENED[-1], name)
 
 
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database: making its tables takes longer than a test."""
-    path = tmp_path_factory.mktemp("tables") / "study.db"
-    storage, heartbeat = open_storage(f"sqlite:///{path}")
-    heartbeat.close()
-    close_storage(storage)
-    return path
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return empty_study(tmp_path)
 
 
-@pytest.fixture(params=["memory", "journal", "sqlite"])
-def study(request: pytest.FixtureRequest, tmp_path: Path, tables: Path) -> Study:
-    if request.param == "sqlite":
-        shutil.copy(tables, tmp_path / "study.db")
-    targets = {"memory": None, "journal": tmp_path, "sqlite": f"sqlite:///{tmp_path}/study.db"}
-    return study_in(targets[request.param])
+@pytest.fixture(params=["memory", "folder"])
+def study(request: pytest.FixtureRequest, folder: Path) -> Study:
+    return study_in(folder if request.param == "folder" else None)
 
 
 def test_a_trial_carries_setup_prediction_and_evidence(study: Study) -> None:
@@ -150,20 +126,6 @@ def test_answers_come_in_the_order_in_which_they_came(study: Study, order: tuple
     assert [record.number for record in study.records()] == [0, 1, 2]
 
 
-def test_a_second_retry_is_over_when_the_budget_is_spent(study: Study) -> None:
-    """Two workers added a lost trial again; the first retry is the last probe, so that nobody claims the second."""
-    first, other = problem().candidates[:2]
-    study.enqueue(first, "retry")
-    study.enqueue(first, "retry")
-    study.enqueue(other, "plan")
-    taken = study.claim()
-    assert taken is not None
-    study.tell(taken[0], measurement(taken[1], 1000.0, 1e9))
-    study.fail_duplicates()
-    states = {trial.number: trial.state for trial in study.study.get_trials()}
-    assert states == {0: TrialState.COMPLETE, 1: TrialState.FAIL, 2: TrialState.WAITING}
-
-
 def test_claims_stop_at_the_probe_limit(study: Study) -> None:
     for candidate in problem().candidates[:5]:
         study.enqueue(candidate, "test")
@@ -171,8 +133,8 @@ def test_claims_stop_at_the_probe_limit(study: Study) -> None:
     assert [claim is not None for claim in claimed] == [True, True, False, False]
 
 
-def test_two_workers_never_hold_the_same_candidate(tmp_path: Path) -> None:
-    one, two = study_in(tmp_path), study_in(tmp_path)
+def test_two_workers_never_hold_the_same_candidate(folder: Path) -> None:
+    one, two = study_in(folder), study_in(folder)
     for candidate in problem().candidates[:6]:
         one.enqueue(candidate, "a")
         two.enqueue(candidate, "b")
@@ -185,61 +147,93 @@ def test_two_workers_never_hold_the_same_candidate(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == 6
 
 
-def test_a_lost_trial_is_retried_and_after_repeated_deaths_left_to_the_next_call() -> None:
+def test_a_lost_trial_is_retried_and_after_repeated_deaths_left_to_the_next_call(folder: Path) -> None:
     """A killed planner is no fault of a setup: no crash is recorded, whoever died how often."""
-    storage, _ = open_storage(None)
+    survivor = study_in(folder)
+    survivor.enqueue(problem().candidates[0], "plan")
     for attempt in range(MAX_RETRIES + 1):
-        worker = Study(problem(), storage, Lost(), "plan")
-        if attempt == 0:
-            worker.enqueue(problem().candidates[0], "plan")
-        assert worker.claim() is not None  # and then it dies
-        assert Study(problem(), storage, Lost(), "plan").rescue() == 1
-    survivor = Study(problem(), storage, Lost(), "plan")
+        claimed = study_in(folder).claim()  # and then it dies
+        assert claimed is not None, attempt
+        assert claimed[1] == problem().candidates[0].setup
+        survivor.rescue()
+        assert survivor.claim() is None  # it lives, as far as anybody knows
+        assert make_old(folder) == attempt + 1
+        survivor.rescue()
     assert survivor.records() == []
     assert survivor.claim() is None
     assert survivor.given_up() == [problem().candidates[0].setup]
-    called_again = Study(problem(), storage, Lost(), "plan")
-    called_again.rescue(first=True)
-    assert called_again.given_up() == []
-    claimed = called_again.claim()
-    assert claimed is not None
-    assert claimed[1] == problem().candidates[0].setup
+    assert study_in(folder).given_up() == []
 
 
-def test_three_kills_of_the_planner_during_the_first_probe_leave_the_answer_alone() -> None:
-    storage, _ = open_storage(None)
-    Study(problem(), storage, Lost(), "plan").enqueue(problem().candidates[0], "plan")
-    for _ in range(MAX_RETRIES + 3):  # plan tune, killed, again
-        worker = Study(problem(), storage, Lost(), "plan")
-        worker.rescue(first=True)
-        claimed = worker.claim()
-        assert claimed is not None
-        assert claimed[1] == problem().candidates[0].setup
-    assert worker.tell(claimed[0], exact(problem().candidates[0]))
-    (record,) = worker.answered()
-    assert isinstance(record.evidence, Measurement)
+def test_a_retry_keeps_its_share_of_the_limit(folder: Path) -> None:
+    first, second = study_in(folder), study_in(folder)
+    for candidate in problem().candidates[:3]:
+        first.enqueue(candidate, "ranked")
+    assert first.claim() is not None  # and then it dies
+    make_old(folder)
+    second.rescue()
+    assert [second.claim(2) is not None for _ in range(3)] == [True, True, False]
 
 
-def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
-    """There a dead worker looks alive for the grace period: longer than the next call's first look."""
+def test_a_trial_that_is_worked_on_beats_from_before_it_is_taken(folder: Path) -> None:
+    """No running trial without a beat: else one whose worker died at once would never be found lost."""
+    study = study_in(folder)
+    study.enqueue(problem().candidates[0], "plan")
+    number, _ = study.claim() or (-1, None)
+    assert make_old(folder) == 1
+    with study.keep_alive(number), sqlite3.connect(folder / STUDY_NAME) as database:
+        deadline = time.monotonic() + 60
+        old = "SELECT max(heartbeat) < datetime('now', '-1 minute') FROM trial_heartbeats"
+        while database.execute(old).fetchone()[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    study.rescue()
+    assert [record.state for record in study.records()] == [TrialState.RUNNING]
 
-    class Later(Lost):
-        waited = False
 
-        def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
-            return self.waited and super().is_lost(trial)
+def test_what_this_call_cannot_measure_waits_and_counts_no_try(study: Study) -> None:
+    study.enqueue(problem().candidates[0], "plan")
+    for _ in range(MAX_RETRIES + 2):
+        number, _ = study.claim() or (-1, None)
+        study.set_aside(number)
+    assert study.given_up() == []
+    (record,) = study.records()
+    assert (record.state, record.origin) == (TrialState.WAITING, "plan")
 
-    storage, _ = open_storage(None)
-    Study(problem(), storage, Later(), "plan").enqueue(problem().candidates[0], "plan")
-    for _ in range(MAX_RETRIES + 3):
-        heartbeat = Later()
-        worker = Study(problem(), storage, heartbeat, "plan")
-        worker.rescue(first=True)
-        heartbeat.waited = True
-        worker.rescue()
-        claimed = worker.claim()
-        assert claimed is not None
-        assert worker.given_up() == []
+
+def test_exclusions_are_completed_by_whoever_ends_and_counted_once(folder: Path) -> None:
+    excluded = [(c, reason) for c in problem().candidates if (reason := problem().exclusion(c))][:4]
+    one, two = study_in(folder), study_in(folder)
+    assert one.exclude(excluded[:2]) == 2  # and then it dies
+    assert two.exclude(excluded) == 2
+    one.study.add_trial(one.study.get_trials()[0])  # what a second worker that began in the same moment wrote
+    assert [record.setup for record in two.records()] == [candidate.setup for candidate, _ in excluded]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_storage_folder_from_a_stranger_leads_nowhere(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"")
+    path = tmp_path / "study.db"
+    {"link": lambda: path.symlink_to(tmp_path / "victim"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+        kind
+    ]()
+    with pytest.raises(EnvironmentProblem, match="not a regular file"):
+        open_storage(tmp_path)
+    assert (tmp_path / "victim").read_bytes() == b""
+
+
+def test_a_file_that_is_no_study_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda s: None)
+    (tmp_path / "study.db").write_bytes(b"no database" * 100)
+    with pytest.raises(EnvironmentProblem, match="not a database"):
+        open_storage(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "postgresql://u:p@h:x/d", "mysql://u:p@[::1"])
+def test_a_storage_that_cannot_be_meant_is_an_error_without_the_password(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_storage(url)
+    assert "u:p@" not in caught.value.message
 
 
 def test_every_dimension_holds_its_least_value() -> None:
@@ -257,10 +251,9 @@ def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
 
 
 def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
-    storage, _ = open_storage(None)
-    worker = Study(problem(), storage, Lost(), "plan")
+    worker = study_in(None)
     worker.study.add_trial(optuna.trial.create_trial(state=TrialState.WAITING))
-    for attrs in ({"setup": {"method": "hypnosis"}, "key": "x"}, {"setup": []}, {"setup": {}, "retries": "many"}):
+    for attrs in ({"setup": {"method": "hypnosis"}, "key": "x"}, {"setup": []}):
         worker.study.add_trial(optuna.trial.create_trial(state=TrialState.WAITING, user_attrs=attrs))
     worker.study.add_trial(optuna.trial.create_trial(state=TrialState.COMPLETE, value=1.0, user_attrs={"setup": 3}))
     worker.enqueue(problem().candidates[0], "plan")
@@ -268,91 +261,6 @@ def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
     assert claimed is not None
     assert claimed[1] == problem().candidates[0].setup
     assert len(worker.records()) == 1
-
-
-def test_a_probe_that_finished_before_its_worker_died_is_not_repeated() -> None:
-    storage, _ = open_storage(None)
-    worker = Study(problem(), storage, Lost(), "plan")
-    candidate = problem().candidates[0]
-    worker.enqueue(candidate, "plan")
-    claimed = worker.claim()
-    assert claimed is not None
-    evidence = exact(candidate)
-    storage.set_trial_user_attr(worker.trial_id(claimed[0]), "evidence", json.dumps(evidence_to_dict(evidence)))
-    other = Study(problem(), storage, Lost(), "plan")
-    assert other.rescue() == 1
-    (record,) = other.records()
-    assert record.evidence == evidence
-    assert record.state is TrialState.COMPLETE
-    assert not worker.tell(claimed[0], evidence)  # too late: the other one told it
-
-
-def test_a_living_worker_is_not_robbed(tmp_path: Path) -> None:
-    worker = study_in(tmp_path)
-    worker.enqueue(problem().candidates[0], "plan")
-    assert worker.claim() is not None
-    assert study_in(tmp_path).rescue() == 0
-
-
-def test_of_two_that_want_a_trial_the_slower_withdraws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quicker dies before it signs: once the slower has withdrawn its intent, nobody alive can have the trial."""
-    one, two, watcher = study_in(tmp_path), study_in(tmp_path), study_in(tmp_path)
-    one.enqueue(problem().candidates[0], "plan")
-    (trial,) = watcher.study.get_trials()
-    announce = two.heartbeat.announce
-
-    def overtaken(trial_id: int) -> None:
-        announce(trial_id)
-        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one.heartbeat.worker, True)
-        assert one._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
-        assert watcher.rescue() == 0
-        one.heartbeat._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
-        assert watcher.rescue() == 0  # it may be the other who has it
-
-    monkeypatch.setattr(two.heartbeat, "announce", overtaken)
-    assert two.claim() is None
-    assert watcher.rescue() == 1
-    claimed = watcher.claim()
-    assert claimed is not None
-    assert claimed[1] == setup_from_dict(trial.user_attrs["setup"])
-
-
-def test_a_retry_keeps_its_place_and_its_share_of_the_limit() -> None:
-    storage, _ = open_storage(None)
-    first = Study(problem(), storage, Lost(), "plan")
-    candidates = problem().candidates[:3]
-    for candidate in candidates:
-        first.enqueue(candidate, "ranked")
-    assert first.claim() is not None  # and then it dies
-    second = Study(problem(), storage, Lost(), "plan")
-    assert second.rescue() == 1
-    claimed = [second.claim(2), second.claim(2), second.claim(2)]
-    assert [claim[1] if claim else None for claim in claimed] == [candidates[0].setup, candidates[1].setup, None]
-
-
-def test_a_lost_trial_that_its_rescuer_did_not_add_again_is_added_by_the_next() -> None:
-    storage, _ = open_storage(None)
-    worker = Study(problem(), storage, Lost(), "plan")
-    worker.enqueue(problem().candidates[0], "plan")
-    assert worker.claim() is not None
-    (trial,) = worker.study.get_trials()
-    storage.set_trial_user_attr(trial._trial_id, LOST_ATTR, True)
-    storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
-    other = Study(problem(), storage, Lost(), "plan")
-    assert other.rescue() == 0
-    assert other.claim() is not None
-    assert Study(problem(), storage, Heartbeat(), "plan").rescue() == 0
-    assert len(other.study.get_trials()) == 2  # once, not again
-
-
-def test_exclusions_are_completed_by_whoever_ends_and_counted_once(tmp_path: Path) -> None:
-    excluded = [(c, reason) for c in problem().candidates if (reason := problem().exclusion(c))][:4]
-    one, two = study_in(tmp_path), study_in(tmp_path)
-    assert one.exclude(excluded[:2]) == 2  # and then it dies
-    assert two.exclude(excluded) == 0
-    assert two.exclude(excluded, by_now=True) == 2
-    one.study.add_trial(one.study.get_trials()[0])  # what a second worker that began in the same moment wrote
-    assert [record.setup for record in two.records()] == [candidate.setup for candidate, _ in excluded]
 
 
 def test_a_candidate_that_the_dry_run_excluded_is_not_claimed_again(study: Study) -> None:
@@ -366,31 +274,22 @@ def test_a_candidate_that_the_dry_run_excluded_is_not_claimed_again(study: Study
     assert study.claim() is None
 
 
-def test_what_somebody_else_finished_is_told_in_vain(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Robbed before it tells, and robbed between its evidence and the state: no error, the first result stands."""
-    for candidate in problem().candidates[:2]:
-        study.enqueue(candidate, "test")
-    evidence = exact(problem().candidates[0])
+def test_what_somebody_else_finished_is_told_in_vain(study: Study) -> None:
+    study.enqueue(problem().candidates[0], "test")
     number, _ = study.claim() or (-1, None)
-    assert study.tell(number, evidence)
+    assert study.tell(number, exact(problem().candidates[0]))
     assert not study.tell(number, out_of_memory())
-    number, _ = study.claim() or (-1, None)
-    finish = study._finish
-    monkeypatch.setattr(study, "_finish", lambda *given: finish(*given) and finish(*given))
-    assert not study.tell(number, exact(problem().candidates[1]))
-    assert [record.state for record in study.records()] == [TrialState.COMPLETE, TrialState.COMPLETE]
+    assert [record.state for record in study.records()] == [TrialState.COMPLETE]
 
 
-def test_sqlite_transactions_lock_from_their_first_read(tmp_path: Path) -> None:
+def test_sqlite_transactions_lock_from_their_first_read(folder: Path) -> None:
     """Else two workers would both read "waiting" and both take the trial."""
     import sqlalchemy.exc
 
-    storage, heartbeat = open_storage(f"sqlite:///{tmp_path}/study.db")
-    OPENED.append((storage, heartbeat))
+    storage = open_storage(f"sqlite:///{folder}/study.db")
+    OPENED.append(storage)
     assert isinstance(storage, optuna.storages.RDBStorage)
-    assert isinstance(heartbeat, LockHeartbeat)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.db", "study.db.workers"]
-    impatient = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/study.db", connect_args={"timeout": 0.0})
+    impatient = sqlalchemy.create_engine(f"sqlite:///{folder}/study.db", connect_args={"timeout": 0.0})
     with storage.engine.connect() as reader:
         reader.exec_driver_sql("SELECT * FROM trials")
         with impatient.connect() as writer, pytest.raises(sqlalchemy.exc.OperationalError, match="locked"):
@@ -398,88 +297,13 @@ def test_sqlite_transactions_lock_from_their_first_read(tmp_path: Path) -> None:
     impatient.dispose()
 
 
-def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
-    living, dead = LockHeartbeat(tmp_path), LockHeartbeat(tmp_path)
-    watcher = LockHeartbeat(tmp_path)
-    OPENED.extend((optuna.storages.InMemoryStorage(), each) for each in (living, watcher))
-    trials = {
-        worker.worker: optuna.trial.create_trial(
-            state=TrialState.RUNNING, user_attrs={"worker": worker.worker}, value=None
-        )
-        for worker in (living, dead)
-    }
-    dead._file.close()  # what the kernel does on kill -9
-    assert not watcher.is_lost(trials[living.worker])
-    assert watcher.is_lost(trials[dead.worker])
-
-
-def test_attribute_heartbeat_beats_and_goes_stale() -> None:
-    storage, _ = open_storage(None)
-    study = Study(problem(), storage, Heartbeat(), "plan")
-    study.enqueue(problem().candidates[0], "plan")
-    claimed = study.claim()
-    assert claimed is not None
-    heartbeat = AttributeHeartbeat(storage, interval_s=0.01, grace_s=1000.0)
-
-    def beat() -> float:
-        return float(study.study.trials[0].user_attrs[ALIVE_ATTR])
-
-    with heartbeat.keep_alive(study.trial_id(claimed[0])):
-        first = beat()
-        while beat() == first:  # the thread beats too, however late
-            time.sleep(0.01)
-    trial = study.study.trials[0]
-    assert not heartbeat.is_lost(trial)
-    storage.set_trial_user_attr(study.trial_id(claimed[0]), ALIVE_ATTR, beat() - 2000.0)
-    assert not heartbeat.is_lost(study.study.trials[0])  # after an outage of the storage every beat looks like this
-    while not heartbeat.is_lost(study.study.trials[0]):
-        time.sleep(0.01)
-
-
-def test_a_trial_is_announced_before_it_is_taken() -> None:
-    """No running trial without a beat: else one whose worker died at once would never be found lost."""
-    storage, _ = open_storage(None)
-    study = Study(problem(), storage, AttributeHeartbeat(storage), "plan")
-    study.enqueue(problem().candidates[0], "plan")
-    (trial,) = study.study.trials
-    study.heartbeat.announce(trial._trial_id)
-    (trial,) = study.study.trials
-    assert trial.state is TrialState.WAITING
-    assert ALIVE_ATTR in trial.user_attrs
-
-
-def test_a_torn_last_line_is_cut_and_the_study_goes_on(tmp_path: Path) -> None:
-    one = study_in(tmp_path)
-    one.enqueue(problem().candidates[0], "plan")
-    path = tmp_path / JOURNAL_NAME
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"op_code": 6, "worker_id"')
-    two = study_in(tmp_path)
-    assert path.read_bytes().startswith(whole)
-    assert two.claim() is not None
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-    assert repair_journal(path) == 0
-    assert repair_journal(tmp_path / "nothing-here") == 0
-
-
-def test_journal_lock_is_free_after_its_holder_is_gone(tmp_path: Path) -> None:
-    lock = FlockLock(tmp_path / "lock")
-    assert lock.acquire()
-    lock._file.close()
-    again = FlockLock(tmp_path / "lock")
-    assert again.acquire()
-    again.release()
-
-
-def test_another_objective_in_the_same_study_is_refused(tmp_path: Path) -> None:
-    study_in(tmp_path)
-    storage, heartbeat = open_storage(tmp_path)
-    OPENED.append((storage, heartbeat))
+def test_another_objective_in_the_same_study_is_refused(folder: Path) -> None:
+    study_in(folder)
     with pytest.raises(UsageError, match="maximize"):
-        Study(problem(objective="memory"), storage, heartbeat, "plan")
+        Study(problem(objective="memory"), OPENED[0], "plan")
 
 
-@pytest.mark.parametrize("url", ["redis://localhost", "ftp://x"])
+@pytest.mark.parametrize("url", ["redis://localhost", "grpc://localhost:13000"])
 def test_unknown_storage_is_an_error_with_a_hint(url: str) -> None:
     with pytest.raises(UsageError) as error:
         open_storage(url)

@@ -6,25 +6,22 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
-from search_cases import exact, problem
+from search_cases import empty_study, exact, problem
 
-from planner.core.errors import EnvironmentProblem, UsageError
+from planner.core.errors import UsageError
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
 from search.dimensions import key_of
-from search.heartbeat import AttributeHeartbeat, Heartbeat, LockHeartbeat
-from search.journal import JOURNAL_NAME, repair_journal
 from search.run import search
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
 from search.study import Study
-from search.trials import marks_of, record_of
+from search.trials import record_of
 
 NASTY: tuple[Any, ...] = (
     None, True, "", "x", "a\0b", "x" * 5000, -1, 0, 0.5, 10**30, float("inf"), float("nan"), [], [[1]], {}, {"a": []},
 )  # fmt: skip
-NAMES = ("key", "setup", "origin", "excluded", "evidence", "duration_s", "retries", "order", "retry_of", "lost")
-NAMES += ("given_up", "worker", "alive_at_s", "intent:x")
+NAMES = ("key", "setup", "origin", "excluded", "evidence", "duration_s")
 BUDGET = Budget(max_probes=2)
 
 
@@ -40,40 +37,32 @@ def left_in(study: optuna.Study, state: TrialState, **attributes: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [TrialState.WAITING, TrialState.RUNNING, TrialState.FAIL])
-def test_no_attribute_of_a_trial_stops_a_search(state: TrialState, tmp_path: Path) -> None:
+def test_no_attribute_of_a_trial_stops_a_search(state: TrialState) -> None:
     storage = optuna.storages.InMemoryStorage()
     study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
     for name in NAMES:
         for value in NASTY:
             left_in(study, state, **{name: value})
-    heartbeat = LockHeartbeat(tmp_path)
-    try:
-        ours = Study(problem(), storage, heartbeat, "plan")
-        ours.rescue(first=True)
-        ours.enqueue(problem().candidates[1], "plan")
-        while (claimed := ours.claim()) is not None:
-            assert ours.tell(claimed[0], measure(claimed[1]))
-        ours.given_up()
-        assert ours.exclude([(problem().candidates[2], "too large")]) == 1
-        answered = {key_of(record.setup) for record in ours.answered()}
-        assert key_of(problem().candidates[1].setup) in answered
-        beats = AttributeHeartbeat(storage)
-        for trial in study.trials:
-            beats.is_lost(trial)
-            marks, record = marks_of(trial), record_of(trial)
-            assert marks.order >= 0
-            assert record is None or record.duration_s >= 0
-    finally:
-        heartbeat.close()
+    ours = Study(problem(), storage, "plan")
+    ours.rescue()
+    ours.enqueue(problem().candidates[1], "plan")
+    while (claimed := ours.claim()) is not None:
+        assert ours.tell(claimed[0], measure(claimed[1]))
+    ours.given_up()
+    assert ours.exclude([(problem().candidates[2], "too large")]) == 1
+    answered = {key_of(record.setup) for record in ours.answered()}
+    assert key_of(problem().candidates[1].setup) in answered
+    for trial in study.trials:
+        record = record_of(trial)
+        assert record is None or record.duration_s >= 0
 
 
 def test_another_searchs_waiting_trial_waits_for_who_knows_it_and_costs_this_one_no_probe(tmp_path: Path) -> None:
     stranger = TrainSetup(seq_len_tokens=77)
     assert key_of(stranger) not in problem().index
-    storage, heartbeat = open_storage(tmp_path)
+    storage = open_storage(empty_study(tmp_path))
     study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
     left_in(study, TrialState.WAITING, key=key_of(stranger), setup=setup_to_dict(stranger))
-    heartbeat.close()
     close_storage(storage)
     result = search(problem(), measure, storage=tmp_path, budget=BUDGET)
     assert result.best is not None
@@ -83,7 +72,7 @@ def test_another_searchs_waiting_trial_waits_for_who_knows_it_and_costs_this_one
 
 
 def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
-    search(problem(subject="llama on a 4090"), measure, storage=tmp_path, budget=BUDGET)
+    search(problem(subject="llama on a 4090"), measure, storage=empty_study(tmp_path), budget=BUDGET)
     with pytest.raises(UsageError, match=r"measured 'llama on a 4090', this search is about qwen on a 4090") as caught:
         search(problem(subject="qwen on a 4090"), measure, storage=tmp_path, budget=BUDGET)
     assert "--study" in caught.value.hint
@@ -94,22 +83,4 @@ def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) 
 def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="plan", direction="maximize")
-    Study(problem(subject="llama"), storage, Heartbeat(), "plan")
-
-
-def test_a_journal_beyond_every_study_is_refused_unread(tmp_path: Path) -> None:
-    with open(tmp_path / JOURNAL_NAME, "wb") as file:
-        file.truncate(3 << 30)
-    with pytest.raises(EnvironmentProblem, match="has more than"):
-        open_storage(tmp_path)
-
-
-@pytest.mark.parametrize("torn", [0, 1, 100_000, 200_000])
-def test_a_torn_end_is_cut_off_however_long(torn: int, tmp_path: Path) -> None:
-    path = tmp_path / JOURNAL_NAME
-    path.write_bytes(b"whole\n" + b"x" * torn)
-    assert repair_journal(path) == torn
-    assert path.read_bytes() == b"whole\n"
-    path.write_bytes(b"x" * torn)
-    assert repair_journal(path) == torn
-    assert path.read_bytes() == b""
+    Study(problem(subject="llama"), storage, "plan")

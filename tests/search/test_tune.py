@@ -87,7 +87,7 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
     trials = tuned.search["trials"]
     assert isinstance(trials, list)
     assert sum(row["rung"] == "probe" for row in trials) <= 10
-    assert (tmp_path / "study.journal").exists()
+    assert (tmp_path / "study.db").exists()
 
 
 def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:

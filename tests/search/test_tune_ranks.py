@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from light_ranks import MAX_PROBES
+from search_cases import make_old
 
 pytestmark = pytest.mark.processes
 
@@ -76,6 +77,7 @@ def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
         first.kill()
         first.communicate()
     until(lambda: not any(alive(pid) for pid, _ in starts(tmp_path)), "a rank outlived its command")
+    make_old(tmp_path / "study")
     second = command(warm_programs / "python", model, tmp_path)
     try:
         output, errors = second.communicate(timeout=PATIENCE_S)

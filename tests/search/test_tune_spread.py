@@ -79,11 +79,10 @@ def tuned_plan(folder: Path, **changes: Any) -> Plan:
 def trials_of(folder: Path, name: str) -> list[Any]:
     import optuna
 
-    storage, heartbeat = open_storage(folder)
+    storage = open_storage(folder)
     try:
         return optuna.load_study(study_name=name, storage=storage).get_trials()
     finally:
-        heartbeat.close()
         close_storage(storage)
 
 

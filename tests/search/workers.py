@@ -127,7 +127,7 @@ class Workers:
         assert not open_, open_
         answered = [trial for trial in trials if "evidence" in trial.user_attrs]
         assert sorted(trial.user_attrs["key"] for trial in answered) == sorted(self.keys())
-        (retry,) = [trial for trial in answered if trial.user_attrs["origin"] == "retry"]
+        (retry,) = [trial for trial in answered if trial.system_attrs.get("retry_history")]
         assert retry.user_attrs["key"] == lost_key
 
     def check_shared(self, lost_key: str) -> None:
