@@ -431,7 +431,7 @@ def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice:
 
 
 def refused(row: Row, one: Search, number: int, disk: str, calm: Answer) -> None:
-    """The disk takes nothing more from this write on; what is called again has to give the undisturbed answer."""
+    """The disk takes nothing more from this write on; what is called again loses nothing."""
     code, out, errors = one.run(**{FAULT_AT: str(number), FAULT: disk})
     row.kills += 1
     if code not in (0, 3):
@@ -440,7 +440,7 @@ def refused(row: Row, one: Search, number: int, disk: str, calm: Answer) -> None
         row.resumes += 1
         code, out, errors = one.run()
     if code == 0:
-        judge(row, one, out, calm, same=True)
+        judge(row, one, out, calm, same=False)
     else:
         row.fault(f"after write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
 
