@@ -302,10 +302,12 @@ _ROWS = (
         title="Unsloth",
         in_place_loss=True,
         fused=True,
+        overlaps_offload=True,
         expandable_segments=True,
         wide_embedding_states=True,
-        source="unsloth 2026.10 kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py "
-        "(PYTORCH_CUDA_ALLOC_CONF), prepare_model_for_training (trained parameters in fp32)",
+        source="unsloth_zoo 2026.10 gradient_checkpointing.py (EXTRA_STREAM, double buffering); unsloth 2026.10 "
+        "kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py (PYTORCH_CUDA_ALLOC_"
+        "CONF), prepare_model_for_training (trained parameters in fp32)",
     ),
     Stack(
         name="axolotl",

@@ -11,7 +11,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.decision.facts import Limits
-from planner.planning.evidence.bands import NOBODY, OTHER_TRAINER, UNSEEN_CARD, Cell, evidence_bands
+from planner.planning.evidence.bands import NOBODY, OTHER_TRAINER, TRACED, UNSEEN_CARD, Cell, evidence_bands
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
@@ -65,6 +65,18 @@ def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
     assert note.startswith(NOBODY)
     assert not silent
     assert sum(bands["allocated"]) > 2 * sum(measured["allocated"])
+
+
+@pytest.mark.parametrize("stack", sorted(TRACED))
+def test_a_traced_stacks_speed_is_surer_than_a_strangers(stack: str) -> None:
+    """Before: the band of all other stacks, -59 to +13 %."""
+    bands, note = evidence_bands("formula", A100, asked_setup({"stack": stack}))
+    trainers, _ = evidence_bands("formula", A100, asked_setup({}))
+    strangers, _ = evidence_bands("formula", A100, asked_setup({"stack": "torchtitan"}))
+    below, above = bands["tokens_per_s"]
+    assert trainers["tokens_per_s"][0] < below < strangers["tokens_per_s"][0]
+    assert above == pytest.approx((1 + trainers["tokens_per_s"][1]) * (1 + TRACED[stack]) - 1)
+    assert note.startswith(NOBODY)
 
 
 def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
