@@ -21,6 +21,6 @@ def test_the_choice_is_the_best_of_its_class_but_for_stated_preferences(model: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "gpu"), some([pair for pair in PAIRS if pair not in SOME], 9))
+@pytest.mark.parametrize(("model", "gpu"), some([pair for pair in PAIRS if pair not in SOME], 18))
 def test_twenty_choices_are_the_best_of_their_classes(model: str, gpu: str) -> None:
     check(model, gpu)

@@ -17,11 +17,11 @@ from planner.core.errors import UsageError
 from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from tests.planner.launch_sweep import layout_setups, request, setups
+from tests.planner.launch_sweep import fewer_setups, layout_setups, request
 
 LAUNCHED = ("hf", "trl", "axolotl", "llamafactory")
 MEETING = {"NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29501", "SLURM_NODEID": "1"}
-SETUPS = [setup for setup in setups() if setup.num_gpus > 1]
+SETUPS = [setup for setup in fewer_setups() if setup.num_gpus > 1]
 
 
 def launches(target: str, num_nodes: int = 1) -> Iterator[tuple[TrainSetup, Launch]]:
@@ -82,7 +82,7 @@ def test_accelerates_launcher_takes_the_config_and_the_command(
             assert (tmp_path / args.deepspeed_config_file).is_file()
             assert num_nodes == 1 or args.deepspeed_multinode_launcher == "standard"
         accepted += 1
-    assert accepted >= 60
+    assert accepted >= 30
 
 
 def test_accelerates_plugins_read_the_sharding_that_was_planned(
@@ -120,7 +120,7 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
                 assert mesh.dp_shard_size * mesh.cp_size == setup.shards
                 assert mesh.total_size == setup.num_gpus
         accepted += 1
-    assert accepted >= 15
+    assert accepted >= 7
 
 
 def test_torchrun_takes_every_command_that_names_it() -> None:
@@ -145,7 +145,7 @@ def test_torchrun_takes_every_command_that_names_it() -> None:
                 assert config.nproc_per_node * num_nodes == setup.num_gpus
                 assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "node0:29501")
                 accepted += 1
-    assert accepted >= 120
+    assert accepted >= 60
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

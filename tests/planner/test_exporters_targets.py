@@ -25,9 +25,9 @@ from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.allowed import TARGET_SETS
 from tests.launch.tiny_models import TYPES, kind_of
-from tests.planner.launch_sweep import request, setups
+from tests.planner.launch_sweep import fewer_setups, request
 
-SETUPS = setups()
+SETUPS = fewer_setups()
 
 
 def emitted(target: str) -> list[tuple[TrainSetup, Launch]]:
@@ -69,7 +69,7 @@ def test_accelerate_itself_accepts_every_config(tmp_path: Path) -> None:
         by_deepspeed = setup.parallel.startswith("zero")  # whose own file says it, and nobody else may
         assert config.mixed_precision == (None if by_deepspeed else setup.autocast_dtype or "no")
         accepted += 1
-    assert accepted >= 200
+    assert accepted >= 100
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_transformers_peft_and_bitsandbytes_accept_every_scripts_arguments(
                     values[key] = getattr(torch, value.removeprefix("torch."))
             assert BitsAndBytesConfig(**values).load_in_4bit == setup.quantization.startswith("nf4")
         accepted += 1
-    assert accepted >= 200
+    assert accepted >= 100
 
 
 def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
@@ -123,7 +123,7 @@ def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
 def test_every_setting_is_one_the_tool_knows(target: str) -> None:
     known = schema.known(target)
     launches = emitted(target)
-    assert len(launches) >= {"deepspeed": 60}.get(target, 200)
+    assert len(launches) >= {"deepspeed": 25}.get(target, 80)
     for _, launch in launches:
         text = launch.files[0].text
         values = json.loads(text)["zero_optimization"] if target == "deepspeed" else yaml.safe_load(text)

@@ -17,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import LIKE_BANDS, LIKE_MIXTURE_ADAPTED_BAND, LIKE_TIME_BANDS, memory_band
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from tests.whole import some
 
 GLM_NAMES = {
     "num_hidden_layers": "num_layers",
@@ -116,16 +117,16 @@ def test_like_of_a_known_name_is_a_mistake() -> None:
 
 
 def test_the_bands_hold_what_known_types_read_as_strangers_are_off_by() -> None:
-    """Every model of the catalogue that `--like` can read, three setups each."""
+    """Every third model of the catalogue that `--like` can read, three setups each."""
     num = 0
-    for known_by_size, known in pairs():
+    for known_by_size, known in some([*pairs()], 3):
         for name, peak, time in errors(known_by_size, known):
             wide = known_by_size.like == "mixture" and name == "LoRA, no checkpointing"
             band = LIKE_MIXTURE_ADAPTED_BAND if wide else LIKE_BANDS[known_by_size.like]
             assert abs(peak) <= band, (known.model_id, name)
             assert abs(time) <= LIKE_TIME_BANDS[known_by_size.like], (known.model_id, name)
             num += 1
-    assert num > 250
+    assert num > 80
 
 
 def test_the_prediction_says_how_it_was_made() -> None:

@@ -12,9 +12,9 @@ from planner.models import catalogue
 from planner.options.images import Images
 from planner.options.rollouts import Rollout
 from planner.setup import AROUND_FIELDS, LAYOUT_FIELDS, OF_OTHERS, TrainSetup
-from tests.planner.launch_sweep import FEWER, objective_layouts, request, setups
+from tests.planner.launch_sweep import fewer_setups, objective_layouts, request
 
-SETUPS = setups(FEWER)
+SETUPS = fewer_setups()
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
 BESIDE = ("run.sh", "README.md", ".sbatch", ".py")
 """Files that no reader of a configuration looks for."""
@@ -50,7 +50,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
         read_back += 1
-    assert read_back >= {"unsloth": 25, "torchtitan": 20}.get(target, 100)
+    assert read_back >= {"unsloth": 12, "torchtitan": 10}.get(target, 50)
 
 
 @pytest.mark.parametrize(("target", "num"), [("trl", 56), ("hf", 10), ("axolotl", 10), ("llamafactory", 12)])
@@ -111,7 +111,7 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path
                 assert back.setup.micro_batch_seqs == setup.micro_batch_seqs
                 assert back.setup.accumulation_steps == setup.accumulation_steps
             seen += 1
-    assert seen >= 120
+    assert seen >= 60
 
 
 def plain(setup: TrainSetup) -> dict[str, Any]:
