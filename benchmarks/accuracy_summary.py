@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy_summary --write
 
-Every figure stands in a page that a command writes (`plan accuracy`, benchmarks of speed and of several GPUs). Run it
-after them.
+Every figure stands in a page that a command writes (`benchmarks.accuracy`, benchmarks of speed and of several GPUs).
+Run it after them.
 """
 
 import re

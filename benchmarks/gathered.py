@@ -21,13 +21,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from finetune_planner.cli.accuracy import _lookup
+from benchmarks.accuracy import _lookup
+from benchmarks.accuracy_table import predicted_figure
 from planner.core.errors import PlannerError
 from planner.core.units import gib
 from planner.planning.evidence.measured import MeasuredRow, Quantity, read_rows
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
-from reports.accuracy import predicted_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "data" / "gathered.jsonl"

@@ -1,6 +1,6 @@
 """docs/accuracy/own-runs.md: every run that this project measured on a GPU, case by case, against formula and dry run.
 
-python -m benchmarks.own_runs --write        # after `plan accuracy --out docs/accuracy` of both rungs
+python -m benchmarks.own_runs --write        # after `python -m benchmarks.accuracy --out docs/accuracy` of both rungs
 python -m benchmarks.own_runs --judge        # predicts every run anew (torch, a minute) and holds it against AIMS
 """
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import gathered
+from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
-from finetune_planner.cli.accuracy import _lookup
 from planner.core.errors import PlannerError
 from planner.planning.evidence.bands import Cell, band_stack, metric_of
 from planner.planning.evidence.measured import MeasuredRow, Quantity, load_rows

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from benchmarks import gathered
-from finetune_planner.cli.accuracy import _lookup
+from benchmarks.accuracy import _lookup
 from planner.core.errors import PlannerError
 from planner.planning.check import Verdict, judge
 from planner.planning.evidence.measured import MeasuredRow, load_rows

@@ -35,7 +35,7 @@ short_description: Memory and speed of fine-tuning {models} models on {gpus} GPU
 # Which GPU fine-tunes it
 
 {plans} plans by finetune-planner {version}: for each of {models} models the fastest setup that fits on each of {gpus}
-GPUs, by method and length. Every figure is a prediction of the formula; `plan accuracy` says how wrong it was.
+GPUs, by method and length. Every figure is a prediction of the formula (how wrong it was: docs/accuracy).
 
 Made with
 

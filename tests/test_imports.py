@@ -135,7 +135,7 @@ OPTIONAL |= {
     "canifinetune",
     "fitcheck",
     "fitscout",
-}  # asked in a Python of their own: `finetune_planner/cli/rival_child.py`
+}  # asked in a Python of their own: `benchmarks/rival_child.py`
 NAMED_OTHERWISE = {"sky": ["skypilot"], "kubeflow_trainer_api": ["kubeflow-trainer-api"], "sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""
 

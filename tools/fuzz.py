@@ -595,7 +595,7 @@ def storage_url_case(folder: Path, dice: random.Random) -> Case:
 def words_case(folder: Path, dice: random.Random) -> Case:
     from finetune_planner.cli.app import COMMANDS
 
-    command = dice.choice([name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "ui")])
+    command = dice.choice([name for name in COMMANDS if name not in ("doctor", "tune", "probe", "ui")])
     options = ["--gpu", "--rank", "--seq-len", "--global-batch", "--micro-batch", "--json", "--method", "--precision"]
     options += [
         "--memory-gib",

@@ -60,7 +60,6 @@ COMMANDS = {
     "prices": Command("prices", "prices", "Today's prices of the clouds, by gpuhunt, to a file."),
     "models": Command("lists", "models", "The built-in model catalogue."),
     "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),
-    "accuracy": Command("accuracy", "accuracy", "Predicted against measured, per source and per case."),
     "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
 }
 INTERRUPTED = 130

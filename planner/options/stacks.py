@@ -45,6 +45,9 @@ class Stack:
         reentrant_checkpointing: the form of checkpointing that it asks for by itself.
         checkpoints_trained: it checkpoints those layers alone of which something trains.
         expandable_segments: whether it, or what starts it, sets the allocator so.
+        runs_trainer: it is transformers' Trainer around its models: its steps issue the same calls, and its loop looks
+            at the loss after every backward, and so waits for the device (transformers 5.23 `Trainer._run_epoch`,
+            `logging_nan_inf_filter`, on by default).
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
         overlaps_offload: what is offloaded of activations is copied beside the computation.
@@ -79,6 +82,7 @@ class Stack:
     reentrant_checkpointing: bool = False
     checkpoints_trained: bool = False
     expandable_segments: bool = False
+    runs_trainer: bool = False
     trainer_overhead: bool = True
     fused: bool = False
     overlaps_offload: bool = False
@@ -117,6 +121,7 @@ _ROWS = (
     Stack(
         name="trl",
         title="TRL's SFTTrainer",
+        runs_trainer=True,
         widens_outputs=True,
         quantized_adapters="bf16",
         wide_embedding_states=True,
@@ -127,6 +132,7 @@ _ROWS = (
     Stack(
         name="hf",
         title="transformers' Trainer",
+        runs_trainer=True,
         widens_outputs=True,
         evaluates_whole=True,
         wide_embedding_states=True,
@@ -135,6 +141,7 @@ _ROWS = (
     Stack(
         name="ms-swift",
         title="ms-swift",
+        runs_trainer=True,
         widens_outputs=True,
         evaluates_whole=True,
         wide_embedding_states=True,
@@ -144,6 +151,7 @@ _ROWS = (
     Stack(
         name="sentence-transformers",
         title="sentence-transformers' Trainer",
+        runs_trainer=True,
         widens_outputs=True,
         wide_embedding_states=True,
         source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "
@@ -312,6 +320,7 @@ _ROWS = (
     Stack(
         name="axolotl",
         title="Axolotl",
+        runs_trainer=True,
         widens_outputs=True,
         expandable_segments=True,
         wide_embedding_states=True,
@@ -353,6 +362,7 @@ _ROWS = (
     Stack(
         name="llamafactory",
         title="LLaMA-Factory",
+        runs_trainer=True,
         widens_outputs=True,
         evaluates_whole=True,
         reentrant_checkpointing=True,

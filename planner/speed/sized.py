@@ -37,7 +37,6 @@ from planner.speed.step_program import (
 )
 from planner.speed.timeline import (
     IDLE,
-    TRAINERS,
     Course,
     Issue,
     Issued,
@@ -550,7 +549,7 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     if programs is None or setup.kernels not in programs.words or (programs.any_size and _beyond_window(model, setup)):
         return None
     issued = setup.replace_trusted(reentrant_checkpointing=False) if setup.reentrant_checkpointing else setup
-    if setup.stack != DEFAULT and setup.stack in TRAINERS:
+    if setup.stack != DEFAULT and setup.trainer.runs_trainer:
         issued = issued.replace_trusted(stack=DEFAULT, adapter_dtype=setup.resolved_adapter_dtype)
     key, apart = structure_key(model, gpu, issued), setup.checkpointing
     program = programs.get(key)

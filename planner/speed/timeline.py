@@ -37,12 +37,6 @@ _OWNERS = {"loss": "loss", "step": "optimizer"}
 BAND_FRACTION = 0.1
 """Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
 price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
-TRAINERS = frozenset({"trl", "hf", "axolotl", "llamafactory", "ms-swift", "sentence-transformers"})
-"""Stacks that are transformers' Trainer around its models: their steps issue the same calls, and their loop looks at
-the loss after every backward, and so waits for the device.
-
-Source: transformers 5.23 `Trainer._run_epoch` (`logging_nan_inf_filter`, on by default).
-"""
 HOST_SAID = 0.1
 _NEVER = float("-inf")
 
@@ -288,7 +282,7 @@ def loop_of(setup: TrainSetup) -> Loop:
     return Loop(
         accumulation=setup.accumulation_steps,
         tokens=setup.tokens_per_step,
-        waits=setup.stack in TRAINERS,
+        waits=setup.trainer.runs_trainer,
         trainer=setup.trainer.trainer_overhead,
     )
 

@@ -1,10 +1,10 @@
-"""`plan accuracy --rivals`: another estimator's answers become errors beside the formula's, on the same runs."""
+"""`benchmarks.accuracy --rivals`: another estimator's answers become errors beside the formula's, on the same runs."""
 
 from pathlib import Path
 
 import pytest
 
-from finetune_planner.cli.accuracy import _lookup, compare_rivals, rivals_table
+from benchmarks.accuracy import _lookup, compare_rivals, rivals_table
 from planner.core.errors import EnvironmentProblem
 from planner.planning.evidence.measured import load_rows
 

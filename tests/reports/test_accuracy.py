@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
+from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
@@ -17,8 +19,6 @@ from planner.models.spec import ModelSpec
 from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
-from reports.accuracy import AccuracyTable, accuracy_table, percentile
-from reports.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 
 CARDS = {card.key: card for card in all_gpus()}
 SETUP = TrainSetup(method="lora", lora_rank=16)
@@ -189,7 +189,7 @@ def test_6nd_speed_baseline_runs_over_every_comparable_row() -> None:
 
 def test_markdown_golden() -> None:
     rows = [a_row(id="a"), a_row(id="b", config_id="c2", allocated_bytes=11 * GIB, differs=("other loss",)), oom_row()]
-    text = accuracy_markdown([table_of(rows)], title="Accuracy of a constant", command="plan accuracy")
+    text = accuracy_markdown([table_of(rows)], title="Accuracy of a constant", command="python -m benchmarks.accuracy")
     assert text == (Path(__file__).parent / "golden" / "accuracy.md").read_text()
 
 

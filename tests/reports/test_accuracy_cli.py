@@ -1,4 +1,4 @@
-"""`plan accuracy`: the formula rung over the recorded rows, files, and bad options."""
+"""`python -m benchmarks.accuracy`: the formula rung over the recorded rows, files, and bad options."""
 
 import json
 import os
@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy_summary, own_runs
-from finetune_planner.cli import main
+from benchmarks.accuracy import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as outcome:
-        main(["accuracy", *words])
+    code = main(words)
     captured = capsys.readouterr()
-    code = outcome.value.code
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
+    return code, captured.out, captured.err
 
 
 def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--what", "memory", "--json=full")
+    code, out, _ = run(capsys, "--what", "memory", "--json")
     assert code == 0
     tables = json.loads(out)
     assert [table["what"] for table in tables] == ["allocated", "reserved", "device"]
@@ -29,7 +27,7 @@ def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) ->
 
 def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Aim of the formula rung: median at most 8 %, no more than 2 % of cases predicted to fit where they did not."""
-    _, out, _ = run(capsys, "--what", "allocated", "--json=full")
+    _, out, _ = run(capsys, "--what", "allocated", "--json")
     (table,) = json.loads(out)
     assert table["overall"]["median_error"] <= 0.08
     assert table["fit"]["false_fit_fraction"] <= 0.02
@@ -64,7 +62,7 @@ def test_out_writes_markdown_csv_and_charts_and_the_pages_hold_them(
 
 
 def test_one_source_only(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json=full")
+    code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json")
     assert code == 0
     assert [one["name"] for one in json.loads(out)[0]["groups"]] == ["peft_metamathqa"]
 

@@ -27,7 +27,6 @@ from planner.options.rollouts import GENERATORS
 from planner.options.stacks import DEFAULT, STACKS, TARGET_ROWS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.layouts import layout_order
-from planner.planning.evidence.bands import ON_THE_TRAINER
 from planner.samples.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
@@ -254,7 +253,7 @@ def left_out(workload: Workload, setup: TrainSetup) -> str:
 
 
 def _compared(stack: str) -> bool:
-    return stack in ON_THE_TRAINER
+    return STACKS[stack].runs_trainer
 
 
 def taken_when_asked(target: str) -> bool:

@@ -17,12 +17,11 @@ from planner.memory.model import predict_memory
 from planner.memory.workload import Workload
 from planner.models.targets import num_lora_params
 from planner.options.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
-from planner.options.stacks import DEFAULT
+from planner.options.stacks import DEFAULT, STACKS
 from planner.planning.decision.facts import PREFERENCE_FRACTION, NodeResults, WalkResults
 from planner.planning.decision.layouts import layout_key
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import COMPILE_WORTH, compile_left_out
-from planner.planning.evidence.bands import ON_THE_TRAINER
 from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
@@ -407,7 +406,7 @@ def activation_answers(facts: NodeResults, best: Point, workload: Workload, same
     answers.append(_program_answer(workload, best, facts))
     if family.aim.rolls_out:
         answers.append(_generator_answer(workload, best, facts))
-    if family.num_gpus == 1 and family.aim.supervised and family.images is None and family.stack in ON_THE_TRAINER:
+    if family.num_gpus == 1 and family.aim.supervised and family.images is None and STACKS[family.stack].runs_trainer:
         answers.append(_compile_answer(workload, best.setup))
     if facts.smallest_unchecked is not None:
         answers.append(_checkpointing_answer(facts.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes))

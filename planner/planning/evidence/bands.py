@@ -14,6 +14,7 @@ from planner.core.shipped import DATA
 from planner.hardware.gpu import GpuSpec
 from planner.memory.traits import ENCODERS, traits_of
 from planner.models.spec import ModelSpec
+from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 
@@ -147,9 +148,7 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
 
 TRAINERS = ("trl", "hf", "sentence-transformers")
 """Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
-another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
-ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory", "ms-swift")
-"""Those whose training is transformers' Trainer on the same libraries. Axolotl 0.21's and LLaMA-Factory 0.9.5's own
+another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md). Axolotl 0.21's and LLaMA-Factory 0.9.5's own
 steps, traced (Qwen2.5-7B, LoRA and QLoRA, `python -m benchmarks.check_vs_trace --tool ...`): bytes 0.0 to 0.2 % above
 the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
 ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune"}
@@ -216,7 +215,7 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     """
     cells, gpus = _cells(), metric_of(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
-    on_trainer = stack in ON_THE_TRAINER[len(TRAINERS) :] and not any(name == stack for *_, name in cells)
+    on_trainer = STACKS[stack].runs_trainer and stack not in TRAINERS and not any(name == stack for *_, name in cells)
     stack = TRAINERS[0] if on_trainer else stack
     rung = "formula" if gpus == "several" else {"profile": "dry_run"}.get(rung, rung)
     owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in MEMORY}
@@ -274,7 +273,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
             engine of its own code stays as uncertain as others' runs are, and so does the memory of one that has no
             band here (torchtitan).
     """
-    if planned and setup.stack in ON_THE_TRAINER:
+    if planned and setup.trainer.runs_trainer:
         apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
         same = f"{NOBODY}: {setup.trainer.title} has no published run here, the band is that of its libraries under TRL"
         if setup.stack in TRAINERS:

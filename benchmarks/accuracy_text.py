@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.accuracy_table import AccuracyCase, AccuracyTable, GroupStats
 from planner.core.units import GIB
 from planner.planning.evidence.measured import Quantity
-from reports.accuracy import AccuracyCase, AccuracyTable, GroupStats
 
 if TYPE_CHECKING:
     from rich.console import Console

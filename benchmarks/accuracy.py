@@ -1,19 +1,24 @@
-"""`plan accuracy`: every recorded measurement against what a rung predicts for it, or other estimators (--rivals)."""
+"""Every recorded measurement against what a rung predicts for it, or other estimators (--rivals).
+
+python -m benchmarks.accuracy [--rung formula] [--what all] [--group SOURCE] [--out docs/accuracy] [--json]
+"""
 
 import json
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.accuracy_table import AccuracyTable, accuracy_table
+from benchmarks.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy, scatter_svg
 from finetune_planner.cli import options
-from finetune_planner.cli.output import console, print_json, write_text
-from planner.core.errors import EnvironmentProblem, UsageError
+from finetune_planner.cli.output import console, fail, print_json, write_text
+from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.install import install_command
 from planner.core.records import dataclass
 from planner.core.units import GIB
@@ -29,8 +34,6 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
 from planner.setup.memory_terms import MemoryBreakdown
 from planner.setup.outcome import Prediction, ProbeFailure
-from reports.accuracy import AccuracyTable, accuracy_table
-from reports.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy, scatter_svg
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 
@@ -46,17 +49,19 @@ QUANTITIES: dict[str, tuple[Quantity, ...]] = {
 
 
 def accuracy(
-    rung: Annotated[str, typer.Option(help="formula, or dry_run (needs torch; minutes).")] = "formula",
-    what: Annotated[str, typer.Option(help="memory, allocated, reserved, device, speed or all.")] = "all",
-    group: Annotated[str | None, typer.Option(help="Only this source.")] = None,
+    rung: Annotated[str, typer.Option("--rung", help="formula, or dry_run (needs torch; minutes).")] = "formula",
+    what: Annotated[str, typer.Option("--what", help="memory, allocated, reserved, device, speed or all.")] = "all",
+    group: Annotated[str | None, typer.Option("--group", help="Only this source.")] = None,
     newest: Annotated[
         bool, typer.Option("--newest", help="Each configuration once, under its newest versions.")
     ] = False,
     rivals: Annotated[
         list[Path] | None,
-        typer.Option(help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."),
+        typer.Option(
+            "--rivals", help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for Markdown, CSV and SVG.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for Markdown, CSV and SVG.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
@@ -71,9 +76,9 @@ def accuracy(
         asked = (
             f"--rung {rung} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
         )
-        _write(out, rung, tables, f"plan accuracy {asked} --out DIR")
+        _write(out, rung, tables, f"python -m benchmarks.accuracy {asked} --out DIR")
     if as_json:
-        print_json(accuracy_json(tables))
+        print_json(accuracy_json(tables), whole=True)
         return
     render_accuracy(tables, console())
 
@@ -281,7 +286,7 @@ def _shape(model: ModelSpec) -> dict[str, Any]:
 
 
 def _ask(python: Path, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
-    code = (resources.files("finetune_planner") / "cli" / "rival_child.py").read_text(encoding="utf-8")
+    code = Path(__file__).with_name("rival_child.py").read_text(encoding="utf-8")
     try:
         done = subprocess.run(
             [str(python), "-I", "-c", code],
@@ -302,3 +307,18 @@ def _ask(python: Path, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
             hint="install one there: PYTHON -m pip install canifinetune",
         )
     return answers
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code of the command."""
+    command = typer.Typer(add_completion=False)
+    command.command()(accuracy)
+    try:
+        command(list(words), standalone_mode=False)
+    except PlannerError as error:
+        return fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
