@@ -78,7 +78,8 @@ def render_brief(
     if found < len(whole):
         write(Page(console), whole[found], NUM_BESIDE)
         return
-    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in range(NUM_BESIDE, -1, -1)]
+    least = int(isinstance(answer, NoPlan) and bool(answer.remedies))  # a refusal says what works
+    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in range(NUM_BESIDE, least - 1, -1)]
     rooms += [(0, beside) for beside in range(NUM_BESIDE, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 

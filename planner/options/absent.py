@@ -58,6 +58,10 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("cce", "cut-cross-entropy"), ("it holds no logits, as Liger's fused loss, and as that it is read", "liger")
     ),
+    "nvme": (
+        "DeepSpeed's offload to a drive takes the drive's time, which nothing here predicts",
+        "parameters, with --host-memory",
+    ),
     "fp16-pure": ("nothing scales the gradients of fp16 adapters; `plan check` reads it", "fp16-autocast"),
     **dict.fromkeys(
         ("tiled-mlp", "alst"), ("nothing here predicts an MLP cut into pieces of the sequence", "--context-degree")

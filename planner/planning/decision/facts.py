@@ -370,7 +370,8 @@ def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Po
         if need <= limit:
             yield point
             continue
-        facts.too_large_for_hosts.setdefault(layout_key(point.shared), need)
+        key = layout_key(point.shared)
+        facts.too_large_for_hosts[key] = min(need, facts.too_large_for_hosts.get(key, need))
         reason = (
             f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
             "(--host-memory says how much yours has)"

@@ -17,6 +17,7 @@ from planner.memory.attention_kernels import attention_refusal, has_expert_stack
 from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
+from planner.models.encoders import image_tokens
 from planner.options.stacks import DEFAULT, STACKS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.clusters import best_points
@@ -245,13 +246,18 @@ def refusal(
 def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
-    yield from _relaxed(workload, nearest)
+    relaxed = [*_relaxed(workload, nearest)]
+    shorter = [*_shorter(workload, nearest)]
+    yield from relaxed
+    if not relaxed and not shorter:
+        yield from _relaxed_and_shorter(workload, nearest)
     yield from _unasked(workload, nearest)
     yield from in_backward(workload, nearest.formula.peak_device_bytes)
     yield from _offloaded(workload, nearest)
     yield from _streamed(workload, nearest)
     yield from _smaller_batch(workload, nearest)
-    yield from _shorter(workload, nearest)
+    yield from shorter
+    yield from _smaller_images(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
         yield from _larger_host(facts)
@@ -276,6 +282,48 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
                 return
+
+
+def _relaxed_and_shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """Any method at the largest half of the length, where neither by itself is enough."""
+    fixed = {
+        name: value for name, value in workload.fixed.items() if name not in ("method", "quantization", "precision")
+    }
+    length = workload.seq_len_tokens // 2
+    while fixed != workload.fixed and workload.images is None and length >= LEAST_TOKENS:
+        request = replace(workload, fixed=fixed, seq_len_tokens=length)
+        for node, point in best_points(request).items():
+            if point is not None:
+                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                action = f"leave --method out, --seq-len {length}: {node.words} fits"
+                yield Remedy(action=action, saves_bytes=saved, fits=True)
+                return
+        length //= 2
+
+
+LEAST_TOKENS = 256
+"""Shortest length that is offered beside another method."""
+
+
+def _smaller_images(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """Pictures of half their edges, as often as it takes."""
+    images = workload.images
+    while images is not None and min(images.width, images.height) >= 2 * LEAST_EDGE:
+        images = replace(images, width=images.width // 2, height=images.height // 2)
+        fewer = image_tokens(workload.model, workload.images) - image_tokens(workload.model, images)
+        fixed = {**workload.fixed, "images": (images,)}
+        with suppress(PlannerError):
+            request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
+            for node, point in best_points(request).items():
+                if point is not None:
+                    saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                    action = f"--image-size {images.width}x{images.height}: {node.words} fits"
+                    yield Remedy(action=action, saves_bytes=saved, fits=True)
+                    return
+
+
+LEAST_EDGE = 112
+"""Pixels below which no picture is offered."""
 
 
 def _unasked(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
@@ -360,7 +408,7 @@ def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
 def _smaller_batch(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The largest batch that fits, of an objective whose micro-batch is the whole batch."""
-    if nearest.setup.least_seqs(2) == 2 > nearest.setup.aim.least_samples:
+    if nearest.setup.aim.whole_batch or nearest.setup.trainer.steps_in_backward:
         most = workload.global_batch_seqs
         yield from _less(
             workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)

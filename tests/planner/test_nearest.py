@@ -1,0 +1,34 @@
+"""A refusal ends with the nearest thing that works."""
+
+import pytest
+
+from planner.core.errors import UsageError
+from planner.options.images import Images
+from planner.planning.answer import plan_workload
+from planner.planning.plan import NoPlan
+from tests.planner.helpers import plan_request
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def test_another_method_at_a_shorter_length() -> None:
+    """LoRA's weights alone are more than the card, and 4 bits do not fit at 65,536 tokens either."""
+    refused = plan_workload(plan_request(LLAMA, "rtx-3060", fixed={"method": ("lora",)}, seq_len=65536))
+    assert isinstance(refused, NoPlan)
+    assert refused.remedies[0].action == "leave --method out, --seq-len 16384: 4-bit QLoRA fits"
+
+
+def test_smaller_pictures() -> None:
+    pictures = {"images": (Images(width=4096, height=4096),)}
+    refused = plan_workload(plan_request("Qwen/Qwen2.5-VL-7B-Instruct", "rtx-3060", fixed=pictures))
+    assert isinstance(refused, NoPlan)
+    assert refused.remedies[0].action == "--image-size 1024x1024: 4-bit QLoRA fits"
+
+
+def test_a_host_that_holds_the_states() -> None:
+    """16-bit weights, gradients and two states of 8.03 B parameters: 59.8 GiB, of which 90 % of 64 hold 57.6."""
+    whole = {"method": ("full",), "offload": ("optimizer", "parameters"), "optimizer": ("adamw-fused",)}
+    with pytest.raises(UsageError, match=r"59\.83 GiB of states would lie there, at most 57\.60") as problem:
+        plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=64))
+    assert (problem.value.hint or "").startswith("--host-memory 67 holds them")
+    assert not isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=67)), NoPlan)
