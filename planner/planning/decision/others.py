@@ -307,10 +307,12 @@ LEAST_TOKENS = 256
 
 def _smaller_images(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """Pictures of half their edges, as often as it takes."""
-    images = workload.images
-    while images is not None and min(images.width, images.height) >= 2 * LEAST_EDGE:
+    if (images := workload.images) is None:
+        return
+    asked = image_tokens(workload.model, images)
+    while min(images.width, images.height) >= 2 * LEAST_EDGE:
         images = replace(images, width=images.width // 2, height=images.height // 2)
-        fewer = image_tokens(workload.model, workload.images) - image_tokens(workload.model, images)
+        fewer = asked - image_tokens(workload.model, images)
         fixed = {**workload.fixed, "images": (images,)}
         with suppress(PlannerError):
             request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
