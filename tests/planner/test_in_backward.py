@@ -53,6 +53,7 @@ def test_its_file_is_read_as_it_was_planned() -> None:
     text = next(file.text for file in launch.files if file.path.endswith(".yaml"))
     found = read_text(text, "full.yaml")
     assert (found.model_id, found.missing, found.approximations) == (LLAMA, (), ANOTHERS)
+    assert found.setup.stack == STACK
     assert found.setup.run_by(STACK).replace_trusted(adapter_dtype="auto") == launch.runs_as(setup_of())
 
 

@@ -69,7 +69,8 @@ def read_text(
         ConfigError: not a config of a known tool, or a wrong one.
     """
     found = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
-    stack = STACK_OF.get(found.format, found.setup.stack)
+    own = found.setup.stack
+    stack = STACK_OF.get(found.format, own) if not STACKS[own].steps_in_backward else own
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}

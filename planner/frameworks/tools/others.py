@@ -68,6 +68,7 @@ TORCHTUNE = Tool(
         Field(of="lora_dropout", key="model.lora_dropout", default=0.0),
         Field(of="lora_targets", key="model.lora_attn_modules"),
     ),
+    fixed=("kernels", "attention"),
 )
 TORCHTITAN_ADAMW = {"foreach": "adamw", "for-loop": "adamw", "fused": "adamw-fused"}
 """torchtitan's implementations of AdamW -> the optimizer that each is."""
