@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from optuna.exceptions import StorageInternalError
@@ -14,9 +14,8 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of
-from search.optuna_samplers import make_sampler
 from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
-from search.sampler import Posterior, Sampler
+from search.sampler import Posterior, ResidualSampler, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, first_line, open_storage
 from search.study import Study, still_excluded
@@ -38,15 +37,14 @@ class Strategy:
     """What is tried next, and when it is enough.
 
     Attributes:
-        sampler: a name of `optuna_samplers.SAMPLERS`, or an object.
-        num_ranked: how many of the best-ranked survivors are enqueued after the plan; None: none for our sampler, which
-            ranks them itself and anew after each probe, three for Optuna's.
+        num_ranked: how many of the best-ranked survivors are enqueued after the plan; the sampler ranks them itself and
+            anew after each probe.
         margin: stop when nothing left can plausibly be better by more than this fraction.
         seed: of the sampler.
     """
 
-    sampler: str | Sampler = "residual"
-    num_ranked: int | None = None
+    sampler: Sampler = field(default_factory=ResidualSampler)
+    num_ranked: int = 0
     margin: float = MARGIN
     seed: int = 0
 
@@ -146,7 +144,7 @@ class _Worker:
     ) -> None:
         self._problem, self._evaluate, self._check = problem, evaluate, check
         self._strategy = strategy
-        self._sampler = make_sampler(strategy.sampler) if isinstance(strategy.sampler, str) else strategy.sampler
+        self._sampler = strategy.sampler
         self.posterior = posterior
         self._budget = budget
         self._started = time.monotonic() if budget.since_s is None else budget.since_s
@@ -165,13 +163,10 @@ class _Worker:
         predicted = [pair for pair in excluded if not problem.unprobed(pair[0].setup)]
         self._excluded = unprobed[:MAX_RECORDED_EXCLUSIONS] + predicted[:MAX_RECORDED_EXCLUSIONS]
         known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
-        num_ranked = self._strategy.num_ranked
-        if num_ranked is None:
-            num_ranked = 0 if self._sampler.name == "residual" else 3
         ranked = self._ranked()
         first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
         first = [index for index in first if self.posterior.open[index]]
-        rest = [index for index in ranked if index not in first][:num_ranked]
+        rest = [index for index in ranked if index not in first][: self._strategy.num_ranked]
         for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
             if key_of(problem.candidates[index].setup) not in known:
                 study.enqueue(problem.candidates[index], origin)

@@ -383,7 +383,6 @@ def imports() -> None:
         "finetune_planner.cli.tune",
         "finetune_planner.app.tuning",
         "search.run",
-        "search.optuna_samplers",
         "probes.gpu.executors",
     ):
         importlib.import_module(name)

@@ -28,7 +28,6 @@ from planner.setup.outcome import (
 )
 from search.corrections import observations_of
 from search.dimensions import key_of
-from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, Strategy, search
 from search.stopping import Budget
@@ -120,17 +119,16 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
     assert counting.calls[:3] == [plan, ranked[0].setup, ranked[1].setup]
 
 
-@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
-def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
+def test_a_search_keeps_its_budget_and_repeats_nothing(tmp_path: Path) -> None:
     counting = Counting(gpu())
-    result = search(problem(), counting, storage=empty_study(tmp_path), strategy=Strategy(sampler=sampler), budget=FEW)
+    result = search(problem(), counting, storage=empty_study(tmp_path), budget=FEW)
     assert len(counting.calls) == result.num_probes == 6
     assert len(set(counting.calls)) == 6
     assert result.reason == "the budget of 6 probes is spent"
     assert result.best is not None
     assert result.best.fits
     again = Counting(gpu())
-    resumed = search(problem(), again, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
+    resumed = search(problem(), again, storage=tmp_path, budget=FEW)
     assert again.calls == []
     assert resumed.best == result.best
 
@@ -290,8 +288,6 @@ def test_contradictory_problems_are_refused() -> None:
     longer = candidates[0].setup.replace(accumulation_steps=1000)
     with pytest.raises(UsageError, match="one tokens per optimizer step"):
         Problem(candidates=(candidates[0], replace(candidates[1], setup=longer)))
-    with pytest.raises(UsageError, match="sampler"):
-        search(problem(), gpu(), strategy=Strategy(sampler="magic"))
 
 
 # Properties
@@ -358,7 +354,6 @@ def test_narrowing_the_space_never_gives_a_faster_plan(seed: int, keep: str, tmp
     methods=st.sets(st.sampled_from(["full", "lora", "qlora"]), min_size=1),
     precision=st.sampled_from([("bf16-pure",), ("bf16-autocast",), ("bf16-pure", "bf16-autocast")]),
     min_rank=st.sampled_from([1, 16, 32]),
-    sampler=st.sampled_from(["residual", "random", "grid"]),
     objective=st.sampled_from(["tokens", "memory"]),
     budget_gib=st.sampled_from([24.0, 40.0, 76.7]),
     memory_error=st.floats(-0.1, 0.2),
@@ -369,13 +364,12 @@ def test_the_recommendation_meets_every_wish(
     methods: set[str],
     precision: tuple[str, ...],
     min_rank: int,
-    sampler: str,
     objective: str,
     budget_gib: float,
     memory_error: float,
     num_probes: int,
 ) -> None:
-    """And no probe is spent on a setup that breaks one, whatever the budget, the sampler and the objective.
+    """And no probe is spent on a setup that breaks one, whatever the budget and the objective.
 
     The machine has memory enough for everything, but needs up to 22 % more of it than the formula says; the plan is the
     setup that by formula fits most tightly.
@@ -398,9 +392,7 @@ def test_the_recommendation_meets_every_wish(
     )
     fitting = [c for c in wished.candidates if c.fits and not wished.exclusion(c)]
     plan = max(fitting, key=lambda c: c.formula.peak_device_bytes).setup if fitting else None
-    result = search(
-        wished, counting, strategy=Strategy(sampler=sampler), plan=plan, budget=Budget(max_probes=num_probes)
-    )
+    result = search(wished, counting, plan=plan, budget=Budget(max_probes=num_probes))
     for setup in counting.calls + ([result.best.setup] if result.best else []):
         assert setup.method in methods
         assert setup.precision in precision
