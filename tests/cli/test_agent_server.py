@@ -12,7 +12,7 @@ from finetune_planner.cli.agent_desk import MAX_ANSWER_BYTES, Desk
 from finetune_planner.cli.agent_server import SKILL, build_server
 from finetune_planner.cli.app import run
 from reports.brief_json import LEFT_OUT, brief
-from tests.whole import some
+from tests.whole import WHOLE, some
 
 pytest.importorskip("mcp")
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -80,13 +80,16 @@ def test_an_agent_is_answered_over_stdio(tmp_path: Path) -> None:
         "--no-dry-run",
     ]
 
+    # a table of all cards takes 11 CPU seconds
+    chosen = [task for task in some(TASKS, 7) if WHOLE or task["tool"] != "which_gpu"]
+
     async def session() -> list[Any]:
         server = StdioServerParameters(command=sys.executable, args=words, env={"PYTHONPATH": str(ROOT)})
         async with Client(server) as client:
-            return [await client.call_tool(task["tool"], task["arguments"]) for task in some(TASKS, 7)]
+            return [await client.call_tool(task["tool"], task["arguments"]) for task in chosen]
 
     wrong = {}
-    for task, result in zip(some(TASKS, 7), asyncio.run(session()), strict=True):
+    for task, result in zip(chosen, asyncio.run(session()), strict=True):
         if told := _unmet(task["expect"], result):
             wrong[task["question"]] = told
     assert wrong == {}

@@ -22,6 +22,7 @@ from planner.setup import TrainSetup
 from tests.launch.conftest import Run, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 from tests.ports import own_port
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -146,6 +147,7 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not WHOLE, reason="TRL's FSDP2 trains in test_objectives, adapters in test_trl (TESTS_WHOLE=1)")
 def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
