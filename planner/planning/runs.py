@@ -69,7 +69,11 @@ class WalkCache:
     """What walks of one model computed: the runs and their memory, for cards that run the same kernels."""
 
     def __init__(self) -> None:
-        self._model: ModelSpec | None = None
+        self._begin(None)
+
+    def _begin(self, model: ModelSpec | None) -> None:
+        """Forgets all that is of another model."""
+        self._model = model
         self._runs: dict[Any, tuple[Run, ...]] = {}
         self._peaks: dict[Any, dict[tuple[str, tuple[str, ...]], Peaks]] = {}
         self._layers = SharedLayers()
@@ -79,8 +83,7 @@ class WalkCache:
     ) -> Iterable[Run]:
         """The runs of a workload; named launch targets may ask whose card it is."""
         if self._model is not workload.model:
-            self.__init__()  # type: ignore[misc]
-            self._model = workload.model
+            self._begin(workload.model)
         named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
         request = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
         layout = tuple(tuple(one.fields.items()) for one in layouts)

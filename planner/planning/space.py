@@ -105,10 +105,12 @@ def _open_values(workload: Workload) -> Values:
     pairs = ((half, half), (half, None), ("fp32", half))
     packed_by_axolotl = workload.targets[:1] == ("axolotl",) and workload.fixed.get("packing") == (True,)
     xformers = [XFORMERS] if packed_by_axolotl and not gpu.flash_attention_2 else []
+    # scales in 32 bits cost 0.4 bits a weight, and gain less than a plan gives up for what is simpler; MLX has no other
+    plain = workload.prefer == "speed" or stored_bits(workload.model) == "nf4" or gpu.vendor == "Apple"
     values: Values = {
         "method": METHODS,
         "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
-        "quantization": ("none", "int8", "nf4", "nf4-double"),
+        "quantization": ("none", "int8", *["nf4"] * plain, "nf4-double"),
         "kbit_fp32_cast": (False, True),
         "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
         "lora_targets": ("all-linear",),
