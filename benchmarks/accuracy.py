@@ -16,6 +16,7 @@ import typer
 
 from benchmarks.accuracy_table import AccuracyTable, accuracy_table
 from benchmarks.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy, scatter_svg
+from benchmarks.measured import MeasuredRow, Quantity, load_rows, newest_versions
 from finetune_planner.cli import options
 from finetune_planner.cli.output import console, fail, print_json, write_text
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
@@ -28,7 +29,6 @@ from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.planning.evidence.measured import MeasuredRow, Quantity, load_rows, newest_versions
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict

@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
+from benchmarks.measured import MeasuredRow, Quantity, version_noise
 from planner.core.errors import PlannerError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.planning.evidence.measured import MeasuredRow, Quantity, version_noise
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction, ProbeFailure
 

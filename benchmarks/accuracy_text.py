@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.accuracy_table import AccuracyCase, AccuracyTable, GroupStats
+from benchmarks.measured import Quantity
 from planner.core.units import GIB
-from planner.planning.evidence.measured import Quantity
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@
     python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
     python -m benchmarks.gathered --list dlrover mistral_finetune  # memory of these sources run by run, nothing written
 
-Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.planning.evidence.measured`, each with its source
+Rows are `benchmarks/data/gathered.jsonl`, in the form of `benchmarks.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
 band is ever fitted on it. The first look (`benchmarks/data/gathered_first.json`) is what the formula said before
 anybody here had seen the row's error; it is written once and never again.
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.accuracy import _lookup
 from benchmarks.accuracy_table import predicted_figure
+from benchmarks.measured import MeasuredRow, Quantity, read_rows
 from planner.core.errors import PlannerError
 from planner.core.units import gib
-from planner.planning.evidence.measured import MeasuredRow, Quantity, read_rows
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 

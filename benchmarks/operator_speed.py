@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.accuracy_summary import FOLDER
+from benchmarks.measured import own_rows
 from benchmarks.speed_points import load_points
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.planning.evidence.measured import own_rows
 from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict

@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured import own_rows
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
 from planner.memory.model import predict_memory
@@ -30,7 +31,6 @@ from planner.memory.profiles import profiled_breakdown, profiled_kind, step_of
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.planning.evidence.measured import own_rows
 from planner.setup.interchange import setup_from_dict
 from planner.setup.memory_terms import MemoryBreakdown
 

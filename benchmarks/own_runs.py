@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.accuracy_summary import FOLDER
+from benchmarks.measured import MeasuredRow, own_rows
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.planning.evidence.measured import MeasuredRow, own_rows
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from benchmarks import gathered
 from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
+from benchmarks.measured import MeasuredRow, Quantity, load_rows
 from planner.core.errors import PlannerError
 from planner.planning.evidence.bands import Cell, band_stack, metric_of
-from planner.planning.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 

@@ -3,10 +3,10 @@
     python -m benchmarks.trace_speeds [--only WORDS] [--write]
 
 Programs: the plain loops of benchmarks/trace_published.py (can-i-finetune-this's, RTX 4080 on Windows; tokens/s in
-planner/data/measured_published.jsonl), and the launch files that this project wrote for its own runs on an H200 and an
-H100, run by TRL (planner/data/measured_own.jsonl), of texts that fill the length. Each is traced at full depth, two
-optimizer steps, in a process of its own: Liger's patches stay in one. What a tool's file cannot say of a run's setup
-leaves the run out. A second call goes on where the first one ended (benchmarks/data/trace_speeds.json); `--write`
+benchmarks/data/measured_published.jsonl), and the launch files that this project wrote for its own runs on an H200 and
+an H100, run by TRL (benchmarks/data/measured_own.jsonl), of texts that fill the length. Each is traced at full depth,
+two optimizer steps, in a process of its own: Liger's patches stay in one. What a tool's file cannot say of a run's
+setup leaves the run out. A second call goes on where the first one ended (benchmarks/data/trace_speeds.json); `--write`
 writes docs/accuracy/trace-speeds.md.
 """
 
@@ -25,16 +25,16 @@ from typing import Any
 
 from benchmarks import trace_published
 from benchmarks.accuracy_summary import FOLDER
+from benchmarks.measured import MeasuredRow, own_rows, read_rows
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
-from planner.planning.evidence.measured import MeasuredRow, own_rows, read_rows
 from planner.planning.trace_result import TraceResult
 from planner.speed.traced import traced_speed
 
 FORKS = get_context("fork")
 OUT = Path(__file__).parent / "data" / "trace_speeds.json"
 PAGE = FOLDER / "trace-speeds.md"
-PUBLISHED = Path(__file__).parent.parent / "planner" / "data" / "measured_published.jsonl"
+PUBLISHED = Path(__file__).parent / "data" / "measured_published.jsonl"
 HEAD = """# Speeds of traced programs
 
 Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its

@@ -13,10 +13,10 @@ import argparse
 import statistics
 from pathlib import Path
 
+from benchmarks.measured import MeasuredRow, load_rows, newest_versions
 from planner.core.units import gib
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.planning.evidence.measured import MeasuredRow, load_rows, newest_versions
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 
 GROUP = "ms_swift_benchmark"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks import gathered
 from benchmarks.accuracy import _lookup
+from benchmarks.measured import MeasuredRow, load_rows
 from planner.core.errors import PlannerError
 from planner.planning.check import Verdict, judge
-from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.planning.predict import predict
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "verdicts.md"

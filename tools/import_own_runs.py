@@ -1,4 +1,4 @@
-"""Adds runs that this project measured itself to `planner/data/measured_own.jsonl`.
+"""Adds runs that this project measured itself to `benchmarks/data/measured_own.jsonl`.
 
     python tools/import_own_runs.py RUNS.jsonl --gpu h200 --group h200 --date 2026-11-26 --versions torch=2.11.0,...
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from planner.core.errors import SetupError  # noqa: E402
 from planner.setup.interchange import asked_setup  # noqa: E402
 
-OUT = ROOT / "planner" / "data" / "measured_own.jsonl"
+OUT = ROOT / "benchmarks" / "data" / "measured_own.jsonl"
 WARM_UP_STEPS = 1
 DIFFERS = {
     "h100-q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of "

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy import _lookup, compare_rivals, rivals_table
+from benchmarks.measured import load_rows
 from planner.core.errors import EnvironmentProblem
-from planner.planning.evidence.measured import load_rows
 
 ROWS = [row for row in load_rows() if row.group == "canifinetune"]
 ANSWER = '[{"name": "fake 1.0", "figure": "reserved", "gib": 5.0, "why": ""}]'

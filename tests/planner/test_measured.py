@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gathered, own_runs
+from benchmarks.measured import MeasuredRow, load_rows, newest_versions, own_rows, version_noise
 from benchmarks.published_examples import examples
 from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.models import catalogue
-from planner.planning.evidence.measured import MeasuredRow, load_rows, newest_versions, own_rows, version_noise
 from planner.planning.predict import predict
 
 SINGLE = load_rows()

@@ -4,6 +4,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.measured import MeasuredRow, load_rows
 from planner.core.errors import SetupError
 from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
@@ -11,7 +12,6 @@ from planner.memory.model import predict_memory
 from planner.memory.step import HOOKED, KEPT_OUTPUTS, loss_parts
 from planner.models import catalogue
 from planner.options.stacks import STACKS
-from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.setup import TrainSetup
 from planner.setup.allowed import STACK_NAMES
 from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dict

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.measured import load_rows  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
-from planner.planning.evidence.measured import load_rows  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from planner.setup.outcome import Prediction  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402

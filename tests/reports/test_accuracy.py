@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
 from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
+from benchmarks.measured import MeasuredRow, load_rows
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
@@ -16,7 +17,6 @@ from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.planning.evidence.measured import MeasuredRow, load_rows
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -159,7 +159,7 @@ _FIGURES: Mapping[str, tuple[Quantity, ...]] = {
 
 @lru_cache(maxsize=3)
 def _read(names: tuple[str, ...]) -> tuple[MeasuredRow, ...]:
-    texts = [(resources.files("planner") / "data" / name).read_text(encoding="utf-8") for name in names]
+    texts = [(Path(__file__).parent / "data" / name).read_text(encoding="utf-8") for name in names]
     return tuple(row for text in texts for row in read_rows(text))
 
 
