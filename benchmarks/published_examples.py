@@ -231,7 +231,7 @@ CARD_SAID = (
 )
 OTHERWISE = {
     "examples/train/tuners/lisa/train.sh": "LISA trains two layers at a time, which no setup says: counted as all",
-    "examples/train/multi-gpu/ddp/train.sh": "of December 2024: before PyTorch 2.8 the buffers of DDP's first broadcast "
+    "examples/train/multi-gpu/ddp/train.sh": "of December 2024: before PyTorch 2.8 buffers of DDP's first broadcast "
     "were kept apart until it ended (pytorch 150398; torchtune 843 saw 78 GB for 23), up to a copy of the weights",
     "examples/train/tuners/galore/train_galore.sh": "GaLore's states are of projected gradients: counted as AdamW's",
     **dict.fromkeys(
