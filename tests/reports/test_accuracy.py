@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
 from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
-from benchmarks.measured import MeasuredRow, load_rows
+from benchmarks.measured import MeasuredRow
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
@@ -143,48 +143,6 @@ def test_percentile_is_nearest_rank(fraction: float, expected: float) -> None:
 def test_percentile_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         percentile([], 0.5)
-
-
-def states_and_checkpoints(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
-    """A textbook baseline: 16-bit (4-bit: 0.55 bytes) weights, 8 bytes per trained parameter when full, checkpoints."""
-    weights = model.num_params * (0.55 if setup.quantized else 2.0)
-    states = 8.0 * model.num_params if setup.method == "full" else 0.0
-    stored = 2.0 if setup.checkpointing else 34.0
-    activations = stored * setup.tokens_per_micro_batch * model.hidden_size * model.num_layers
-    return answer(weights + states + activations)
-
-
-def six_n_d(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
-    """6 FLOPs per parameter and token (4 for frozen weights) at 40 % of the card's 16-bit peak."""
-    flops = (6 if setup.method == "full" else 4) * model.num_params
-    flops += 2 * model.num_params if setup.checkpointing else 0
-    return answer(GIB, tokens_per_s=0.4 * (gpu.fp16_flops_per_s or 0.0) / flops)
-
-
-def test_textbook_memory_baseline_runs_over_every_comparable_row() -> None:
-    table = accuracy_table(load_rows(), states_and_checkpoints, what="allocated", lookup=lookup, rung="textbook")
-    assert table.overall is not None
-    assert table.overall.num_configs >= 60
-    assert {one.name for one in table.groups} == {
-        "canifinetune",
-        "fitcheck",
-        "fms_acceleration",
-        "h100",
-        "h200",
-        "litgpt",
-    }
-    # The textbook has no loss chain and no optimizer temporary: it must be too low, and far worse than the aim.
-    assert table.overall.bias < -0.05
-    assert table.overall.p95_error > 0.2
-    assert table.fit.num_out_of_memory >= 70
-
-
-def test_6nd_speed_baseline_runs_over_every_comparable_row() -> None:
-    table = accuracy_table(load_rows(), six_n_d, what="tokens_per_s", lookup=lookup, rung="6 N D")
-    assert table.overall is not None
-    assert table.overall.num_configs >= 45
-    assert table.overall.noise_median is not None
-    assert table.overall.noise_median < table.overall.median_error
 
 
 def test_markdown_golden() -> None:
