@@ -2,7 +2,6 @@
 
     python -m benchmarks.adapter_kinds --collect [KIND ...]    # dry-runs what is not kept yet, a second each
     python -m benchmarks.adapter_kinds [--all] [KIND ...]      # the tables, from what is kept: seconds, no torch
-    python -m benchmarks.adapter_kinds --others 100 --seed 1   # random other models and shapes, dry-run now, not kept
 
 `--all` prints every point; otherwise only those beyond AIM. Whole models, 16-bit and two 4-bit bases, with and without
 checkpointing.
@@ -10,7 +9,6 @@ checkpointing.
 
 import argparse
 import json
-import random
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,35 +112,6 @@ def compared() -> Iterator[tuple[Cell, dict[str, Any], MemoryBreakdown, float]]:
         yield cell, row, formula, formula.peak_allocated_bytes / row["peak_allocated_bytes"] - 1
 
 
-def others(num: int, seed: int) -> None:
-    """The error of random cells on which no term was found: other models of any type, other shapes and sizes."""
-    from planner.core.errors import SetupError
-    from planner.setup.outcome import Prediction
-    from probes.dryrun import dry_run
-
-    draw, errors = random.Random(seed), []
-    models = [name for name in catalogue.names() if name not in MODELS.values()]
-    while len(errors) < num:
-        kind, base = draw.choice(list(ADAPTERS)), draw.choice(list(BASES))
-        shape = {"micro_batch_seqs": draw.choice((1, 2, 4)), "seq_len_tokens": draw.choice((512, 2048))}
-        shape |= {"checkpointing": draw.choice((0, 1, 1)), "loss": draw.choice(("full", "chunked"))}
-        shape |= {"lora_rank": draw.choice((8, 64)) if ADAPTERS[kind].size else 0}
-        spec = catalogue.load(draw.choice(models))
-        assert spec is not None
-        try:
-            setup = setup_from_dict({"adapter": kind, **BASES[base], **shape})
-            formula = predict_memory(spec, find_gpu(GPU), setup)
-        except SetupError:
-            continue
-        if spec.num_params > 15e9 or any(one.mlp is not None and one.mlp.kind == "moe" for one in spec.layer_kinds):
-            continue
-        found = dry_run(spec, find_gpu(GPU), setup, use_cache=False)
-        if isinstance(found, Prediction):
-            errors.append(formula.peak_allocated_bytes / found.peak_allocated_bytes - 1)
-            print(f"{errors[-1]:+.2%} {spec.model_id} {kind}, {base}, {shape} ({found.peak_phase})", flush=True)
-    print(summary([abs(one) for one in errors]))
-
-
 def summary(errors: list[float]) -> str:
     """Median, 95th percentile and worst of absolute errors, and how many are within AIM."""
     ordered = sorted(errors)
@@ -182,12 +151,8 @@ if __name__ == "__main__":
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--types", nargs="*", default=[])
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--others", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    if given.others:
-        others(given.others, given.seed)
-    elif given.collect:
+    if given.collect:
         collect(given.kinds, given.types)
     else:
         tables(given.kinds, everything=given.all)
