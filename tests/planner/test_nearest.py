@@ -3,9 +3,11 @@
 import pytest
 
 from planner.core.errors import UsageError
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.options.images import Images
 from planner.planning.answer import plan_workload
-from planner.planning.plan import NoPlan
+from planner.planning.plan import NoPlan, Plan
 from tests.planner.helpers import plan_request
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -32,3 +34,13 @@ def test_a_host_that_holds_the_states() -> None:
         plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=64))
     assert (problem.value.hint or "").startswith("--host-memory 67 holds them")
     assert not isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=67)), NoPlan)
+
+
+def test_the_smallest_host_of_several_gpus() -> None:
+    """Before: the host of the first spread looked at, 134.6 GiB."""
+    asked = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}
+    refused = plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=64, **asked))
+    assert isinstance(refused, NoPlan)
+    larger = [one.action for one in refused.remedies if one.action.startswith("--host-memory")]
+    assert larger == ["--host-memory 67: --offload parameters fits with 59.83 GiB in every node's host"]
+    assert isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=67, **asked), explained=False), Plan)

@@ -446,11 +446,14 @@ def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
 
 def _larger_host(facts: WalkResults) -> Iterator[Remedy]:
-    """Offloading that only the assumed size of the host's memory rules out."""
-    for key, need in facts.too_large_for_hosts.items():
-        where = f"{gib(need)} would lie in every node's host memory"
-        yield Remedy(action=f"--offload {key[FIELDS.index('offload')]} ({where})", saves_bytes=0, fits=True)
+    """The least offloading that only the size of the host's memory rules out."""
+    if not facts.too_large_for_hosts:
         return
+    from planner.memory.engines.host import HOST_SHARE  # seldom needed
+
+    key, need = min(facts.too_large_for_hosts.items(), key=lambda one: one[1])
+    there = f"--offload {key[FIELDS.index('offload')]} fits with {gib(need)} in every node's host"
+    yield Remedy(action=f"--host-memory {ceil(need / HOST_SHARE / GIB)}: {there}", saves_bytes=0, fits=True)
 
 
 def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
