@@ -502,10 +502,12 @@ class ScaledSpeed:
 
     def step_time(self, setup: TrainSetup) -> StepTime:
         """The full answer for one setup."""
-        found = self._own.step_time(setup)
+        found, other = self._own.step_time(setup), self._like.step_time(setup)
         longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / found.step_time_s
+        gain = other.step_time_s / (found.step_time_s * longer) - 1.0
         return replace(
             found,
+            band_fraction=self._own.scaled_band(found, setup, other, gain),
             step_time_s=found.step_time_s * longer,
             parts_s={name: seconds * longer for name, seconds in found.parts_s.items()},
             mfu_fraction=found.mfu_fraction / longer,

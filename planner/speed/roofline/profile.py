@@ -1,6 +1,6 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from planner.core.notes import found
@@ -203,11 +203,7 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        beside = parts[self._encoder.name] if self._encoder is not None else 0.0
-        unmeasured = self._family.unmeasured_s(seqs) * steps + generation + beside
-        if not setup.aim.supervised:
-            unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
-        unmeasured = unmeasured / total + beyond
+        unmeasured = self._unmeasured_fraction(seqs, steps, parts) + beyond
         own = self._with_host(busy, seqs)
         slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
         slow_host = steps * (self._with_host(busy, seqs, slower) - own) / total
@@ -222,6 +218,26 @@ class ThroughputProfile:
             band_fraction=self._band(unmeasured, unsure_host),
             notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host, slower)),
         )
+
+    def scaled_band(self, step: StepTime, setup: TrainSetup, other: StepTime, gain: float) -> float:
+        """Half-width of the band where this profile's step was set beside a program's (`planner.speed.sized`).
+
+        Args:
+            step, setup: by this profile.
+            other: the program's, whose band has the host.
+            gain: how much faster this setup is than that one, as a fraction.
+        """
+        unmeasured = self._unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, step.parts_s)
+        beyond = max(0.0, gain - LARGEST_GAIN) if KERNELS[self._setup.kernels].parts else 0.0
+        return self._band(unmeasured + beyond, other.band_fraction)
+
+    def _unmeasured_fraction(self, seqs: int, steps: int, parts: Mapping[str, float]) -> float:
+        """The share of a step that nobody has measured in a run of the setup's kind."""
+        unmeasured = self._family.unmeasured_s(seqs) * steps + parts.get("generation", 0.0)
+        unmeasured += parts[self._encoder.name] if self._encoder is not None else 0.0
+        if not self._setup.aim.supervised:
+            unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
+        return float(unmeasured / sum(parts.values()))
 
     def _band(self, unmeasured: float, slow_host: float) -> float:
         """Half-width of the speed's band: the card's, with what no run of the setup's kind has shown."""
