@@ -7,6 +7,8 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 TERA = 1.0e12
+MIN_BLOCK_BYTES = 512
+"""Smallest block of PyTorch's caching allocator, to which every request is rounded up (`kMinBlockSize`)."""
 
 
 def gib(size_bytes: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from planner.core.packed import read_packed, write_packed
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
+from planner.core.units import MIN_BLOCK_BYTES
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import dtype_policy_of
@@ -327,14 +328,10 @@ class ModelProfiles:
         return found
 
 
-BLOCK_BYTES = 512
-"""The allocator's smallest block: what has a size of its own is rounded up to it."""
-
-
 def resized_bytes(sizes: Resizer, index: int, factor: float) -> float:
     """The factor of a monomial for a model, of that of the one that was run."""
     found = sizes.product(factor)
-    return found if index else math.ceil(found / BLOCK_BYTES) * BLOCK_BYTES
+    return found if index else math.ceil(found / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
+from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.layer_terms import shared_bytes
 from planner.memory.rank_part import RankPart
@@ -23,7 +24,6 @@ from planner.setup.memory_terms import Category
 
 NF4_BLOCK = 64
 DOUBLE_QUANT_BLOCK = 256
-_SMALL = 512  # the caching allocator's smallest block: each little tensor costs this much
 
 
 def nf4_bytes(num_weights: int, *, double: bool) -> int:
@@ -39,8 +39,8 @@ def nf4_bytes(num_weights: int, *, double: bool) -> int:
     blocks = -(-num_weights // NF4_BLOCK)
     packed = -(-num_weights // 2)
     if not double:
-        return packed + 4 * blocks + _SMALL
-    return packed + blocks + 4 * -(-blocks // DOUBLE_QUANT_BLOCK) + _SMALL + 1024 + _SMALL
+        return packed + 4 * blocks + MIN_BLOCK_BYTES
+    return packed + blocks + 4 * -(-blocks // DOUBLE_QUANT_BLOCK) + MIN_BLOCK_BYTES + 1024 + MIN_BLOCK_BYTES
 
 
 def int8_bytes(num_weights: int, out_features: int) -> int:

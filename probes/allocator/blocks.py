@@ -6,7 +6,6 @@ is the order in which "best fit" looks for one.
 
 from bisect import bisect_left, insort
 
-MIN_BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20  # largest request served by the small pool
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20

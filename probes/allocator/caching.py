@@ -8,9 +8,9 @@ Not modelled: several streams (a block freed on one is not reused on another), C
 own choice of addresses (new segments get rising addresses here; it only breaks ties between free blocks of one size).
 """
 
+from planner.core.units import MIN_BLOCK_BYTES
 from probes.allocator.blocks import (
     LARGE_SEGMENT_BYTES,
-    MIN_BLOCK_BYTES,
     MIN_LARGE_BYTES,
     ROUND_LARGE_BYTES,
     SMALL_BYTES,

@@ -10,7 +10,7 @@ from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 from planner.core.records import dataclass
-from probes.allocator.blocks import MIN_BLOCK_BYTES
+from planner.core.units import MIN_BLOCK_BYTES
 from probes.allocator.events import Alloc, Event, Free
 
 Step = tuple[int, int | None]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.records import dataclass
+from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.profiles import LOSS_BEGINS, Group
-from probes.allocator.blocks import MIN_BLOCK_BYTES
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Pattern, Repetition
 from probes.dryrun.analysis import group_of

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.core.units import MIB
+from planner.core.units import MIB, MIN_BLOCK_BYTES
 from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory, Phase, replay
-from probes.allocator.blocks import MIN_BLOCK_BYTES, SMALL_BYTES, Block, Pool
+from probes.allocator.blocks import SMALL_BYTES, Block, Pool
 
 # Sizes around every threshold of the rules, and anything in between.
 SIZES = st.one_of(
