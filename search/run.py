@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from optuna.exceptions import StorageInternalError
@@ -14,8 +14,9 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of
+from search.optuna_samplers import make_sampler
 from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
-from search.sampler import Posterior, ResidualSampler, Sampler
+from search.sampler import Posterior
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, first_line, open_storage
 from search.study import Study, still_excluded
@@ -37,13 +38,14 @@ class Strategy:
     """What is tried next, and when it is enough.
 
     Attributes:
+        sampler: a name of `optuna_samplers.SAMPLERS`.
         num_ranked: how many of the best-ranked survivors are enqueued after the plan; the sampler ranks them itself and
             anew after each probe.
         margin: stop when nothing left can plausibly be better by more than this fraction.
         seed: of the sampler.
     """
 
-    sampler: Sampler = field(default_factory=ResidualSampler)
+    sampler: str = "residual"
     num_ranked: int = 0
     margin: float = MARGIN
     seed: int = 0
@@ -144,7 +146,7 @@ class _Worker:
     ) -> None:
         self._problem, self._evaluate, self._check = problem, evaluate, check
         self._strategy = strategy
-        self._sampler = strategy.sampler
+        self._sampler = make_sampler(strategy.sampler)
         self.posterior = posterior
         self._budget = budget
         self._started = time.monotonic() if budget.since_s is None else budget.since_s

@@ -28,6 +28,7 @@ from planner.setup.outcome import (
 )
 from search.corrections import observations_of
 from search.dimensions import key_of
+from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, Strategy, search
 from search.stopping import Budget
@@ -119,16 +120,17 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
     assert counting.calls[:3] == [plan, ranked[0].setup, ranked[1].setup]
 
 
-def test_a_search_keeps_its_budget_and_repeats_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
     counting = Counting(gpu())
-    result = search(problem(), counting, storage=empty_study(tmp_path), budget=FEW)
+    result = search(problem(), counting, storage=empty_study(tmp_path), strategy=Strategy(sampler=sampler), budget=FEW)
     assert len(counting.calls) == result.num_probes == 6
     assert len(set(counting.calls)) == 6
     assert result.reason == "the budget of 6 probes is spent"
     assert result.best is not None
     assert result.best.fits
     again = Counting(gpu())
-    resumed = search(problem(), again, storage=tmp_path, budget=FEW)
+    resumed = search(problem(), again, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
     assert again.calls == []
     assert resumed.best == result.best
 

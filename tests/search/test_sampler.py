@@ -11,6 +11,7 @@ from search_cases import all_candidates, exact, measurement, out_of_memory, prob
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
+from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
 from search.sampler import MIN_PROBABILITY, WORTH, Posterior, ResidualSampler, acquisition, expected_improvement
 from search.stopping import _correlated, probability_of_better
@@ -152,18 +153,19 @@ def test_acquisition_is_negative_exactly_where_nothing_is_open() -> None:
     assert ((acquisition(posterior, posterior.open) < 0) == ~posterior.open).all()
 
 
-def test_the_sampler_proposes_open_candidates_only_and_deterministically() -> None:
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_every_sampler_proposes_open_candidates_only_and_deterministically(name: str) -> None:
     posterior = Posterior(problem())
     gpu = SyntheticGpu.of(scenario(), 1)
     for _ in range(3):
-        index = ResidualSampler().propose(posterior, (), seed=5)
+        index = make_sampler(name).propose(posterior, (), seed=5)
         assert index is not None
         assert posterior.open[index]
-        assert ResidualSampler().propose(posterior, (), seed=5) == index
-        assert ResidualSampler().propose(posterior, (index,), seed=5) != index
+        assert make_sampler(name).propose(posterior, (), seed=5) == index
+        assert make_sampler(name).propose(posterior, (index,), seed=5) != index
         posterior.tell(Result(index=index, evidence=gpu(posterior.problem.candidates[index].setup)))
     posterior.open[:] = False
-    assert ResidualSampler().propose(posterior, (), seed=5) is None
+    assert make_sampler(name).propose(posterior, (), seed=5) is None
 
 
 def test_probability_of_better_agrees_with_a_full_joint_sample() -> None:
