@@ -235,6 +235,74 @@ def axolotl(adapter: str, more: str = "") -> Case:
     return Case("axolotl.yaml", text, ("-m", "axolotl.cli.train", "{file}"), beside, "axolotl")
 
 
+TORCHTUNE = """output_dir: out
+model: {{_component_: torchtune.models.llama3_1.{builder}}}
+tokenizer: {{_component_: parts.padding, max_seq_len: 2048}}
+checkpointer: {{_component_: parts.Weights, checkpoint_dir: Meta-Llama-3.1-8B, model_type: LLAMA3}}
+resume_from_checkpoint: false
+save_adapter_weights_only: false
+dataset: {{_component_: parts.rows, packed: false}}
+seed: 1
+shuffle: false
+epochs: 1
+max_steps_per_epoch: 3
+batch_size: {micro}
+gradient_accumulation_steps: 1
+optimizer: {{_component_: {optimizer}, lr: 2e-5}}
+{more}
+loss: {{_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}}
+device: cuda
+enable_activation_checkpointing: true
+enable_activation_offloading: false
+dtype: bf16
+clip_grad_norm: null
+compile: false
+metric_logger: {{_component_: torchtune.training.metric_logging.DiskLogger, log_dir: out/logs}}
+log_every_n_steps: 1
+log_peak_memory_stats: true
+profiler: {{_component_: torchtune.training.setup_torch_profiler, enabled: false}}
+"""
+TORCHTUNE_PARTS = """from types import SimpleNamespace
+import torch
+WIDE, INNER, WORDS, HEADS = 4096, 14336, 128256, 1024
+LAYER = {"attn.q_proj.weight": (WIDE, WIDE), "attn.k_proj.weight": (HEADS, WIDE), "attn.v_proj.weight": (HEADS, WIDE),
+         "attn.output_proj.weight": (WIDE, WIDE), "mlp.w1.weight": (INNER, WIDE), "mlp.w3.weight": (INNER, WIDE),
+         "mlp.w2.weight": (WIDE, INNER), "sa_norm.scale": (WIDE,), "mlp_norm.scale": (WIDE,)}
+SIZES = {"tok_embeddings.weight": (WORDS, WIDE), "norm.scale": (WIDE,), "output.weight": (WORDS, WIDE)}
+SIZES |= {f"layers.{layer}.{name}": size for layer in range(32) for name, size in LAYER.items()}
+def padding(**_): return SimpleNamespace(pad_id=0)
+def rows(tokenizer, packed): return [{"tokens": [5] * 2048, "labels": [5] * 2048}] * 64
+class Weights:
+    def __init__(self, **_): pass
+    def load_checkpoint(self, **_):
+        return {"model": {name: torch.empty(size, dtype=torch.bfloat16) for name, size in SIZES.items()}}
+    def save_checkpoint(self, *_, **__): pass
+"""
+TORCHTUNE_RUN = """import importlib.util, pathlib, sys, torchtune
+from omegaconf import OmegaConf
+sys.path.insert(0, ".")
+place = pathlib.Path(torchtune.__file__).parents[1] / "recipes/{recipe}.py"
+found = importlib.util.spec_from_file_location("recipe", place)  # the folder is no package
+module = importlib.util.module_from_spec(found)
+found.loader.exec_module(module)
+config = OmegaConf.load(sys.argv[1])
+recipe = module.{name}(cfg=config)
+recipe.setup(cfg=config)
+recipe.train()
+"""
+
+
+def torchtune(recipe: str, name: str, **words: Any) -> Case:
+    """A recipe's file; it is imported, as `tune run` starts a process."""
+    usual = {"builder": "llama3_1_8b", "micro": 2, "optimizer": "bitsandbytes.optim.PagedAdamW8bit", "more": ""}
+    beside = {"run.py": TORCHTUNE_RUN.format(recipe=recipe, name=name), "parts.py": TORCHTUNE_PARTS}
+    return Case("tune.yaml", TORCHTUNE.format(**{**usual, **words}), ("run.py", "{file}"), beside, "torchtune")
+
+
+FULL_RECIPE = ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice")
+IN_BWD, KEPT = "optimizer_in_bwd: true", "optimizer_in_bwd: false"
+
+
 def trl_file(more: str) -> Case:
     """A file of TRL's command line."""
     return Case("trl.yaml", TRL_FILE.format(more), ("-m", "trl.scripts.sft", "--config", "{file}"))
@@ -278,6 +346,9 @@ CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()}
     "lf-long": factory("lora", LORA_FILE + "bf16: true\n", micro=1, length=4096),
     "lf-no-checkpointing": factory("lora", LORA_FILE + "bf16: true\ndisable_gradient_checkpointing: true\n"),
     "lf-liger": factory("lora", LORA_FILE + "bf16: true\nenable_liger_kernel: true\n"),
+    "torchtune-in-bwd": torchtune(*FULL_RECIPE, more=IN_BWD),
+    "torchtune-in-bwd-one": torchtune(*FULL_RECIPE, micro=1, more=IN_BWD),
+    "torchtune-full": torchtune(*FULL_RECIPE, more=KEPT),
     "trl-yaml-full": trl_file("dtype: bfloat16\n"),
     "trl-yaml-lora": trl_file("use_peft: true\nlora_r: 16\nlora_target_modules: all-linear\ndtype: bfloat16\n"),
     "trl-yaml-packed": trl_file("use_peft: true\npacking: true\ndtype: bfloat16\ngradient_checkpointing: false\n"),
