@@ -37,15 +37,6 @@ layers of Qwen3-8B). Not fitted.
 _OUTER_KERNELS = 26
 """Of loss and embedding."""
 
-_NOT_AGAIN = {
-    (False, False): "",
-    (False, True): "last_forward",
-    (True, False): "second_forward",
-    (True, True): "second_or_last",
-}
-"""Which products of a checkpointed layer its recomputation leaves out, by whether every second one's result was kept
-and whether it stops before the last."""
-
 _RECOMPUTED = ("checkpointing", "activation_offload", "selective_checkpointing")
 _NOT_THE_WORKS = {
     *_RECOMPUTED,
@@ -91,7 +82,7 @@ class Family:
     """
 
     __slots__ = (
-        "_busy", "_not_again", "_recompute", "_setup", "above", "add_s", "forward_host_s", "host_s",
+        "_busy", "_kept", "_recompute", "_setup", "_stops", "above", "add_s", "forward_host_s", "host_s",
         "modules", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
         "work",
     )  # fmt: skip
@@ -105,7 +96,7 @@ class Family:
         self.add_s = GRADIENT_ADD_PASSES * (trained.params * trained.size_bytes) / speed.bandwidth
         self.modules = num_modules(inv, trained.calls)
         self.trainer_s = self.trainer_micro_s = 0.0
-        if speed.conditions.trainer_overhead and speed.conditions.rented_host:
+        if speed.conditions.trainer_overhead:
             self.trainer_s = speed.host_scale * step_s(self.modules)
             self.trainer_micro_s = speed.host_scale * micro_batch_s(self.modules)
         self.trainer_s += trained.step_s * speed.host_scale
@@ -119,10 +110,8 @@ class Family:
         attended = 0.0 if kept else again * work.attention[0]
         offloaded = self._offloaded_token_s(again) * work.length
         self._recompute = (again_token, attended, offloaded, again_micro, again * self.above)
-        # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
-        stops = setup.method == "full" and not speed.conditions.reentrant_checkpointing
-        every_second = setup.selective_checkpointing and setup.trainer.selects_products
-        self._not_again = _NOT_AGAIN[every_second, stops]
+        self._stops = setup.method == "full" and not speed.conditions.reentrant_checkpointing
+        self._kept = setup.selective_checkpointing and setup.trainer.selects_products
         self._count_host(again)
 
     @property
@@ -194,7 +183,7 @@ class Family:
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
         forward, backward = work.attention
         rows = work.attending(seqs)
-        recompute = again * (layers.forward - (getattr(layers, self._not_again) if self._not_again else 0.0))
+        recompute = again * layers.again_s(kept=self._kept, stops=self._stops)
         parts = {
             "matmul": matmul,
             "recompute": recompute + again_token * cached + attended * rows + offloaded * seqs + again_micro,

@@ -103,6 +103,17 @@ class LayerMatmuls(NamedTuple):
     second_forward: float
     second_or_last: float
 
+    def again_s(self, *, kept: bool, stops: bool) -> float:
+        """Seconds of those that a recomputation multiplies.
+
+        Args:
+            kept: the results of every second one were.
+            stops: before each layer's last one, whose result nobody saved.
+        """
+        if kept:
+            return self.forward - (self.second_or_last if stops else self.second_forward)
+        return self.forward - stops * self.last_forward
+
 
 def int8_bytes(linear: LinearSpec, dtype: str) -> float:
     """Bytes that LLM.int8() moves per token around one multiplication, forward.

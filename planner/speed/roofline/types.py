@@ -96,8 +96,7 @@ class Conditions:
         masked_attention: batches are really padded. SDPA then gets an explicit mask and skips no causal half;
             flash attention unpads in each layer, which waits for the GPU.
         rented_host: the host is a rented virtual machine's (`planner.speed.roofline.rented`); else that of the
-        published
-            runs, as fast as fitted, no trainer counted around their micro-batches.
+            published runs, as fast as fitted.
         cudnn_attention: SDPA takes cuDNN's kernels on Hopper and data-centre Blackwell: PyTorch 2.13, cuDNN above 9.15.
         torch_nf4: matrices in 4 bits are unpacked by operations of torch's, not by one kernel.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.

@@ -2,7 +2,7 @@
 
 Compute is the one-GPU speed model's for the part of the model that a rank holds. Communication is hidden behind compute
 where the engine prefetches or reduces in the background, unit by unit; what is not hidden, and a share of what is
-(`overlap_cost`), lengthens the step. `spread_profile(...).at(micro, accumulation)` ranks whole spaces.
+(`overlap_cost`), lengthens the step. `layout_profile(...).at(micro, accumulation)` ranks whole spaces.
 """
 
 from collections.abc import Mapping, Sequence
