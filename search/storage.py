@@ -6,6 +6,7 @@ import random
 import re
 import stat
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from optuna.storages import BaseStorage
 
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.install import packages_command
+
+# heartbeat and retries; nobody who runs a search can act on it
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 STUDY_NAME = "study.db"
 """The file of a study in a directory."""
