@@ -34,7 +34,13 @@ from planner.setup import TrainSetup
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
-from probes.tracing.profile_builder import ProfileBuilder, asked_structures, build_profiles, versions
+from probes.tracing.profile_builder import (
+    ProfileBuilder,
+    asked_structures,
+    build_profiles,
+    versions,
+    with_fused_adapters,
+)
 from probes.tracing.programs import ProgramBuilder, asked_programs
 
 SPACINGS = [one for one in PLANNED_CHECKPOINTING if one]
@@ -143,6 +149,8 @@ def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec]) ->
             members.append(one)
     asked = {key: one for of in reversed(members[:3]) for key, one in asked_structures(of).items()}
     asked |= _as_people_write(like, asked)
+    fused = with_fused_adapters(like, [one for one in asked.values() if not one[0].activation_offload])
+    asked |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
     builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config)
     path = SHIPPED / f"{structure}.json.gz"
     if found := builder.all(asked):

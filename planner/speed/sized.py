@@ -534,7 +534,8 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     if setup.method != "full":
         changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
     for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
-        like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed))
+        own_type = {"adapter_dtype": "fp32"} if kernels == "fused" else {}  # as its programs were run
+        like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed | own_type))
         if like is not None:
             own = throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
             return ScaledSpeed(own, like)

@@ -27,6 +27,7 @@ from planner.memory.profiles import (
 )
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of
+from planner.options.kernels import kernels_refusal
 from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
@@ -65,9 +66,22 @@ def asked_structures(
                 continue
             for loss in run.choices:
                 setup = run.shared.replace_trusted(loss=loss)
-                if profiled_kind(setup):
-                    found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
+                plain = [setup.replace_trusted(quantization="nf4")] * (setup.quantization == "nf4-double")
+                for one in (setup, *plain):  # plain scales are walked where speed alone counts
+                    if profiled_kind(one):
+                        found.setdefault(structure_key(model, gpu, one), (one, gpu))
     return found
+
+
+def with_fused_adapters(
+    model: ModelSpec, asked: Iterable[tuple[TrainSetup, GpuSpec]]
+) -> Iterator[tuple[TrainSetup, GpuSpec]]:
+    """The same with adapters as fused functions, as Axolotl runs them: fp32 adapters, whatever the base."""
+    if kernels_refusal("fused", model.model_type):
+        return
+    for setup, gpu in asked:
+        if setup.method != "full" and setup.kernels == "liger" and setup.quantization != "int8":
+            yield setup.replace_trusted(kernels="fused", adapter_dtype="fp32"), gpu
 
 
 class ProfileBuilder:

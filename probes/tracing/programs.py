@@ -38,7 +38,7 @@ from probes.dryrun.operators import OperatorLog, full_program
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config
-from probes.tracing.profile_builder import CARDS, NOT_PROFILED, asked_structures
+from probes.tracing.profile_builder import CARDS, NOT_PROFILED, asked_structures, with_fused_adapters
 
 _SEQS = (23, 29, 31, 37, 43, 47)
 _TOKENS = (1307, 1319, 1367, 1187)
@@ -148,7 +148,7 @@ def asked_programs(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, 
     mixed = [one for one in asked if one[0].method == "full" and one[0].precision == "bf16-mixed"]
     asked += [(setup.replace_trusted(precision="bf16-pure"), gpu) for setup, gpu in mixed]
     eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in asked]
-    for setup, gpu in (*asked, *eager):
+    for setup, gpu in (*asked, *eager, *with_fused_adapters(model, asked)):
         found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
     return found
 

@@ -323,12 +323,12 @@ def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[s
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Liger gains some 15 % here: were that much given for fewer packages, eager kernels would stay."""
+    """Liger gains some 15 % here, fused adapters more: were that given for fewer packages, eager kernels would stay."""
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
     asked = plan_request(LLAMA, "h200", fixed=narrow)
     assert {point.shared.kernels for point in walk(asked)} == {"liger"}
     for room in ("planner.planning.walk", "planner.planning.decision.facts"):
-        monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
+        monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.5)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.kernels == "eager"

@@ -124,7 +124,7 @@ def test_what_has_no_program_is_the_formulas() -> None:
     assert scaled.at(1, 1) == pytest.approx((whole.step_time_s, whole.tokens_per_s))
     assert whole.step_time_s > speed_profile(MODEL, H200, LORA.replace(checkpointing=1)).at(1, 1)[0]
     assert isinstance(speed_profile(MODEL, find_gpu("mi300x"), LORA), ThroughputProfile)
-    for other in ({"adapter": "dora"}, {"kernels": "fused"}, {"compile": True}):
+    for other in ({"adapter": "dora"}, {"compile": True}):
         beside = LORA.replace(**other)
         speed = speed_profile(MODEL, H200, beside)
         assert isinstance(speed, ScaledSpeed)
@@ -142,6 +142,8 @@ def test_trainers_around_transformers_models_share_a_program() -> None:
         reentrant = speed_profile(MODEL, H200, own.replace(reentrant_checkpointing=True))
         assert isinstance(reentrant, ProgramSpeed)
         assert reentrant.at(1, 4)[0] < 0.9 * seconds[0]  # its host passes no hooks
+    fused = {"kernels": "fused", "stack": "axolotl"}
+    assert isinstance(speed_profile(MODEL, H200, trl.replace(**fused)), ProgramSpeed)
     assert isinstance(speed_profile(MODEL, H200, trl.replace(stack="unsloth")), ScaledSpeed)
     assert isinstance(speed_profile(MODEL, H200, trl.replace(stack="torchtune")), ThroughputProfile)
 

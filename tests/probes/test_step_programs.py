@@ -76,5 +76,5 @@ def test_what_is_asked_has_peoples_own_files_too() -> None:
     model = catalogue.load(SMALL)
     assert model is not None
     asked = [setup for setup, _ in asked_programs(model, ("a100-80gb",)).values()]
-    assert {setup.kernels for setup in asked} == {"eager", "liger"}
+    assert {setup.kernels for setup in asked} == {"eager", "liger", "fused"}
     assert not any(setup.activation_offload for setup in asked)
