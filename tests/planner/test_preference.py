@@ -115,8 +115,9 @@ def test_fewer_matrices_are_adapted_before_a_base_is_quantized() -> None:
 
 
 def test_a_tight_fit_does_not_win() -> None:
-    """At 23 GiB LoRA with every fourth layer checkpointed has 0.4 GiB of the budget left, less than the formula errs: what
-    surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back."""
+    """At 23 GiB LoRA with every fourth layer checkpointed has 0.4 GiB of the budget left, less than the profile errs:
+    what surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back.
+    """
     asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
