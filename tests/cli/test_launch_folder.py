@@ -23,7 +23,7 @@ from tests.planner.launch_sweep import request, setups
 from tests.whole import some
 
 LLAMA = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]
-PURE = [*LLAMA, "--memory-gib", "20", "--method", "qlora", "--precision", "bf16-pure"]
+PURE = [*LLAMA, "--memory-gib", "20", "--method", "qlora", "--precision", "bf16-pure", "--kernels", "liger"]
 """What Axolotl, LLaMA-Factory and Unsloth cannot say: their own variants need more than the card has."""
 HOSTILE = "evil'; touch pwned; `touch pwned` $(touch pwned) \"x"
 

@@ -22,7 +22,7 @@ from tests.planner.helpers import plan_request
 
 GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
-QLORA_SPEED = ((256, 0.73), (512, 0.75), (1024, 0.85), (2048, 0.94))
+QLORA_SPEED = ((256, 0.75), (512, 0.77), (1024, 0.85), (2048, 0.94))
 
 
 def test_textbook_adam_70b_is_1043_gib() -> None:
@@ -164,11 +164,11 @@ def test_checkpointing_costs_20_to_33_percent_of_the_speed() -> None:
     assert speed_ratio({"checkpointing": 1}, {"checkpointing": 0}) == pytest.approx(0.69, abs=0.02)
 
 
-def test_lora_is_18_percent_faster_than_full_fine_tuning() -> None:
+def test_lora_is_13_percent_faster_than_full_fine_tuning() -> None:
     """The paper's 25 % are GPT-3's. Frozen weights save a third of the operations; adapters' small matrices cost some,
     and with checkpointing the gain is nearly gone."""
     full = {"method": "full", "lora_rank": 0, "precision": "bf16-pure"}
-    assert speed_ratio({"checkpointing": 0}, {**full, "checkpointing": 0}) == pytest.approx(1.18, abs=0.03)
+    assert speed_ratio({"checkpointing": 0}, {**full, "checkpointing": 0}) == pytest.approx(1.13, abs=0.03)
     assert speed_ratio({"checkpointing": 1}, {**full, "checkpointing": 1}) == pytest.approx(1.02, abs=0.03)
 
 
