@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.core.errors import SetupError, UsageError
 from planner.core.notes import found, risk, usual
-from planner.core.units import GIB, gib
+from planner.core.units import gib
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of
-from planner.memory.engines.host import HOST_SHARE, assumed_host_bytes
+from planner.memory.engines.host import assumed_host_bytes, host_gib
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import pinned_bytes
@@ -188,7 +188,7 @@ def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
             return UsageError(
                 f"no setup of these options finds room in the host: {gib(least)} of states would lie there, at most "
                 f"{gib(room)} may",
-                hint=f"--host-memory {ceil(least / HOST_SHARE / GIB)} holds them; --optimizer sgd has no states",
+                hint=f"--host-memory {host_gib(least)} holds them; --optimizer sgd has no states",
             )
         return UsageError(
             f"no setup can satisfy all the options given{contradicted}",

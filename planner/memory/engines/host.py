@@ -1,7 +1,9 @@
 """What offloading puts into the hosts' memory."""
 
 from functools import lru_cache
+from math import ceil
 
+from planner.core.units import GIB
 from planner.memory.engines import engine_of
 from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
@@ -27,6 +29,11 @@ def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> 
 
 HOST_SHARE = 0.9
 """Of a machine's memory, what states may take; the rest is the system's, the loader's and pinned buffers'. Judged."""
+
+
+def host_gib(states_bytes: int) -> int:
+    """Whole GiB of a machine whose memory holds so many bytes of states."""
+    return ceil(states_bytes / HOST_SHARE / GIB)
 
 
 def assumed_host_bytes(workload: Workload) -> int:

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import ceil
 from typing import Any
 
 from planner.core.errors import PlannerError, SetupError, UsageError
-from planner.core.units import GIB, gib
+from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import all_gpus
 from planner.hardware.prices import price_per_hour
@@ -277,11 +276,27 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
             flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
             wishes.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
     for flag, request in wishes:
-        for node, point in best_points(request).items():
-            if point is not None:
-                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
-                return
+        if found := _fitting(request, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
+            yield found
+            return
+
+
+def _fitting(
+    request: Workload, peak_device_bytes: int, words: str, *, speed: bool = False, ending: str = ""
+) -> Remedy | None:
+    """What a request needs in the place of such a peak, by the first node that fits; None where none does.
+
+    Args:
+        words: how a person says the request.
+        speed: whether it is said how fast that is.
+    """
+    fits = next(((node, point) for node, point in best_points(request).items() if point is not None), None)
+    if fits is None:
+        return None
+    node, point = fits
+    rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
+    saved = peak_device_bytes - point.peak_device_bytes
+    return Remedy(action=f"{words}: {node.words} fits{rate}{ending}", saves_bytes=saved, fits=True)
 
 
 def _relaxed_and_shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
@@ -292,12 +307,9 @@ def _relaxed_and_shorter(workload: Workload, nearest: Candidate) -> Iterator[Rem
     length = workload.seq_len_tokens // 2
     while fixed != workload.fixed and workload.images is None and length >= LEAST_TOKENS:
         request = replace(workload, fixed=fixed, seq_len_tokens=length)
-        for node, point in best_points(request).items():
-            if point is not None:
-                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                action = f"leave --method out, --seq-len {length}: {node.words} fits"
-                yield Remedy(action=action, saves_bytes=saved, fits=True)
-                return
+        if found := _fitting(request, nearest.formula.peak_device_bytes, f"leave --method out, --seq-len {length}"):
+            yield found
+            return
         length //= 2
 
 
@@ -316,12 +328,10 @@ def _smaller_images(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         fixed = {**workload.fixed, "images": (images,)}
         with suppress(PlannerError):
             request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
-            for node, point in best_points(request).items():
-                if point is not None:
-                    saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                    action = f"--image-size {images.width}x{images.height}: {node.words} fits"
-                    yield Remedy(action=action, saves_bytes=saved, fits=True)
-                    return
+            words = f"--image-size {images.width}x{images.height}"
+            if found := _fitting(request, nearest.formula.peak_device_bytes, words):
+                yield found
+                return
 
 
 LEAST_EDGE = 112
@@ -338,12 +348,9 @@ def _unasked(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         requests.insert(0, (f"--attention {FLEX}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)})))
     for words, request in requests:
         with suppress(UsageError):  # it expresses nothing that the options allow
-            for node, point in best_points(request).items():
-                if point is not None:
-                    saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                    action = f"{words}: {node.words} fits at {point.tokens_per_s:,.0f} tokens/s"
-                    yield Remedy(action=action, saves_bytes=saved, fits=True)
-                    return
+            if found := _fitting(request, nearest.formula.peak_device_bytes, words, speed=True):
+                yield found
+                return
 
 
 def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
@@ -355,12 +362,10 @@ def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
         while batch:
             with suppress(UsageError):  # it expresses nothing that the options allow
                 request = replace(workload, targets=(target,), global_batch_seqs=batch)
-                for node, point in best_points(request).items():
-                    if point is not None:
-                        words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s, a step of {batch}"
-                        action = f"--target {target} --global-batch {batch}: {words}"
-                        yield Remedy(action=action, saves_bytes=peak_device_bytes - point.peak_device_bytes, fits=True)
-                        return
+                words = f"--target {target} --global-batch {batch}"
+                if found := _fitting(request, peak_device_bytes, words, speed=True, ending=f", a step of {batch}"):
+                    yield found
+                    return
             batch //= 2
 
 
@@ -389,16 +394,16 @@ def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         return
     if {"quantize_experts", "offload"} & set(workload.fixed):
         return
-    from planner.memory.engines.host import HOST_SHARE  # seldom needed
+    from planner.memory.engines.host import host_gib  # seldom needed
 
     request = replace(workload, targets=("loggetta",), fixed={**workload.fixed, "quantize_experts": (True,)})
     with suppress(UsageError):
         for node, point in best_points(request).items():
             if point is not None:
-                need = pinned_bytes(workload.model, point.setup) / HOST_SHARE
+                more = host_gib(pinned_bytes(workload.model, point.setup))
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 words = f"{node.words} beside experts of 4 bits there fits at {point.tokens_per_s:,.0f} tokens/s"
-                yield Remedy(action=f"--host-memory {ceil(need / GIB)}: {words}", saves_bytes=saved, fits=True)
+                yield Remedy(action=f"--host-memory {more}: {words}", saves_bytes=saved, fits=True)
                 return
 
 
@@ -449,11 +454,11 @@ def _larger_host(facts: WalkResults) -> Iterator[Remedy]:
     """The least offloading that only the size of the host's memory rules out."""
     if not facts.too_large_for_hosts:
         return
-    from planner.memory.engines.host import HOST_SHARE  # seldom needed
+    from planner.memory.engines.host import host_gib  # seldom needed
 
     key, need = min(facts.too_large_for_hosts.items(), key=lambda one: one[1])
     there = f"--offload {key[FIELDS.index('offload')]} fits with {gib(need)} in every node's host"
-    yield Remedy(action=f"--host-memory {ceil(need / HOST_SHARE / GIB)}: {there}", saves_bytes=0, fits=True)
+    yield Remedy(action=f"--host-memory {host_gib(need)}: {there}", saves_bytes=0, fits=True)
 
 
 def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
