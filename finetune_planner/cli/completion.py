@@ -1,16 +1,16 @@
 """Shell completion: names of models and GPUs, and the main job's words although its command is left out."""
 
 import os
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 
 VARIABLE = "_PLAN_COMPLETE"
 """What the shell sets when it asks; typer answers."""
 _LINE = "_TYPER_COMPLETE_ARGS"  # zsh, fish, PowerShell; bash says COMP_WORDS and COMP_CWORD
 
 
-def wanted() -> bool:
+def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a shell asks for words."""
-    return VARIABLE in os.environ
+    return VARIABLE in environ
 
 
 def complete_gpu(incomplete: str) -> list[str]:
@@ -34,7 +34,7 @@ def write_in(main_command: str, others: Collection[str], environ: MutableMapping
 
     Returns: the command that the line then names, "" where it names none yet, or nothing is to be completed.
     """
-    if VARIABLE not in environ:
+    if not wanted(environ):
         return ""
     name = "COMP_WORDS" if "COMP_WORDS" in environ else _LINE
     program, space, rest = environ.get(name, "").partition(" ")

@@ -3,7 +3,7 @@
 A row says how a kernel's time follows from its bytes or products; no row knows a model. An operator without a row is
 priced by the bytes it reads and writes, which is what an elementwise kernel is. Shares of the copy rate were read off
 PyTorch's profiler in training steps on an H100 (benchmarks/data/h100/profiles.jsonl.gz), matrices and attention off
-rows of calls by themselves (benchmarks/data/h100/prices.jsonl); `python -m benchmarks.operator_prices` repeats the
+rows of calls by themselves (benchmarks/data/h100/prices.jsonl); `python -m benchmarks.operator_speed` repeats the
 comparison.
 """
 
