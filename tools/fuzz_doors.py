@@ -183,7 +183,7 @@ def _state(folder: Path) -> list[tuple[str, bytes]]:
 
 def _in_forks(root: Path) -> Any:
     """A desk whose commands run in forks of this process, each of which tells what it opened outside."""
-    from finetune_planner.cli.agent_desk import Desk, refusal
+    from finetune_planner.cli.agent_server import Desk, refusal
 
     class ForkDesk(Desk):
         faults: list[str]

@@ -96,7 +96,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "search/residual.py",
             "search/residual.py",
             "search/stopping.py",
-            "search/attribution.py",
             "search/study.py",
             "search/corrections.py",
         ),

@@ -54,7 +54,7 @@ COMMANDS = {
     "init": Command("init", "init", "Five questions, then a plan and the command that made it."),
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
-    "explain": Command("explain", "explain", "What a word of a plan means."),
+    "explain": Command("lists", "explain", "What a word of a plan means."),
     "mcp": Command("agent_server", "mcp", "Serve plans to coding agents (Model Context Protocol)."),
     "gpus": Command("lists", "gpus", "The GPU table."),
     "prices": Command("prices", "prices", "Today's prices of the clouds, by gpuhunt, to a file."),

@@ -9,17 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from finetune_planner.app.climb import answered, chosen_timeline, dry_runs_ahead
+from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import workload_for
 from finetune_planner.cli.data_options import DataOptions
 from finetune_planner.cli.output import console, print_json
 from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
-from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, PlannerError, UnknownGpuError, UsageError
 from planner.core.notes import risk
 from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.memory.workload import Workload
+from planner.models.adapters import spec_from_sizes
+from planner.models.spec import ModelSpec
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import to_jsonable
 from reports.terminal import render_plan
@@ -168,7 +171,6 @@ def make(
 
 def _first(config: Mapping[str, Any], asked_for: Callable[..., Workload], gpu: str) -> None:
     """The first answer, before the layers of a type without an adapter are read."""
-    from finetune_planner.cli.first import say_first
 
     say_first(config, lambda spec: asked_for(gpu=gpu, spec=spec))
 
@@ -260,3 +262,32 @@ def _command(model: str, gpu: str) -> list[str]:
     """The command for the report: the words after `plan`."""
     words = sys.argv[1:]
     return words if model in words else [model, "--gpu", gpu]
+
+
+FOLLOWS = "what transformers' own layers and a dry run say follows in some ten seconds"
+
+
+def say_first(config: Mapping[str, Any], workload: Callable[[ModelSpec], Workload]) -> None:
+    """Says on stderr what the closed forms give for a configuration's sizes, with the band of a stranger, or that they
+    tell too little; `workload`: what is asked for, of a model."""
+    name = str(config.get("model_type"))
+    plan = _by_sizes(config, workload)
+    if plan is None:
+        say(f"{name} has no adapter and its sizes alone tell too little: {FOLLOWS}.")
+        return
+    from reports.text import nothing_sentence, short_verdict
+
+    verdict = short_verdict(plan) if isinstance(plan, Plan) else nothing_sentence(plan)
+    say(f"{name} has no adapter. By the sizes in its config.json alone: {verdict}")
+    say(f"{FOLLOWS[0].upper()}{FOLLOWS[1:]}.")
+
+
+def _by_sizes(config: Mapping[str, Any], workload: Callable[[ModelSpec], Workload]) -> Plan | NoPlan | None:
+    """The formula's plan; None where the sizes tell of no kind, or of what the whole reading has yet to refuse."""
+    from planner.planning.answer import plan_workload
+
+    try:
+        spec = spec_from_sizes(config, model_id="", source="its sizes alone")
+        return plan_workload(workload(spec)) if spec is not None else None
+    except PlannerError:
+        return None

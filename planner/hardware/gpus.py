@@ -3,12 +3,14 @@
 `planner/data/gpus.csv` holds one device per row. A name matches when it is equal to the key, the name, the driver's
 name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix, with its memory or
 without. Of a family of which one is by far the usual, that one is taken and it is said (`USUAL`); anything else is an
-error with the closest keys, never a silent guess.
+error with the closest keys, never a silent guess. What people put around a name ("2 x RTX 3090", "MacBook Pro M3 Max
+64GB") is taken apart first.
 """
 
 import csv
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,6 +22,68 @@ from planner.core.shipped import DATA
 from planner.core.units import GIB, MIB
 from planner.hardware.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.hardware.gpu import GpuSpec
+
+MAX_NAME = 200
+_COUNT = r"[1-9]\d{0,2}"
+_COUNTED = (
+    re.compile(rf"({_COUNT})\s*[x×*]\s*(?=[a-z]|\d{{3}})(.+)", re.IGNORECASE),
+    re.compile(r"([1-9]\d?)\s+(?=[a-z])(.+)", re.IGNORECASE),
+)
+_COUNTED_BEHIND = re.compile(rf"(.+?)(?:\s+[x×*]\s*|\s*:\s*)({_COUNT})", re.IGNORECASE)
+_MEMORY = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d+)?)[\s_-]*g(?:i?b)?(?![a-z\d])", re.IGNORECASE)
+_MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac\s*(?:studio|mini|pro)|imac)\b")
+_WORDS = re.compile(r"[a-z0-9]+").findall
+_MAKERS = ("nvidia", "amd", "apple", "intel", "geforce", "tesla", "instinct", "radeon", "arc")
+"""Words that tell nothing apart at the head of a name."""
+_NOISE = frozenset({"r", "tm", "gpu", "card", "graphics", "vram", "ram", "memory", "unified", "desktop", "generation"})
+_SAME = {"mobile": "laptop", "notebook": "laptop"}
+
+
+def normalized(name: str) -> str:
+    """A name without case, spacing, punctuation and words that tell nothing apart: "NVIDIA GeForce RTX 4090" gives
+    "rtx4090"."""
+    text = name.lower()
+    without = _WORDS(_MACHINES.sub(" ", text)) if "mac" in text else ()
+    words = [_SAME.get(one, one) for one in without or _WORDS(text)]
+    while len(words) > 1 and words[0] in _MAKERS:
+        del words[0]
+    return "".join([one for one in words if one not in _NOISE] or words)
+
+
+def size_alone(name: str) -> float | None:
+    """The memory in GiB, where a name is nothing else: "16GB", "24 GB GPU"."""
+    sizes = _MEMORY.findall(name)
+    rest = set(_WORDS(_MEMORY.sub(" ", name.lower())))
+    return float(sizes[0]) if len(sizes) == 1 and rest <= {*_MAKERS, *_NOISE} else None
+
+
+def words_of(name: str) -> frozenset[str]:
+    """The words of a name that tell something, without its size."""
+    return frozenset(_WORDS(_MEMORY.sub(" ", name.lower().replace("-", " ")))) - {*_MAKERS, *_NOISE}
+
+
+def size_and_words(name: str) -> tuple[float | None, str]:
+    """(the memory in GiB that stands in a name, the rest of it, normalized)."""
+    sizes, words = _MEMORY.findall(name), without_size(name)
+    return (float(sizes[0]), words) if len(sizes) == 1 and words else (None, words)
+
+
+def counted(text: str) -> tuple[int | None, str]:
+    """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "RTX 4090") of "RTX 4090"."""
+    text = text.strip()[:MAX_NAME]
+    if size_alone(text) is not None:  # "24 GB" is no 24 of a GB200
+        return None, text
+    for pattern in _COUNTED:
+        if found := pattern.fullmatch(text):
+            return int(found[1]), found[2]
+    behind = _COUNTED_BEHIND.fullmatch(text) if text.count(":") < 2 else None
+    return (int(behind[2]), behind[1]) if behind is not None else (None, text)
+
+
+def without_size(name: str) -> str:
+    """A name, normalized, without the memory that stands in it."""
+    return normalized(_MEMORY.sub(" ", name))
+
 
 Names = TypeVar("Names")
 _PATH = DATA / "gpus.csv"
@@ -183,7 +247,6 @@ def _keys() -> dict[str, str]:
     Raises:
         ConfigError: a name stands for two rows (a fault of the table).
     """
-    from planner.hardware.card_names import normalized
 
     found: dict[str, str] = {}
     for key, row in _rows().items():
@@ -201,7 +264,6 @@ def _names_of(key: str, row: dict[str, str]) -> tuple[str, ...]:
 @cache
 def _keys_without_size() -> dict[str, tuple[str, ...]]:
     """The keys of every normalised name without the memory that stands in it."""
-    from planner.hardware.card_names import without_size
 
     found: dict[str, dict[str, None]] = {}
     for key, row in _rows().items():
@@ -259,7 +321,6 @@ def split_count(name: str) -> tuple[int | None, str]:
     text = name.strip()
     if text in _rows() or text.lower() == LOCAL:
         return None, text
-    from planner.hardware.card_names import counted
 
     return counted(text)
 
@@ -280,7 +341,6 @@ def card_and_count(gpu: str, gpus: int | None) -> tuple[str, int | None]:
 
 def _named(text: str) -> GpuSpec:
     """The row that a name stands for."""
-    from planner.hardware.card_names import normalized, size_and_words
 
     gib, words = size_and_words(text)
     exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
@@ -311,7 +371,6 @@ def _named(text: str) -> GpuSpec:
 def _first(index: Mapping[str, Names], name: str) -> Names | None:
     """What an index has under a name: "4090" is a GeForce RTX 4090, "7900 xtx" a Radeon RX 7900 XTX, "Quadro RTX A6000"
     an RTX A6000, "H100s" are H100."""
-    from planner.hardware.card_names import normalized
 
     wanted = normalized(name)
     spellings = (wanted, f"rtx{wanted}", f"rx{wanted}", wanted.removeprefix("quadro"), wanted.removesuffix("s"))
@@ -319,7 +378,6 @@ def _first(index: Mapping[str, Names], name: str) -> Names | None:
 
 
 def _has_size(key: str) -> bool:
-    from planner.hardware.card_names import normalized, without_size
 
     name = _rows()[key]["name"]
     return normalized(name) != without_size(name)
@@ -374,7 +432,6 @@ def _service(name: str) -> str:
 
 def _of_size(name: str) -> str:
     """The rented or sold cards of a memory size, where nothing but a size is said: "16GB"."""
-    from planner.hardware.card_names import size_alone
 
     gib = size_alone(name)
     sized = [key for key, row in _rows().items() if gib is not None and gib in _marketed_gib(row)]
@@ -384,7 +441,6 @@ def _of_size(name: str) -> str:
 def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
     """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090"), has some of its words
     ("jetson orin") or names its family."""
-    from planner.hardware.card_names import normalized, words_of
 
     said = words_of(text)
     if len(said) > 1 and said <= words_of(f"{spec.key} {spec.name}"):
@@ -400,7 +456,6 @@ def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
 def _closest(name: str) -> list[str]:
     """Keys of the rows whose names are most like this one."""
     from planner.core.close import close_names
-    from planner.hardware.card_names import normalized
 
     names = {normalized(one): key for key, row in _rows().items() for one in (key, row["name"], row["driver_name"])}
     return list(dict.fromkeys(names[one] for one in close_names(normalized(name), names, num=8, cutoff=LIKE_ENOUGH)))[
@@ -450,7 +505,6 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
 
 def _row_of(seen: SeenGpu) -> str | None:
     """The row of a device that the driver shows: of several that it calls alike, the one with the nearest memory."""
-    from planner.hardware.card_names import normalized, without_size
 
     key = _keys().get(normalized(seen.name))
     alike = _keys_without_size().get(without_size(seen.name), ())

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_planner.cli.agent_desk import MAX_ANSWER_BYTES, Desk
-from finetune_planner.cli.agent_server import SKILL, build_server
+from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, Desk, build_server
 from finetune_planner.cli.app import run
 from reports.brief_json import LEFT_OUT, brief
 from tests.whole import WHOLE, some

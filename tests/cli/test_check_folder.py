@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import run as plan
-from finetune_planner.cli.check_folder import candidates
+from finetune_planner.cli.check import candidates
 
 Run = Callable[..., tuple[int, str]]
 FITS = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndtype: bfloat16\nmax_length: 256\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.explain import glossary, plain
+from finetune_planner.cli.lists import glossary, plain
 from planner.options.optimizers import OPTIMIZERS
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_planner.cli.traced_command import ANY, exact
+from finetune_planner.cli.checking import ANY, exact
 
 LOOP = "import torch\nloss.backward()\n"
 

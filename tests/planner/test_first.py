@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune_planner.cli.first import FOLLOWS, say_first
+from finetune_planner.cli.make import FOLLOWS, say_first
 from planner.memory.workload import Workload
 from planner.models.adapters import spec_from_sizes
 from planner.models.spec import ModelSpec

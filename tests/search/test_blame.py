@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from planner.setup import TrainSetup
-from search.attribution import CLEARED, KNOWN_PAIR_BLAME, FailedTrial, FailureAttribution
 from search.residual import encode
+from search.sampler import CLEARED, KNOWN_PAIR_BLAME, FailedTrial, FailureAttribution
 
 SETUPS = [
     TrainSetup(attention=attention, precision=precision)

@@ -28,9 +28,8 @@ from planner.setup.outcome import (
 )
 from search.corrections import observations_of
 from search.dimensions import key_of
-from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
-from search.run import MAX_RECORDED_EXCLUSIONS, Strategy, search
+from search.run import MAX_RECORDED_EXCLUSIONS, SAMPLERS, Strategy, search
 from search.stopping import Budget
 from search.storage import MAX_RETRIES, close_storage
 from search.trials import TrialRecord

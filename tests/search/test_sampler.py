@@ -11,8 +11,8 @@ from search_cases import all_candidates, exact, measurement, out_of_memory, prob
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
-from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
+from search.run import SAMPLERS, make_sampler
 from search.sampler import MIN_PROBABILITY, WORTH, Posterior, ResidualSampler, acquisition, expected_improvement
 from search.stopping import _correlated, probability_of_better
 

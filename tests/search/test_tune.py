@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from search_cases import measurement
 
-from finetune_planner.app import search_space
-from finetune_planner.app.search_space import search_candidates
-from finetune_planner.app.tuning import Tuning, trial_line, tune_plan
+from finetune_planner.app import tuning
+from finetune_planner.app.tuning import Tuning, search_candidates, trial_line, tune_plan
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -116,7 +115,7 @@ def test_a_search_walks_every_space_that_a_plan_is_chosen_from(
     mine = plan.chosen.setup
     assert {name: getattr(mine, name) for name in has} == has
     own = mine.attention, mine.loss, mine.optimizer, mine.micro_batch_seqs
-    assert any(point[1:5] == own and point.setup == mine for point in search_space._walked(plan))
+    assert any(point[1:5] == own and point.setup == mine for point in tuning._walked(plan))
 
 
 def test_trial_lines_say_what_happened() -> None:
@@ -139,4 +138,4 @@ def test_a_tuned_plan_takes_the_simplest_of_what_was_measured_as_fast() -> None:
     for faster, chosen in ((1.02, plain), (1.05, pure)):
         speeds = {plain: 1000.0, pure: 1000.0 * faster}
         probed = [replace(made[setup], probe=measurement(setup, speed, 8 * GIB)) for setup, speed in speeds.items()]
-        assert search_space._preferred(plan.workload, probed[1], probed).setup == chosen
+        assert tuning._preferred(plan.workload, probed[1], probed).setup == chosen

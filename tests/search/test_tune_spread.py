@@ -13,8 +13,15 @@ from optuna.trial import TrialState
 from search_cases import measurement
 
 from finetune_planner.app import climb
-from finetune_planner.app.search_space import search_candidates
-from finetune_planner.app.tuning import Tuning, climb_probe, on_this_machine, study_name, trial_line, tune_plan
+from finetune_planner.app.tuning import (
+    Tuning,
+    climb_probe,
+    on_this_machine,
+    search_candidates,
+    study_name,
+    trial_line,
+    tune_plan,
+)
 from planner.core.errors import UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu

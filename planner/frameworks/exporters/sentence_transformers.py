@@ -4,7 +4,7 @@ import json
 
 from planner.frameworks.exporters import hf
 from planner.frameworks.exporters.common import family_refusal, model_refusal
-from planner.frameworks.exporters.script_data import COUNTS, ROWS
+from planner.frameworks.exporters.hf import COUNTS, ROWS
 from planner.frameworks.exporters.text import call
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES

@@ -1,7 +1,11 @@
-"""From a path to a `ReadConfig`: which format it is, and the reader for it."""
+"""From a path to a `ReadConfig`: which format it is, and the reader for it.
+
+Task files of schedulers are read as shell scripts; what only the scheduler would put in stays a `$NAME`.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,6 @@ from planner.frameworks.readers import (
     script,
     shell,
     swift,
-    tasks,
     through,
     torchtitan,
     torchtune,
@@ -156,7 +159,7 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
             return torchtitan.read(Settings(values, name, around))
         return of_mapping(Settings(values, name, around), detect(values))
     documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
-    written = {file: one for document in documents for file, one in tasks.files_of(document.values).items()}
+    written = {file: one for document in documents for file, one in files_of(document.values).items()}
     inside = replace(around, written={**around.written, **written}) if written else around
     problems: list[ConfigError] = []
     for number, document in enumerate(documents, start=1):
@@ -195,9 +198,9 @@ OF_LAUNCHER = ("num_gpus", "parallel")
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
-    if tasks.is_task(parsed.values):
+    if is_task(parsed.values):
         try:
-            return launches.first(tasks.script_of(parsed.values), around)
+            return launches.first(script_of(parsed.values), around)
         except NotATraining:
             if not detect(parsed.values):
                 raise
@@ -338,3 +341,115 @@ def pinned(path: Path) -> dict[str, str]:
                 if found := dict(of_requirements(read_bounded(folder / name))):
                     return found
     return {}
+
+
+MARKS = (
+    {"run", "resources"}, {"run", "setup"}, {"run", "envs"}, {"commands", "type"}, {"commands", "resources"},
+    {"apiVersion", "kind"}, {"services"}, {"command", "compute"}, {"command", "code"}, {"command", "image"},
+    {"entrypoint", "resources"}, {"entrypoint", "hyperparameters"}, {"program", "parameters", "method"},
+    {"commands", "environment"}, {"tasks", "budget"},
+)  # fmt: skip
+"""Settings that task files have together, one row a kind."""
+SCRIPTS = ("setup", "run", "commands", "script", "entrypoint")
+"""Settings that hold commands of a shell; `command` and `args` hold one command's words."""
+ENVIRONMENTS = ("env", "envs", "environment", "environment_variables", "envVars")
+_GPUS = re.compile(r"^[A-Za-z][\w-]*:(\d+)$")
+MAX_DEPTH = 12
+
+
+def is_task(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a scheduler's task file."""
+    return any(marks <= set(values) for marks in MARKS)
+
+
+def script_of(values: Mapping[str, Any]) -> str:
+    """The commands of a task file as a shell script, with its variables set before them."""
+    if {"program", "parameters", "method"} <= set(values):
+        return _sweep(values)
+    lines = [f"export SKYPILOT_NUM_GPUS_PER_NODE={count}" for count in _gpus(values, 0)][:1]
+    inputs = values.get("inputs")
+    given = inputs if isinstance(inputs, Mapping) else {}
+
+    def put_in(match: re.Match[str]) -> str:
+        block, _, name = match[1].rpartition(".")
+        known = block == "inputs" and isinstance(given.get(name), (str, int, float))
+        return str(given[name]) if known else f"${name}"
+
+    return re.sub(r"\$\{\{\s*([\w.]+)\s*\}\}", put_in, "\n".join([*lines, *_scripts(values, 0)]))
+
+
+def files_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The files that a Kubernetes ConfigMap holds, by their names."""
+    data = values.get("data") if values.get("kind") == "ConfigMap" else None
+    return {str(key): text for key, text in (data or {}).items() if isinstance(text, str)}
+
+
+def _scripts(values: Mapping[str, Any], depth: int) -> Iterator[str]:
+    """Every command in a task file, in order, behind the variables of its block."""
+    for key in ENVIRONMENTS:
+        yield from (f"export {name}={shlex.quote(value)}" for name, value in _variables(values.get(key)))
+    for key in SCRIPTS:
+        given = values.get(key)
+        if isinstance(given, list) and all(isinstance(word, str) for word in given):
+            yield shlex.join(given) if key == "entrypoint" else "\n".join(given)
+        elif isinstance(given, str):
+            yield given
+    words = [word for key in ("command", "args", "arguments") for word in _words(values.get(key))]
+    if words:
+        yield " ".join(words)
+    for value in values.values() if depth < MAX_DEPTH else ():
+        for inner in value if isinstance(value, list) else (value,):
+            if isinstance(inner, Mapping):
+                yield from _scripts(inner, depth + 1)
+
+
+def _words(given: Any) -> list[str]:
+    """The words of a command that is one text or a list."""
+    if isinstance(given, list):
+        return [shlex.quote(str(word)) if not re.search(r"^\$[\w({]", str(word)) else str(word) for word in given]
+    return [given] if isinstance(given, str) else []
+
+
+def _variables(given: Any) -> Iterator[tuple[str, str]]:
+    """Environment variables: a mapping, `NAME=VALUE` lines, or `{name:, value:}` entries."""
+    if isinstance(given, Mapping):
+        given = [{"name": name, "value": value} for name, value in given.items()]
+    for one in given if isinstance(given, list) else ():
+        if isinstance(one, str) and "=" in one:
+            one = dict(zip(("name", "value"), one.split("=", 1), strict=True))
+        pair = (str(one.get("name")), one.get("value")) if isinstance(one, Mapping) else ("", None)
+        if re.fullmatch(r"[A-Za-z_]\w*", pair[0]) and isinstance(pair[1], (str, int, float)):
+            yield pair[0], str(pair[1])
+
+
+def _gpus(values: Mapping[str, Any], depth: int) -> Iterator[int]:
+    """The GPUs of a task, as `accelerators: H100:8`, `gpu: 8`, `nvidia.com/gpu: 8` say it."""
+    for key, value in values.items():
+        if key in ("accelerators", "gpu", "gpus", "nvidia.com/gpu", "gpuCount", "num_gpus"):
+            named = {*value.values()} if isinstance(value, Mapping) else {value}
+            for one in named:
+                match = _GPUS.match(str(one))
+                if match or str(one).isdigit():
+                    yield int(match[1] if match else one)
+        elif isinstance(value, Mapping) and depth < MAX_DEPTH:
+            yield from _gpus(value, depth + 1)
+        elif isinstance(value, list) and depth < MAX_DEPTH:
+            for one in value:
+                if isinstance(one, Mapping):
+                    yield from _gpus(one, depth + 1)
+
+
+def _sweep(values: Mapping[str, Any]) -> str:
+    """A W&B sweep: the program with each parameter that has one value; the others are open."""
+    words: list[str] = []
+    parameters = values["parameters"]
+    for name, said in parameters.items() if isinstance(parameters, Mapping) else ():
+        said = said if isinstance(said, Mapping) else {}
+        some = said.get("values")
+        one = said.get("value", some[0] if isinstance(some, list) and len(some) == 1 else None)
+        if isinstance(one, (str, int, float, bool)):
+            words += [f"--{name}", shlex.quote(str(one))]
+        else:
+            words += [f"--{name}", f"${name}"]
+    program = str(values["program"])
+    return " ".join(["bash" if program.endswith(".sh") else "python", shlex.quote(program), *words])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from planner.core.errors import NotATraining
 from planner.core.records import dataclass
-from planner.frameworks.readers import launch_words, slurm
+from planner.frameworks.readers import launch_words
 from planner.frameworks.readers.launch_words import LAUNCHERS
 from planner.options.stacks import TARGET_ROWS
 
@@ -352,7 +352,7 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
             return match[1] if arguments else f"{match[1]}\n{match[3]}=$2\n"
         return f"{match[1]}\n{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}\n"
 
-    variables = slurm.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
+    variables = launch_words.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
     variables["@"] = shlex.join(arguments)
     script = Script()
     named = _FOUND.sub(r"\1\2", re.sub(r"[\x00-\x08]", " ", text))  # marks are ours
