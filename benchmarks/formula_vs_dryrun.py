@@ -235,11 +235,10 @@ def predicted(row: dict[str, Any]) -> MemoryBreakdown:
 
 def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
     """What decides how well a closed form can follow, one word per point."""
-    from planner.memory.traits import traits_of
 
     model = catalogue.load(model_id)
     assert model is not None
-    traits = traits_of(model)
+    traits = model.traits
     if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout:
         return "with a dropout"
     if "math" in kernels and setup.autocast_dtype is not None:

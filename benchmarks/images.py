@@ -18,7 +18,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.adapters import has_adapter, spec_from_config
+from planner.models.adapters import spec_from_config
 from planner.models.encoders import image_tokens, with_vision
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
@@ -26,7 +26,6 @@ from planner.options.images import Images, with_text
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
-from probes.module_tree import spec_of_tree
 
 OUT = Path(__file__).parent / "data" / "images.jsonl"
 GPU = "h100-sxm"
@@ -47,9 +46,7 @@ def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
         found = catalogue.load(f"{owner}/{name}")
         if found is not None and found.config == config:
             return with_vision(found)
-    if has_adapter(config["model_type"]):
-        return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
-    return with_vision(spec_of_tree(config, model_id=name, source="benchmarks"))
+    return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
 
 
 def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int, int]) -> TrainSetup:

@@ -1,10 +1,11 @@
-"""Writes planner/data/module_trees.jsonl.gz: the module trees of the catalogue's models whose types have no adapter;
-and beside the rows of benchmarks/data those of the configurations that stand in rows.
+"""Writes planner/data/module_trees.jsonl.gz: the module trees of the catalogue's models, and of types that it lacks
+those that see (benchmarks/image_models.py), where no adapter knows the type; and beside the rows of benchmarks/data
+those of the configurations that stand in rows.
 
     python -m tools.build_trees
 
-Needs torch, transformers and peft, no weights: a minute. `tests/probes/test_model_inventory.py` compares what is kept
-with the installed transformers, module by module.
+Needs torch, transformers, peft and timm (PYTHONPATH=.:.venv/timm), no weights: a minute.
+`tests/probes/test_model_inventory.py` compares what is kept with the installed transformers, module by module.
 """
 
 import copy
@@ -16,6 +17,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from benchmarks.image_models import configs
 from benchmarks.multi_gpu_points import FILE as MULTI_GPU
 from benchmarks.multi_gpu_scaling import SHAPES, config_of
 from benchmarks.speed_points import FILE, TREES
@@ -31,7 +33,9 @@ _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
 
 def main() -> None:
     """Builds every such model on meta tensors and keeps what it holds."""
-    write(SHIPPED, [entry.config for entry in catalogue.entries()])
+    known = [entry.config for entry in catalogue.entries()]
+    types = {config["model_type"] for config in known}
+    write(SHIPPED, known + [one for one in configs().values() if one["model_type"] not in types])
     rows = [json.loads(line) for file in (FILE, MULTI_GPU) for line in file.read_text(encoding="utf-8").splitlines()]
     shapes = [config_of(*shape) for _, *shape in SHAPES]
     write(TREES, [row["config"] for row in rows if row.get("config")] + shapes)

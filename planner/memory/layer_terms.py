@@ -7,8 +7,7 @@ from typing import NamedTuple
 from planner.core.records import dataclass
 from planner.memory.attention_kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
-from planner.memory.traits import Traits
-from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, Traits
 from planner.options.adapters import block_size
 from planner.setup import TrainSetup
 
@@ -22,6 +21,7 @@ class LayerContext:
     `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
     `fused`: what is computed by kernels of its own (`planner.options.kernels.parts_of`).
     `looked_at`: rows of pictures that this layer attends to instead of its own tokens, of the micro-batch.
+    `masks_packed`: whether SDPA is handed a mask of packed samples.
     """
 
     setup: TrainSetup
@@ -34,6 +34,7 @@ class LayerContext:
     stacks: bool = False
     fused: frozenset[str] = frozenset()
     looked_at: int = 0
+    masks_packed: bool = True
 
     @property
     def row_tokens(self) -> int:

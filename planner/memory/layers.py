@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import Kernel, attention_kernel, masked
+from planner.memory.attention_kernels import Kernel, attention_kernel, masked, masks_packed
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote
 from planner.memory.layer_terms import (
     ACTIVATION_COPIES,
@@ -30,7 +30,6 @@ from planner.memory.layer_terms import (
     math_scores,
 )
 from planner.memory.states import of_tokens
-from planner.memory.traits import traits_of
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
@@ -132,7 +131,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         width = query_width + value_width
         kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
-        handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
+        handed = own and masked(context.setup, attention, masks_packed=context.masks_packed)
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
@@ -640,7 +639,7 @@ def layer_costs(
     Args:
         adapted: names of the matrices with adapters, by kind of layer.
     """
-    traits, fused = traits_of(model), setup.fused_parts(model.model_type)
+    fused = setup.fused_parts(model.model_type)
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     found = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
@@ -654,7 +653,8 @@ def layer_costs(
             kernel=_kernel(model, layer, gpu, own, dtypes),
             tokens=own.forward_tokens,
             hidden=model.hidden_size,
-            traits=traits,
+            traits=model.traits,
+            masks_packed=masks_packed(model.model_type),
             stacks=stacks,
             fused=fused,
             looked_at=_looked_at(model, layer, setup),
@@ -678,7 +678,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     saved.norm += kept_by_streams(context)
     mask = beside = dequantized = 0
     if layer.attention is not None:
-        handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)
+        handed = masked(setup, layer.attention, masks_packed=context.masks_packed)
         each = mask_bytes(context.kernel, dtypes, masked=handed, adds=layer.attention.adds_mask)
         mask = each * tokens * context.row_tokens
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there

@@ -20,7 +20,6 @@ from planner.memory.states import (
     trained_parameters,
     whole_where_frozen,
 )
-from planner.memory.traits import traits_of
 from planner.models.spec import FrontEnd, ModelSpec
 from planner.setup import TrainSetup
 
@@ -216,7 +215,7 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> We
     if setup.widens_trained:
         return WeightCasts(2 * trained_parameters(model, setup).num, trained=True, gone=setup.checkpointing > 0)
     trained = setup.method == "full"
-    batched = traits_of(model).dense_experts and trained
+    batched = model.traits.dense_experts and trained
     if dtypes.autocast is None or setup.quantized or dtypes.table != "fp32":
         return WeightCasts()
     copied = decoder_alone(model) if setup.frozen_encoder else model
@@ -244,7 +243,7 @@ def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy
         kernel="flash",
         tokens=setup.forward_tokens,
         hidden=model.hidden_size,
-        traits=traits_of(model),
+        traits=model.traits,
         fused=setup.fused_parts(model.model_type),
     )
     before = [one for one in model.outer_norms if "embed" in one.name]
@@ -270,7 +269,7 @@ def position_bias_bytes(
     Shapes: [1, heads, tokens, tokens].
     """
     spec = model.layer_kinds[0].attention
-    if not traits_of(model).position_bias or spec is None:
+    if not model.traits.position_bias or spec is None:
         return 0
     one, zeros = SIZE_BYTES[dtypes.table], SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if kernel == "efficient" else 0
@@ -325,7 +324,7 @@ def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
     where matrices return their input's type (`DtypePolicy.returns_input`).
     """
     dtypes = dtype_policy_of(setup)
-    traits = traits_of(model)
+    traits = model.traits
     if dtypes.autocast and (traits.streams > 1 or (dtypes.returns_input and traits.norm == "layer")):
         return replace(dtypes, residual="fp32")
     return dtypes
@@ -530,9 +529,7 @@ def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
     counts, kept = _counted(model, setup, frozen_below(model, setup))
     size = SIZE_BYTES[step_dtype_policy(model, setup).residual]
-    return (
-        (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
-    )
+    return (sum(counts) - sum(kept)) * size * model.traits.streams * model.hidden_size * setup.tokens_per_micro_batch
 
 
 def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = False) -> int:

@@ -14,7 +14,6 @@ from planner.memory.micro_batch import (
     shared_layer_costs,
     step_dtype_policy,
 )
-from planner.memory.traits import traits_of
 from planner.models.encoders import encoder_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import lora_linears
@@ -76,7 +75,7 @@ def _context(
         kernel="flash",
         tokens=tokens,
         hidden=layer.linears[0].in_features,
-        traits=traits_of(encoder.model),
+        traits=encoder.model.traits,
     )
 
 

@@ -31,9 +31,11 @@ LACKING = ("checkpointing", "bare-head", "encoder", "causal")
 encoder of a pair of which `AutoModelForCausalLM` builds the decoder; a place among what that builds at all."""
 
 
+LIKE_BERT = ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta")
+"""Encoders of BERT's layer."""
 READ_BOTH_WAYS = frozenset({
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "modernbert",
-    "mpnet", "nomic_bert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl",
+    *LIKE_BERT, "albert", "deberta", "deberta-v2", "ernie", "eurobert", "modernbert", "nomic_bert", "roformer",
+    "xlm-roberta-xl",
 })  # fmt: skip
 """Types whose models are encoders alone."""
 
@@ -263,6 +265,44 @@ class FrontEnd:
         return self.mel_bins * self.frames
 
 
+NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
+"""How a class's norms work: "rms-fp32" multiplies rows with their weight in fp32, before the cast back (a trained
+weight keeps fp32 rows); "layer-cast-back" takes an fp32 copy and casts back; "layer-composed" is made of single
+operations in fp32, of which two tensors are kept."""
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "dropout_rate")
+RESIDUAL_DROPOUTS = (
+    *("resid_pdrop", "residual_dropout", "resid_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout"),
+    "dropout_rate",
+)
+"""What configurations call a dropout of attention scores, and of what is added to the residual stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What one class of transformers does in its own way, where it changes memory.
+
+    Attributes:
+        attention_dropout, residual_dropout: whether its own dropouts are on while it trains.
+        joins_rotated: joins the rotated part of each head and the rest even where nothing is left.
+        dense_experts: pushes every token through every expert, weighted by zero where it was not routed.
+        extra_expert_copies: further tensors of the intermediate size that an expert keeps.
+        plain_softmax: its eager softmax stays in its input's type, where others ask for fp32.
+        position_bias: adds a learned matrix of positions to its scores.
+        streams: residual streams side by side, of which a layer updates one and predicts the others (Baykal et al.
+            2023, Alternating Updates for Efficient Transformers, https://arxiv.org/abs/2301.13310).
+    """
+
+    norm: NormStyle = "rms"
+    attention_dropout: bool = False
+    residual_dropout: bool = False
+    joins_rotated: bool = False
+    dense_experts: bool = False
+    extra_expert_copies: int = 0
+    plain_softmax: bool = False
+    position_bias: bool = False
+    streams: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One model: its layers, what stands before and after them, and where the facts came from.
@@ -282,8 +322,9 @@ class ModelSpec:
         num_idle_other_params: the rest of such encoders.
         logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
         attentions: the attention implementations that transformers' class supports.
-        is_encoder_decoder: T5, Whisper.
+        is_encoder_decoder: T5, Whisper and their like.
         front_end: the convolutions before the first layer of what hears; None: it reads text.
+        traits: what its class does in its own way.
         lacks: what transformers' class does not have, of `LACKING`.
         moved_targets: module names of earlier versions that PEFT takes for stacked parameters, each with their role.
         from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
@@ -312,6 +353,7 @@ class ModelSpec:
     logit_softcap: bool = False
     is_encoder_decoder: bool = False
     front_end: FrontEnd | None = None
+    traits: Traits = Traits()
     attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
     lacks: tuple[str, ...] = ()
     moved_targets: tuple[tuple[str, str], ...] = ()

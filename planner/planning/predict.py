@@ -15,7 +15,6 @@ from planner.memory.attention_kernels import (
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
 from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, trained_parameters
-from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.models.stored import (
     dequantizing_class,
@@ -233,7 +232,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if setup.packing and not packs_apart(model, setup.attention):
         mask = f"{model.model_type} makes its mask without their positions, --no-packing keeps them apart"
         notes.append(risk(f"packed samples attend to each other: {mask}"))
-    if traits_of(model).streams > 1:
+    if model.traits.streams > 1:
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
         why = "no fused kernel takes this dtype, card and head layout"

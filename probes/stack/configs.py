@@ -70,7 +70,8 @@ def num_layers(config: Any) -> int:
 
 def _half_fields(config: Any) -> tuple[str, str]:
     """The names of the fields that hold the layers of an encoder-decoder's halves."""
-    return ("encoder_layers", "decoder_layers") if has_audio(config) else ("num_layers", "num_decoder_layers")
+    pairs = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
+    return next(pair for pair in pairs if all(isinstance(getattr(config, name, None), int) for name in pair))
 
 
 def unequal_halves(config: Any) -> bool:
@@ -80,7 +81,7 @@ def unequal_halves(config: Any) -> bool:
 
 def has_audio(config: Any) -> bool:
     """Whether the model takes sound (`planner.models.spec.FrontEnd`)."""
-    return bool(config.model_type == "whisper")
+    return bool(config.is_encoder_decoder and hasattr(config, "num_mel_bins"))
 
 
 def truncated_config(config: Any, depth: int) -> Any:
@@ -145,7 +146,7 @@ def layers_of(model: Any) -> list[Any]:
     base = model
     if model.config.is_encoder_decoder:
         halves = (model.get_encoder(), model.get_decoder())
-        return [layer for half in halves for layer in (half.layers if has_audio(model.config) else half.block)]
+        return [layer for half in halves for layer in getattr(half, "layers", None) or half.block]
     lists: list[tuple[str, Any]] = [
         (name, module)
         for name, module in base.named_modules()

@@ -1,10 +1,11 @@
-"""The formula's `ModelSpec` of any decoder, read off the module tree that transformers built; what sees images or sound
-lies idle in it.
+"""The formula's `ModelSpec` of any decoder or encoder-decoder, read off the module tree that transformers built; what
+sees images, or sound beside text, lies idle in it.
 
 Matrices, norms and tables are what the tree holds, to the element. What a tree does not say is taken from the
 configuration (heads, windows, activation) or from what modules are called (which matrix is the query's).
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -13,22 +14,32 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from planner.models.adapters.parts import seeing_ahead
-from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    FrontEnd,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    Role,
+)
 from probes.stack.configs import layers_of
+from probes.stack.traits import norm_kind, traits_of_model
 from probes.stack.unadaptable import unadaptable_modules
 
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
-_MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output", re.IGNORECASE)
+_MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output|DenseReluDense", re.IGNORECASE)
 """Names of what mixes no tokens; a matrix below another name, and not directly in its layer, belongs to a mixer."""
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
 SEES_AHEAD = frozenset({"gemma3", "paligemma"})
 """Types whose prompts or pictures are seen both ways, which takes a mask; in Gemma 4's layers with a window its
 configuration says so."""
-_ELSEWHERE = re.compile(r"encoder_attn|crossattention")
+_ELSEWHERE = re.compile(r"(^|\.)(encoder_attn|crossattention|EncDecAttention)")
 _BESIDE = re.compile(r"altup|laurel|per_layer")
 """Gemma 3n's matrices beside attention and MLP."""
 _ROLES: tuple[tuple[Role, str], ...] = (
@@ -42,25 +53,30 @@ _GATE = re.compile(r"gate|gate_proj|w1|wi_0|linear_v|c_fc_0")
 
 
 def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec:
-    """The module inventory of a model of transformers, which was built of `raw_config`.
+    """The module inventory of a model of transformers, which was built of `raw_config`: of an encoder-decoder the
+    encoder's layers, then the decoder's.
 
     Raises:
-        ValueError: an encoder-decoder, no list of layers, or no linear head over a table of tokens.
+        ValueError: no list of layers, layers that are left out by chance, or no linear head over a table of tokens.
     """
     config = model.config
-    if config.is_encoder_decoder:
-        raise ValueError("encoder-decoders need an adapter of their own")
+    if any(getattr(config, f"{half}_layerdrop", 0) for half in ("encoder", "decoder")):
+        raise ValueError("layerdrop is not supported: set it to 0 in both halves")
     text = config.get_text_config()
-    layers, path = _stack(model)
+    stacks, halves = _stacks(model), bool(config.is_encoder_decoder)
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules()) or _first(text, "rotary_dim")
     head, table = _ends(model)
     hidden = int(_first(text, "hidden_size") or table.embedding_dim)
-    kinds, order, unseen = _kinds(config, layers, text, path, hidden, bool(rotary))
-    inside = {id(one) for layer in layers for one in layer.parameters()}
+    kinds, order, unseen = _kinds(config, stacks, text, hidden, bool(rotary))
+    front_end = _front_end(model.get_encoder(), stacks[0][0]) if halves else None
+    if halves:
+        kinds = tuple(_of_a_half(one, stacks[0][0], front_end) for one in kinds)
+    inside = {id(one) for _, layers in stacks for layer in layers for one in layer.parameters()}
     inside |= {id(one) for one in head.parameters(recurse=False)}
+    norms = [(one, _size(one) or hidden) for one in stacks[0][1][0].modules() if _is_norm(one)]
     refused = unadaptable_modules(model)
     kinds = tuple(_without_refused(one, refused) for one in kinds)
-    positions = _first(text, "max_position_embeddings")
+    positions = _first(text, "max_position_embeddings", "n_positions", "max_target_positions")
     return ModelSpec(
         model_id=model_id,
         model_type=str(raw_config["model_type"]),
@@ -70,9 +86,12 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         max_position_embeddings=positions if isinstance(positions, int) else None,
         layer_kinds=kinds,
         layer_order=order,
-        head=_linear("lm_head", head, "other"),
+        head=_linear(_name_of(model, head) if halves else "lm_head", head, "other"),
         tied=head.weight is table.weight,
-        **_outside(model, inside, path, hidden, unseen),
+        **_outside(model, inside, [path for path, _ in stacks], hidden, unseen),
+        is_encoder_decoder=halves,
+        front_end=front_end,
+        traits=traits_of_model(model, norms, text, front_end),
         logit_softcap=bool(_first(text, "final_logit_softcapping")),
         attentions=_attentions(model, text),
         lacks=tuple(_lacking(model, head, hidden)),
@@ -83,8 +102,8 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     )
 
 
-def _stack(model: nn.Module) -> tuple[list[Any], str]:
-    """The layers, and the name of the list that holds them.
+def _stacks(model: nn.Module) -> list[tuple[str, list[Any]]]:
+    """The list of layers with its name, or those of both halves.
 
     Raises:
         ValueError: no such list, or more than MAX_LAYERS of them.
@@ -92,8 +111,44 @@ def _stack(model: nn.Module) -> tuple[list[Any], str]:
     layers = layers_of(model)
     if len(layers) > MAX_LAYERS:
         raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
-    lists = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one))
-    return layers, next(name for name, one in lists if one[0] is layers[0])
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one)]
+    if not model.config.is_encoder_decoder:
+        return [(next(name for name, one in lists if one[0] is layers[0]), layers)]
+    held = {id(one) for one in layers}
+    return [(name, [*one]) for name, one in lists if id(one[0]) in held]
+
+
+def _front_end(encoder: nn.Module, path: str) -> FrontEnd | None:
+    """The convolutions in front of an encoder's layers, which hears clips as long as its table of positions; None where
+    it reads text."""
+    convolutions = [one for one in encoder.children() if isinstance(one, nn.Conv1d)]
+    if not convolutions:
+        return None
+    tables = [one.num_embeddings for one in encoder.children() if isinstance(one, nn.Embedding)]
+    frames = tables[0] * math.prod(one.stride[0] for one in convolutions)
+    return FrontEnd(mel_bins=convolutions[0].in_channels, frames=frames, path=path.rpartition(".")[0])
+
+
+def _of_a_half(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> LayerSpec:
+    """A layer of the encoder, or one of the decoder, which looks at what the encoder gives."""
+    clip = front_end.frames // 2 if front_end is not None else 0  # its second convolution steps by two
+    assert layer.attention is not None
+    if layer.path == encoders:
+        own = replace(layer.attention, causal=False)
+        return replace(layer, kind="encoder", attention=own, fixed_tokens=clip, parallel_residual=False)
+    return replace(
+        layer,
+        kind="decoder",
+        linears=tuple(
+            replace(one, of_encoder=one.role in ("k", "v") and bool(_ELSEWHERE.search(one.name)))
+            for one in layer.linears
+        ),
+        cross_attention=replace(layer.attention, cross=True, causal=False, key_tokens=clip),
+    )
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return str(next(name for name, one in model.named_modules() if one is module))
 
 
 def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
@@ -109,7 +164,7 @@ def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
 
 
 def _kinds(
-    config: Any, layers: list[Any], text: Any, path: str, hidden: int, rotary: bool
+    config: Any, stacks: Sequence[tuple[str, list[Any]]], text: Any, hidden: int, rotary: bool
 ) -> tuple[tuple[LayerSpec, ...], tuple[int, ...], Counter[LayerSpec]]:
     """The kinds of layer that text sees, of each such layer the kind, and what text does not see: Llama 3.2 Vision
     leaves layers out where there is no picture, a decoder alone (BART's) its attention to an encoder."""
@@ -118,24 +173,26 @@ def _kinds(
     order = []
     held: set[int] = set()
     in_windows = config is not text and _first(text, "use_bidirectional_attention") == "vision"
-    for index, layer in enumerate(layers):
+    for path, index, layer in ((path, index, one) for path, layers in stacks for index, one in enumerate(layers)):
         one = _layer(layer, index, text, path, hidden, rotary, held)
         held |= {id(parameter) for parameter in layer.parameters()}
         if hasattr(layer, "cross_attn") and not hasattr(layer, "self_attn"):
             unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
             continue
-        one, idle = _looking_elsewhere(one)
-        unseen.update(idle)
+        if not config.is_encoder_decoder:
+            one, idle = _looking_elsewhere(one)
+            unseen.update(idle)
         window = None if one.attention is None else one.attention.window_tokens
-        one = seeing_ahead(one) if config.model_type in SEES_AHEAD or (in_windows and window) else one
+        if one.attention is not None and (config.model_type in SEES_AHEAD or (in_windows and window)):
+            one = replace(one, attention=replace(one.attention, sees_ahead=True))
         order.append(kinds.setdefault(one, len(kinds)))
     return tuple(kinds), tuple(order), unseen
 
 
 def _looking_elsewhere(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpec]]:
     """A layer without its attention to an encoder that is not there, and that attention as an idle layer."""
-    linears = tuple(one for one in layer.linears if _ELSEWHERE.match(one.name))
-    norms = tuple(one for one in layer.norms if _ELSEWHERE.match(one.name))
+    linears = tuple(one for one in layer.linears if _ELSEWHERE.search(one.name))
+    norms = tuple(one for one in layer.norms if _ELSEWHERE.search(one.name))
     if not linears:
         return layer, []
     idle = LayerSpec(kind="idle", linears=linears, norms=norms, attention=None, mlp=None, path=layer.path)
@@ -157,8 +214,7 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
     """What the class does not have, of `planner.models.spec.LACKING`."""
     if not model.supports_gradient_checkpointing:
         yield "checkpointing"
-    path = next(name for name, one in model.named_modules() if one is head)
-    around = model.get_submodule(path.rpartition(".")[0])
+    around = model.get_submodule(_name_of(model, head).rpartition(".")[0])
     own = {id(one) for one in head.parameters()}
     within = around is not model and any(id(one) not in own for one in around.parameters())
     inner = (one for one in model.base_model.modules() if isinstance(one, nn.Linear))
@@ -167,7 +223,7 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
         yield "bare-head"
     if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
         yield "encoder"
-    if type(model.config) not in AutoModelForCausalLM._model_mapping:
+    if type(model.config) not in AutoModelForCausalLM._model_mapping and not model.config.is_encoder_decoder:
         yield "causal"
 
 
@@ -184,14 +240,18 @@ def _moved_targets(model_type: str) -> tuple[tuple[str, str], ...]:
 
 
 def _attentions(model: Any, text: Any) -> tuple[str, ...]:
-    """What the class supports, and the text's own inside it (PaliGemma 2's Gemma 2 has no SDPA)."""
-    parts = (model, *(one for one in model.modules() if getattr(one, "config", None) is text))
-    kinds = {"sdpa": "_supports_sdpa", "flash-attention-2": "_supports_flash_attn"}
-    return ("eager", *(kind for kind, flag in kinds.items() if all(getattr(one, flag, True) for one in parts)))
+    """What the class supports, and the text's own inside it (PaliGemma 2's Gemma 2 has no SDPA). Flash attention is
+    asked for by name, which a part without it refuses (Gemma 3n's class around timm)."""
+    parts = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    own = [one for one in parts if one is model or one.config is text]
+    sdpa, flash = all(one._supports_sdpa for one in own), all(one._supports_flash_attn for one in parts)
+    return ("eager", *["sdpa"] * sdpa, *["flash-attention-2"] * flash)
 
 
-def _outside(model: Any, inside: set[int], path: str, hidden: int, unseen: Counter[LayerSpec]) -> dict[str, Any]:
-    """What stands before and after the layers (at `path`), as `ModelSpec` names it.
+def _outside(
+    model: Any, inside: set[int], paths: Sequence[str], hidden: int, unseen: Counter[LayerSpec]
+) -> dict[str, Any]:
+    """What stands before and after the layers (at `paths`), as `ModelSpec` names it.
 
     Args:
         inside: ids of the parameters of the layers and the head; `unseen`: layers that text does not see.
@@ -199,17 +259,20 @@ def _outside(model: Any, inside: set[int], path: str, hidden: int, unseen: Count
     sizes: Counter[str] = Counter()
     embeddings, linears, norms = [], [], []
     encoders: dict[tuple[str, str], tuple[list[LinearSpec], list[NormSpec]]] = defaultdict(lambda: ([], []))
-    seen, tables = set(inside), set[int]()
+    seen, tables, within = set(inside), set[int](), tuple(f"{path}." for path in paths)
     for name, module in model.named_modules():
-        if name.startswith(f"{path}."):
+        if name.startswith(within):
             continue
         leaf, idle = name.rpartition(".")[2], _IDLE.search(name)
+        if name.endswith((f"encoder.{leaf}", f"decoder.{leaf}")) and model.config.is_encoder_decoder:
+            leaf = name.removeprefix("model.")  # both halves have such a part
         own = {key: one for key, one in module.named_parameters(recurse=False) if id(one) not in seen}
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding) and weight is not None and not idle:
             # a tied head has been seen: its table is counted here
             if id(weight) not in tables and (id(weight) not in seen or "weight" not in own):
-                embeddings.append(EmbeddingSpec(name=leaf, num_rows=weight.shape[0], dim=weight.shape[1]))
+                rows, dim = weight.shape
+                embeddings.append(EmbeddingSpec(name=leaf, num_rows=rows, dim=dim, frozen=not weight.requires_grad))
                 seen.add(id(weight))
                 tables.add(id(weight))
             continue
@@ -357,7 +420,7 @@ def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: 
         heads = _count(modules[place], "num_v_heads") if place else None
         return "other" if heads and one.out_features <= 2 * heads else "mixer"  # gates, a number or two a head
     if one.in_features == hidden and one.out_features != hidden:
-        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "wi", "Wi"):
+        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "Wi"):
             return "gate_up"
         return "gate" if _GATE.fullmatch(one.leaf) else "up"
     if one.out_features == hidden and one.in_features != hidden:
@@ -440,7 +503,7 @@ def _window(module: nn.Module, index: int, text: Any) -> int | None:
 
 
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
-    named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation")
+    named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation", "dense_act_fn")
     of_classes = (_snake(one) for one in modules.values() if type(one).__name__.endswith("Gelu"))
     activation = str(named or next(of_classes, "gelu"))
     stacks = [one for one in linears if one.module == "parameter"]
@@ -479,12 +542,9 @@ def _is_norm(module: nn.Module) -> bool:
 def _norm(name: str, module: Any, rows: tuple[int, int], held: Set[int] = frozenset()) -> NormSpec:
     """A norm of (size, rows a token)."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    rms = "RMS" in type(module).__name__ or not (
-        isinstance(module, nn.LayerNorm) or "LayerNorm" in type(module).__name__
-    )
     return NormSpec(
         name=name,
-        kind="rms" if rms else "layer",
+        kind=norm_kind(module, rows[0]),
         size=rows[0],
         bias=bias is not None and id(bias) not in held,
         weight=weight is not None and id(weight) not in held,

@@ -98,7 +98,8 @@ def test_two_steps_on_clips_train_as_planned(method: str, tmp_path: Path, launch
 
 
 def test_other_targets_refuse_sound_by_name(tmp_path: Path) -> None:
-    config = {"model_type": "whisper", "vocab_size": 64, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    config = {"model_type": "whisper", **sizes, "pad_token_id": 0}
     model = spec_from_config(config | dict.fromkeys(SIZES, 2), model_id="w", source="test")
     for name in ("trl", "axolotl", "llamafactory", "unsloth", "torchtitan", "deepspeed"):
         refused = EXPORTERS[name](request(model, LORA)).refused

@@ -9,7 +9,6 @@ from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.memory.states import backward_gradients, halves_stay_apart, trained_parameters
 from planner.memory.step import computing, loss_parts
-from planner.memory.traits import traits_of
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -45,12 +44,12 @@ def dtypes(**fields: object) -> DtypePolicy:
 )
 def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept: int, backward: int) -> None:
     types = dtypes(**fields)
-    found = eager_scores(types, traits_of(load(name)), types.attention_input)
+    found = eager_scores(types, load(name).traits, types.attention_input)
     assert (found.kept, found.backward) == (kept, backward)
 
 
 def test_math_kernel_keeps_one_fp32_matrix() -> None:
-    found = math_scores(traits_of(load("meta-llama/llama-3.1-8b")))
+    found = math_scores(load("meta-llama/llama-3.1-8b").traits)
     assert (found.kept, found.backward) == (4, 12)
 
 
@@ -184,7 +183,7 @@ def test_attention_sinks_softmax_names_its_own_type(
     attention = model.layer_kinds[0].attention
     assert attention is not None
     assert attention.sinks
-    found = eager_scores(types, traits_of(model), types.linear_out(types.residual), sinks=True)
+    found = eager_scores(types, model.traits, types.linear_out(types.residual), sinks=True)
     assert (found.kept, found.forward, found.kept + found.backward) == (kept, forward, backward)
 
 

@@ -14,7 +14,6 @@ from planner.memory.model import predict_memory
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import trained_parameters
 from planner.memory.step import computing, fixed_segments_gap_bytes, loss_parts
-from planner.memory.traits import traits_of
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -95,12 +94,12 @@ def test_quantized_layer_norm_models_have_an_fp32_stream() -> None:
 
 def test_traits_of_known_classes() -> None:
     gpt2, gemma, star = (
-        traits_of(load(name)) for name in ("openai-community/gpt2", "google/gemma-2-2b", "bigcode/starcoder2-7b")
+        load(name).traits for name in ("openai-community/gpt2", "google/gemma-2-2b", "bigcode/starcoder2-7b")
     )
     assert (gpt2.norm, gpt2.attention_dropout, gpt2.residual_dropout) == ("layer", True, True)
     assert (gemma.norm, gemma.attention_dropout, gemma.residual_dropout) == ("rms-fp32", False, False)
     assert (star.attention_dropout, star.residual_dropout) == (True, True)
-    assert traits_of(load("coherelabs/c4ai-command-r-v01")).norm == "layer-composed"
+    assert load("coherelabs/c4ai-command-r-v01").traits.norm == "layer-composed"
 
 
 def test_full_loss_chain_is_ten_then_twelve_bytes_per_logit() -> None:

@@ -164,7 +164,7 @@ def test_files_that_are_no_configuration_are_refused(content: bytes, expected: s
 
 
 def test_a_real_configuration_survives_the_round_trip_through_a_file() -> None:
-    config = ONE_PER_TYPE["whisper"]
+    config = ONE_PER_TYPE["phi3"]
     assert build(parse_config(json.dumps(config).encode(), "config.json")) == build(config)
 
 

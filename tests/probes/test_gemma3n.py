@@ -1,9 +1,9 @@
-"""Gemma 3n: what its adapter says is what transformers builds, what its encoder of convolutions keeps is what timm's
-keeps, a picture becomes what its processor makes of it, and the formula agrees with the dry run."""
+"""Gemma 3n: what its encoder of convolutions keeps is what timm's keeps, a picture becomes what its processor makes of
+it, and the formula agrees with the dry run."""
 
 import json
 import weakref
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, OUT, setup_of, spec_of
-from planner.core.errors import ConfigError, SetupError
+from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
@@ -31,10 +31,8 @@ from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, sdpa_of
 from probes.dryrun.report import DryRunReport
-from probes.module_tree import spec_of_tree
 from probes.stack import timm_encoders
 from probes.stack.autocast import emulated_autocast
-from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from tests.whole import WHOLE, some
 
@@ -66,57 +64,11 @@ def raw(name: str = SMALL) -> dict[str, Any]:
     return dict(configs()[name])
 
 
-TEXT = raw()["text_config"] | {"vocab_size": 262400, "num_attention_heads": 8, "num_key_value_heads": 2}
-
-
 @pytest.mark.parametrize("name", PARAMS)
-def test_adapter_counts_what_transformers_builds_with_timms_tower(name: str) -> None:
+def test_what_ships_counts_what_transformers_builds_with_timms_tower(name: str) -> None:
     """Golden: counted on the module tree with timm 1.0.31, whose encoder alone has 294,126,912."""
     assert spec_of(name, raw(name)).num_params == PARAMS[name]
     assert mobilenet.NUM_PARAMS == 294_126_912
-
-
-def test_adapter_reads_the_text_as_its_module_tree() -> None:
-    config = TEXT | {"num_hidden_layers": 10, "num_kv_shared_layers": 5}
-    config["activation_sparsity_pattern"] = [0.95] * 3 + [0.0] * 7
-    found = spec_from_config(config, model_id="text", source="test")
-    tree = spec_of_tree(config, model_id="text", source="test")
-    assert (found.num_params, found.built_class) == (tree.num_params, tree.built_class)
-    assert found.layer_order == tree.layer_order
-    assert (found.embeddings, found.outer_linears, found.head) == (tree.embeddings, tree.outer_linears, tree.head)
-    for ours, built in zip(found.layer_kinds, tree.layer_kinds, strict=True):
-        assert set(ours.linears) == set(built.linears)
-        assert (ours.mlp, ours.attention, ours.kind) == (built.mlp, built.attention, built.kind)
-        assert ours.num_params == built.num_params
-
-
-def test_adapter_names_what_hears_and_embeds_as_transformers_does() -> None:
-    """Without the encoder of timm, in whose place an empty module stands."""
-    import transformers
-
-    def built(config: Any, **kwargs: Any) -> Any:
-        return torch.nn.Identity() if config.model_type == "gemma3n_vision" else true(config, **kwargs)
-
-    true = transformers.AutoModel.from_config
-    model = spec_of(SMALL, raw())
-    with (
-        mock.patch.object(transformers.AutoModel, "from_config", built),
-        mock.patch("probes.stack.build.timm_encoders", return_value=nullcontext()),
-    ):
-        tree = bare_model(load_config(raw()), torch.bfloat16, "sdpa")
-    assert model.num_params - mobilenet.NUM_PARAMS == sum(one.numel() for one in tree.parameters())
-    shapes = {key: tuple(value.shape) for key, value in tree.named_parameters()}
-    for layer, num in model.idle_layers:
-        for one in layer.linears:
-            places = [f"{layer.path}.{index}" for index in range(num)] if layer.kind == "audio" else [layer.path]
-            assert all(shapes[f"{place}.{one.name}.weight"] == (one.out_features, one.in_features) for place in places)
-
-
-@pytest.mark.parametrize("field", ["intermediate_size", "activation_sparsity_pattern"])
-def test_a_list_of_another_length_than_the_layers_is_refused(field: str) -> None:
-    config = TEXT | {field: [1] * 7}
-    with pytest.raises(ConfigError, match=f"{field} must have 30 entries"):
-        spec_from_config(config, model_id="text", source="test")
 
 
 def test_formula_agrees_with_the_recorded_dry_runs() -> None:

@@ -11,9 +11,8 @@ from planner.frameworks.readers import versions
 from planner.frameworks.readers.values import Settings
 from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.states import trained_parameters
-from planner.memory.traits import ENCODERS
 from planner.models.encoders import SEEING
-from planner.models.spec import ModelSpec
+from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
@@ -329,7 +328,7 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     return "fp16" if fp16 else None
 
 
-IN_FLOAT32 = (*ENCODERS, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "t5")
+IN_FLOAT32 = (*LIKE_BERT, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "t5")
 """Types of models whose checkpoints are published in float32, and say so nowhere but in their tensors."""
 
 

@@ -1,11 +1,8 @@
-"""From `config.json` to `ModelSpec`: one small module per architecture family, loaded when asked for.
-
-What is shaped like Llama is one row of `llama_like.FAMILIES`.
-"""
+"""From `config.json` to `ModelSpec`: what is shaped like Llama is one row of `llama_like.FAMILIES`, of any other type
+the module tree is read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from planner.core.close import close_names
@@ -13,14 +10,6 @@ from planner.core.errors import UnknownModelError, UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
-
-_BUILDERS = {
-    "gemma3n:build": ("gemma3n", "gemma3n_text"),
-    "t5:build": ("t5",),
-    "whisper:build": ("whisper",),
-}
-"""What builds a type -> the types."""
-_OTHERS = {model_type: builder for builder, types in _BUILDERS.items() for model_type in types}
 
 
 def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, like: str = "") -> ModelSpec:
@@ -72,7 +61,7 @@ def model_types() -> tuple[str, ...]:
     from planner.models.adapters.llama_like import FAMILIES
     from planner.models.module_tree import shipped_types
 
-    return tuple(sorted((*FAMILIES, *_OTHERS, *shipped_types())))
+    return tuple(sorted((*FAMILIES, *shipped_types())))
 
 
 def has_adapter(model_type: str) -> bool:
@@ -82,10 +71,6 @@ def has_adapter(model_type: str) -> bool:
 
 def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:
     """What reads a configuration of this type, loaded when asked for; None where no adapter does."""
-    if model_type in _OTHERS:
-        module, _, function = _OTHERS[model_type].partition(":")
-        found: Callable[[Fields], ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
-        return found
     from planner.models.adapters import llama_like
 
     return llama_like.build if model_type in llama_like.FAMILIES else None

@@ -173,10 +173,6 @@ class Fields:
             nested.raw = {**defaults, **nested.raw}
         return nested
 
-    def optional_sub(self, name: str) -> "Fields | None":
-        """A nested object, None where absent or null."""
-        return None if self.raw.get(name) is None else self.sub(name)
-
     def divides(self, name: str, divisor: int, whole_name: str, whole: int) -> None:
         """Check that `divisor` divides `whole`."""
         if whole % divisor:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from planner.core.records import dataclass
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm
-from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormStyle
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -47,6 +47,7 @@ class ArchitectureOptions:
     activation: tuple[str, ...] = ("hidden_act",)
     activation_default: str = "silu"
     attentions: tuple[str, ...] = _ALL
+    norm_style: NormStyle = "rms"
 
 
 def window_everywhere(fields: Fields, num_layers: int, absent: int | None = None) -> Windows:
@@ -93,6 +94,7 @@ _GEMMA2 = ArchitectureOptions(
     activation=("hidden_activation",),
     activation_default="gelu_pytorch_tanh",
     attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
+    norm_style="rms-fp32",
 )
 FAMILIES: dict[str, ArchitectureOptions] = {
     "llama": ArchitectureOptions(built="LlamaForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
@@ -116,6 +118,7 @@ FAMILIES: dict[str, ArchitectureOptions] = {
         head_dim=256,
         bias="attention_bias",
         activation_default="gelu_pytorch_tanh",
+        norm_style="rms-fp32",
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -159,6 +162,8 @@ def build(fields: Fields, family: str = "", layer_path: str = "model.layers") ->
         tied=knobs.tied,
         logit_softcap=fields.positive("final_logit_softcapping"),
         attentions=knobs.attentions,
+        norm_style=knobs.norm_style,
+        joins_rotated=knobs.fused,
     )
 
 

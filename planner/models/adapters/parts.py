@@ -1,11 +1,12 @@
 """Building blocks that adapters share: matrices, norms, MLPs, expert stacks, and putting layers together."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.models.adapters.fields import Fields
 from planner.models.spec import (
+    ATTENTION_DROPOUTS,
+    RESIDUAL_DROPOUTS,
     AttentionSpec,
     EmbeddingSpec,
     LayerSpec,
@@ -15,7 +16,9 @@ from planner.models.spec import (
     ModuleKind,
     NormKind,
     NormSpec,
+    NormStyle,
     Role,
+    Traits,
 )
 
 PRE = ("input_layernorm", "post_attention_layernorm")
@@ -58,11 +61,6 @@ def layer_norm(name: str, size: int, *, affine: bool = True) -> NormSpec:
     return norm(name, size, "layer", affine, weight=affine)
 
 
-def seeing_ahead(layer: LayerSpec) -> LayerSpec:
-    """The layer where tokens of one picture attend to each other both ways."""
-    return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, sees_ahead=True))
-
-
 def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str = "mlp") -> tuple[LinearSpec, ...]:
     """gate, up and down."""
     return (
@@ -70,11 +68,6 @@ def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str
         linear(f"{prefix}.up_proj", "up", hidden, intermediate, bias),
         linear(f"{prefix}.down_proj", "down", intermediate, hidden, bias),
     )
-
-
-def plain_mlp(hidden: int, intermediate: int, names: tuple[str, str], bias: bool) -> tuple[LinearSpec, ...]:
-    """up and down."""
-    return (linear(names[0], "up", hidden, intermediate, bias), linear(names[1], "down", intermediate, hidden, bias))
 
 
 class Experts(NamedTuple):
@@ -98,59 +91,33 @@ class Decoder:
     """What the configuration of any decoder says first, and the model around its layers.
 
     Attributes:
-        HIDDEN, LAYERS, HEADS: the names of these fields in the configuration, as KV_HEADS and HEAD_DIM are, which are
-            empty where a family has no such field.
         hidden, head_dim: widths; `num_kv`: heads of keys and values.
-        token_table: name of the token embedding; final_norm: what stands after the layers.
         max_positions: tokens that positions are learned or scaled for, None where the configuration names none.
     """
-
-    HIDDEN: tuple[str, ...] = ("hidden_size",)
-    LAYERS: tuple[str, ...] = ("num_hidden_layers",)
-    HEADS: tuple[str, ...] = ("num_attention_heads",)
-    KV_HEADS = "num_key_value_heads"
-    HEAD_DIM = "head_dim"
-    token_table = "embed_tokens"
 
     def __init__(self, fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
         """`kv_heads` and `head_dim` are the class's defaults of absent keys; None: as many as heads, hidden / heads."""
         self.fields = fields
-        self.hidden = fields.count(*self.HIDDEN)
+        self.hidden = fields.count("hidden_size")
         self.vocab = fields.count("vocab_size", kind="vocab")
-        self.num_layers = fields.count(*self.LAYERS, kind="layers")
-        self.num_heads = fields.count(*self.HEADS, kind="heads")
+        self.num_layers = fields.count("num_hidden_layers", kind="layers")
+        self.num_heads = fields.count("num_attention_heads", kind="heads")
         self.num_kv = self._kv_heads(kv_heads)
-        if head_dim is None and fields.raw.get(self.HEAD_DIM) is None:
-            fields.divides(self.HEADS[0], self.num_heads, self.HIDDEN[0], self.hidden)
+        if head_dim is None and fields.raw.get("head_dim") is None:
+            fields.divides("num_attention_heads", self.num_heads, "hidden_size", self.hidden)
             head_dim = self.hidden // self.num_heads
-        self.head_dim = fields.count(self.HEAD_DIM, default=head_dim)
-        self.final_norm: tuple[NormSpec, ...] = (norm("norm", self.hidden),)
+        self.head_dim = fields.count("head_dim", default=head_dim)
         self.max_positions = fields.optional_count("max_position_embeddings", "n_positions", kind="position")
 
     def _kv_heads(self, default: int | None) -> int:
         """Key/value heads; null means as many as heads, absent means the class default."""
-        if default is None or (self.fields.has(self.KV_HEADS) and self.fields.raw[self.KV_HEADS] is None):
+        if default is None or (
+            self.fields.has("num_key_value_heads") and self.fields.raw["num_key_value_heads"] is None
+        ):
             default = self.num_heads
-        num_kv = self.fields.count(self.KV_HEADS, kind="heads", default=default)
-        self.fields.divides(self.KV_HEADS, num_kv, self.HEADS[0], self.num_heads)
+        num_kv = self.fields.count("num_key_value_heads", kind="heads", default=default)
+        self.fields.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
         return num_kv
-
-    def first_sharing(self, types: Sequence[object], *, default: int) -> int:
-        """The first of the last layers, which take the keys and values of an earlier one of their type.
-
-        Args:
-            types: of every layer.
-            default: how many share where the configuration does not say.
-
-        Raises:
-            ConfigError: no layer of some type is left to make keys and values.
-        """
-        num = self.fields.count("num_kv_shared_layers", kind="layers", default=default, at_least=0)
-        first = self.num_layers - num
-        if num and (first < 1 or set(types[:first]) != set(types)):
-            problem = "must leave at least one layer of each type that makes its own keys and values"
-            raise self.fields.wrong(f"num_kv_shared_layers {num} {problem}")
-        return first
 
     def norms(self) -> tuple[NormSpec, ...]:
         """The two RMS norms of a layer."""
@@ -186,18 +153,17 @@ class Decoder:
         make_layer: Callable[[Any], LayerSpec],
         *,
         tied: bool = False,
-        tables: tuple[EmbeddingSpec, ...] = (),
-        head_in: int | None = None,
+        norm_style: NormStyle = "rms",
+        joins_rotated: bool = False,
         **more: Any,
     ) -> ModelSpec:
         """The whole model: one `LayerSpec` per distinct key, in order of first appearance.
 
-        `layer_keys` has one entry per layer; `tied` is the class's default; `tables` are lookup tables beside the
-        token's; `more` goes to `ModelSpec`. Who the model is, `spec_from_config` writes into it.
+        `layer_keys` has one entry per layer; `tied` is the class's default; `more` goes to `ModelSpec`. Who the model
+        is, `spec_from_config` writes into it.
         """
         kinds: dict[Hashable, int] = {}
         order = tuple(kinds.setdefault(key, len(kinds)) for key in layer_keys)
-        width = head_in or self.hidden
         return ModelSpec(
             model_id="",
             model_type="",
@@ -207,12 +173,22 @@ class Decoder:
             max_position_embeddings=self.max_positions,
             layer_kinds=tuple(make_layer(key) for key in kinds),
             layer_order=order,
-            embeddings=(EmbeddingSpec(name=self.token_table, num_rows=self.vocab, dim=width), *tables),
-            head=linear("lm_head", "other", width, self.vocab),
+            embeddings=(EmbeddingSpec(name="embed_tokens", num_rows=self.vocab, dim=self.hidden),),
+            head=linear("lm_head", "other", self.hidden, self.vocab),
             tied=self.fields.flag("tie_word_embeddings", tied),
-            outer_norms=self.final_norm,
+            outer_norms=(norm("norm", self.hidden),),
+            traits=Traits(
+                norm=norm_style,
+                joins_rotated=joins_rotated,
+                attention_dropout=self._drops(ATTENTION_DROPOUTS),
+                residual_dropout=self._drops(RESIDUAL_DROPOUTS),
+            ),
             **more,
         )
+
+    def _drops(self, names: Sequence[str]) -> bool:
+        rates = [rate for rate in map(self.fields.raw.get, names) if isinstance(rate, int | float)]
+        return bool(rates) and rates[0] > 0
 
 
 def gated(intermediate: int, activation: str) -> MlpSpec:

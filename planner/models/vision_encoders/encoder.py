@@ -5,7 +5,7 @@ from math import prod
 
 from planner.core.records import dataclass
 from planner.models.adapters.parts import linear, plain
-from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role, Traits
 
 FP32_BYTES = 4
 INT64_BYTES = 8
@@ -159,4 +159,7 @@ def encoder_model(
         tied=False,
         outer_norms=outer_norms,
         attentions=trunk.attentions,
+        traits=Traits(
+            norm="layer" if {norm.kind for one in layers for norm in one.norms} == {"layer"} else trunk.traits.norm
+        ),
     )

@@ -12,8 +12,7 @@ from functools import lru_cache
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.hardware.gpu import GpuSpec
-from planner.memory.traits import ENCODERS, traits_of
-from planner.models.spec import ModelSpec
+from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
@@ -130,14 +129,14 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.is_encoder_decoder:
         return ENCODER_DECODER_BAND
     if model.reads_both_ways:
-        plain = not setup.checkpointing and model.model_type in (*ENCODERS, "modernbert")
+        plain = not setup.checkpointing and model.model_type in (*LIKE_BERT, "modernbert")
         return ENCODER_BAND if plain else ENCODER_CHECKPOINTED_BAND
     if unknown_mixers(model):
         return MIXER_BAND
     if model.from_tree:
         experts = any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds)
         return TREE_MIXTURE_BAND if experts else TREE_BAND
-    traits = traits_of(model)
+    traits = model.traits
     if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout or setup.quantization == "int8":
         return WIDE_BAND
     if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):

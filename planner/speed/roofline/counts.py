@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
-from planner.memory.traits import traits_of
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 from planner.models.targets import lora_linears, lora_params
 from planner.setup.packages import DELTA_TYPES
@@ -254,7 +253,7 @@ def _through_all(layer: LayerSpec) -> LayerSpec:
 
 
 def _count(model: ModelSpec) -> Inventory:
-    tally, traits = _Tally(), traits_of(model)
+    tally, traits = _Tally(), model.traits
     for layer, repeats in model.layer_counts:
         tally.add_layer(_through_all(layer) if traits.dense_experts else layer, repeats, model.hidden_size)
     width, num = tally.width, tally.num

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel, handed_mask, takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
-from planner.memory.traits import traits_of
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.options.kernels import parts_of
@@ -368,7 +367,7 @@ class SpeedModel:
             ahead, back = SINGLE_SCORES[dtypes.autocast is not None]
             narrow = 0.5 if SIZE_BYTES[dtype] == 2 and dtypes.autocast is None else 1.0
             return narrow * ahead, narrow * back
-        traits = traits_of(self.model)
+        traits = self.model.traits
         upcast = not traits.plain_softmax or dtypes.autocast is not None  # autocast computes a softmax in fp32
         return eager_score_bytes(
             dtype, upcast=upcast, dropout=traits.attention_dropout, drag=self.drag, compiled=setup.compiled

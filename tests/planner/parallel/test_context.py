@@ -11,7 +11,6 @@ from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import engine_of, why_not
 from planner.memory.layer_terms import LayerContext, exchanged_bytes
 from planner.memory.model import rank_memories
-from planner.memory.traits import traits_of
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -52,7 +51,7 @@ def test_exchange_by_hand() -> None:
         inner = engine_of(setup).computes(setup)
         context = LayerContext(
             setup=inner, dtypes=dtype_policy_of(inner), adapted=frozenset(), kernel="flash",
-            tokens=inner.forward_tokens, hidden=4096, traits=traits_of(model),
+            tokens=inner.forward_tokens, hidden=4096, traits=model.traits,
         )  # fmt: skip
         attention = model.layer_kinds[0].attention
         assert attention is not None
