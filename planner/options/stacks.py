@@ -53,7 +53,9 @@ class Stack:
         overlaps_offload: what is offloaded of activations is copied beside the computation.
         single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
             rearrangement einops', as a course's transformer is written.
-        evaluates_whole: under Liger's loss an evaluation makes whole logits, which that forward leaves out in training.
+        evaluates_whole: under Liger's loss an evaluation makes whole logits, which that forward leaves out in training,
+            until transformers 5.15.
+        newest_transformers: version that the tool takes ("5.6"); "": today's.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
@@ -88,6 +90,7 @@ class Stack:
     overlaps_offload: bool = False
     single_operations: bool = False
     evaluates_whole: bool = False
+    newest_transformers: str = ""
     selects_products: bool = False
     packs_rows: bool = False
     wide_embedding_states: bool = False
@@ -365,6 +368,7 @@ _ROWS = (
         runs_trainer=True,
         widens_outputs=True,
         evaluates_whole=True,
+        newest_transformers="5.6",
         reentrant_checkpointing=True,
         checkpoints_trained=True,
         wide_embedding_states=True,

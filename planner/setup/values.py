@@ -39,7 +39,7 @@ class Program:
 
     def before_transformers(self, *version: int) -> bool:
         """Whether the modeling code is that of an older transformers than this version."""
-        return _before(self.transformers_version, version)
+        return _before(self.transformers_version or self.trainer.newest_transformers, version)
 
     def before_bitsandbytes(self, *version: int) -> bool:
         """Whether the quantized products are those of an older bitsandbytes than this version."""

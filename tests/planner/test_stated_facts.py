@@ -81,7 +81,7 @@ EVALUATED = {
     "llamafactory": ({"eval_strategy": "steps", "val_size": 0.1}, 8),
     "hf-script": ({"eval_strategy": "steps"}, 8),
     "unsloth-script": ({"eval_strategy": "steps"}, 8),
-    "ms-swift": ({"eval_strategy": "steps"}, 1),
+    "ms-swift": ({"split_dataset_ratio": 0.01}, 1),
 }
 """Format -> (settings under which it evaluates, sequences at once by default).
 
@@ -95,6 +95,15 @@ def test_sequences_that_are_evaluated_at_once(form: str) -> None:
     assert evaluating.sequences(form, settings) == default
     assert evaluating.sequences(form, {**settings, "per_device_eval_batch_size": 3}) == 3
     assert evaluating.sequences(form, {**settings, "eval_strategy": "no"}) == 0
+
+
+def test_ms_swift_evaluates_when_it_saves_where_there_is_data_for_it() -> None:
+    """ms-swift 4.6 `_init_eval_strategy`: eval_strategy is save_strategy where nothing says it, "no" without data."""
+    text = "swift sft --model Qwen/Qwen2.5-3B --tuner_type full --max_length 8192 --eval_steps 100"
+    said = {"": 0, " --split_dataset_ratio 0.01": 1, " --split_dataset_ratio 0": 0, " --val_dataset a.jsonl": 1}
+    for more, seqs in said.items():
+        assert read_text(text + more, "run.sh").eval_seqs == seqs
+        assert read_text(f"{text}{more} --save_strategy no", "run.sh").eval_seqs == 0
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

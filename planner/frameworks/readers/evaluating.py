@@ -27,8 +27,18 @@ def setting_of(config: ReadConfig) -> str:
     return config.keys.get("eval_seqs") or HOW_MANY.get(config.format, (usual, 0))[0]
 
 
-DATA = {"llamafactory": ("val_size", "eval_dataset"), "axolotl": ("val_set_size", "test_datasets")}
+DATA = {
+    "llamafactory": ("val_size", "eval_dataset"),
+    "axolotl": ("val_set_size", "test_datasets"),
+    "ms-swift": ("split_dataset_ratio", "val_dataset", "cached_val_dataset", "eval_dataset"),
+}
 """Format -> the settings of which one has to name data to evaluate on."""
+NO_DATA = ("0", "0.", "0.0", "none", "false")
+WITH_DATA = {"axolotl": "", "ms-swift": "save_strategy"}
+"""Formats that evaluate wherever there is data for it, as often as the setting named here says.
+
+Source: ms-swift 4.6 swift/arguments/sft_args.py `_init_eval_strategy`, data_args.py `_init_val_dataset_exists`.
+"""
 
 
 def sequences(form: str, values: Mapping[str, Any]) -> int:
@@ -41,11 +51,12 @@ def sequences(form: str, values: Mapping[str, Any]) -> int:
 
 
 def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
-    if any(not values.get(name) for name in DATA.get(form, ())[:1]) and not values.get(DATA[form][1]):
+    if form in DATA and all(str(values.get(name) or 0).lower() in NO_DATA for name in DATA[form]):
         return False
-    when = next((values[name] for name in LATER if values.get(name) is not None), None)
-    if when is None:  # Axolotl evaluates each epoch where there is data for it
-        return form == "axolotl" or values.get("do_eval") is True or values.get("eval_on_start") is True
+    said = (values[name] for name in (*LATER, WITH_DATA.get(form, "")) if values.get(name) is not None)
+    when = next(said, None)
+    if when is None:
+        return form in WITH_DATA or values.get("do_eval") is True or values.get("eval_on_start") is True
     return str(when).lower().rpartition(".")[2] not in NEVER
 
 
