@@ -107,7 +107,18 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Ver
 def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
     """What one level of predictions finds."""
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
-        step = _without_evaluation(result, model, predict)
+        # The same config's verdict on its training step alone; its changes are not judged anew: improving does that.
+        config = replace(result.config, eval_seqs=0)
+        prediction = including(predict, config, model, result.gpu)(config.setup)
+        band = band_of(prediction, config)
+        step = replace(
+            result,
+            config=config,
+            prediction=prediction,
+            band=band,
+            verdict=judge(prediction, result.budget_bytes, band),
+            evaluation_bytes=0,
+        )
         if step.verdict is Verdict.FITS:  # a smaller evaluation suffices
             search = _Search(step, model, including(predict, step.config, model, result.gpu))
             again = search.ending(_Tried(search.start, ()))
@@ -234,18 +245,3 @@ class _Search:
             if beam and speed(beam[0]) > speed(best) * MIN_SPEEDUP:
                 best = beam[0]
         return best
-
-
-def _without_evaluation(result: CheckResult, model: ModelSpec, predict: Predict) -> CheckResult:
-    """The same config's verdict on its training step alone; its changes are not judged anew: improving does that."""
-    config = replace(result.config, eval_seqs=0)
-    prediction = including(predict, config, model, result.gpu)(config.setup)
-    band = band_of(prediction, config)
-    return replace(
-        result,
-        config=config,
-        prediction=prediction,
-        band=band,
-        verdict=judge(prediction, result.budget_bytes, band),
-        evaluation_bytes=0,
-    )

@@ -107,7 +107,9 @@ def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
     elif answer.remedies and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
-        _remedies(page, answer, number)
+        # A few changes that would make it fit, smallest change first.
+        for remedy in [one for one in answer.remedies if one.fits][:number]:
+            page.line(f"→ {clean(remedy.action)}")
 
 
 def _notes(page: Page, notes: Sequence[str]) -> None:
@@ -180,9 +182,3 @@ def why_not(chosen: Row, other: Row) -> str:
     if other.peak.peak_device_bytes > chosen.peak.peak_device_bytes:
         return f"{faster}, less memory to spare"
     return clean(other.trade)
-
-
-def _remedies(page: Page, no_plan: NoPlan, number: int) -> None:
-    """A few changes that would make it fit, smallest change first."""
-    for remedy in [one for one in no_plan.remedies if one.fits][:number]:
-        page.line(f"→ {clean(remedy.action)}")

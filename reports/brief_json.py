@@ -49,7 +49,11 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = Non
         short = _cut(document, length, without)
         if len(json.dumps(short, ensure_ascii=False, indent=indent).encode(errors="replace")) <= max_bytes:
             return short
-    return _outline(document)
+    # What stands there, each part that is no single value as the number of its entries.
+    if isinstance(document, Mapping):
+        parts = {key: one for key, one in document.items() if one not in (None, [], {})}
+        return {key: {LEFT_OUT: len(one)} if isinstance(one, (Mapping, list)) else one for key, one in parts.items()}
+    return {LEFT_OUT: len(document)} if isinstance(document, (list, tuple)) else document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,11 +375,3 @@ def _cut(value: Any, length: int, without: frozenset[str]) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     return value
-
-
-def _outline(value: Any) -> Any:
-    """What stands there, each part that is no single value as the number of its entries."""
-    if isinstance(value, Mapping):
-        parts = {key: one for key, one in value.items() if one not in (None, [], {})}
-        return {key: {LEFT_OUT: len(one)} if isinstance(one, (Mapping, list)) else one for key, one in parts.items()}
-    return {LEFT_OUT: len(value)} if isinstance(value, (list, tuple)) else value

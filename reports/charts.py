@@ -269,22 +269,23 @@ def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
             continue
         for prediction in (candidate.formula, candidate.dry_run):
             if isinstance(prediction, Prediction):
-                rows.append(_accuracy(clean(label), prediction, candidate.probe))
+                measured = candidate.probe
+                speed = prediction.tokens_per_s
+                rows.append(
+                    {
+                        "label": clean(label),
+                        "rung": memory_mark(prediction),
+                        "predicted_bytes": prediction.peak_allocated_bytes,
+                        "measured_bytes": measured.peak_allocated_bytes,
+                        "memory_error_fraction": prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
+                        "predicted_tokens_per_s": speed,
+                        "measured_tokens_per_s": measured.tokens_per_s,
+                        "speed_error_fraction": speed / measured.tokens_per_s - 1
+                        if speed and measured.tokens_per_s
+                        else None,
+                    }
+                )
     return rows
-
-
-def _accuracy(label: str, prediction: Prediction, measured: Measurement) -> dict[str, Any]:
-    speed = prediction.tokens_per_s
-    return {
-        "label": label,
-        "rung": memory_mark(prediction),
-        "predicted_bytes": prediction.peak_allocated_bytes,
-        "measured_bytes": measured.peak_allocated_bytes,
-        "memory_error_fraction": prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
-        "predicted_tokens_per_s": speed,
-        "measured_tokens_per_s": measured.tokens_per_s,
-        "speed_error_fraction": speed / measured.tokens_per_s - 1 if speed and measured.tokens_per_s else None,
-    }
 
 
 def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:

@@ -141,19 +141,6 @@ def _rung(write: _Writer) -> Schema:
     return _object({**keys, **rare}, required=RUNG_KEYS)
 
 
-def _candidate(write: _Writer) -> Schema:
-    """`reports.plan_json.candidate_to_dict`."""
-    write.of(TrainSetup)
-    write.defs["Rung"] = _rung(write)
-    setup = write.defs["Setup"]
-    named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
-    rung: Schema = {"$ref": "#/$defs/Rung"}
-    rungs = {name: {"anyOf": [rung, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
-    own = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": rung, **rungs}
-    assert set(own) == {"fits", *(one.name for one in fields(Candidate))}
-    return _object(own, required=list(own))
-
-
 def _workload(write: _Writer) -> Schema:
     """`reports.plan_json.workload_to_dict`."""
     data = get_type_hints(Data)
@@ -186,7 +173,16 @@ def answer_schema(*, whole: bool = True) -> Schema:
     answers = list(map(short.of, TYPES))
     if whole:
         candidate: Schema = {"$ref": "#/$defs/Candidate"}
-        write.defs["Candidate"] = _candidate(write)
+        # `reports.plan_json.candidate_to_dict`.
+        write.of(TrainSetup)
+        write.defs["Rung"] = _rung(write)
+        setup = write.defs["Setup"]
+        named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
+        rung: Schema = {"$ref": "#/$defs/Rung"}
+        rungs = {name: {"anyOf": [rung, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
+        own = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": rung, **rungs}
+        assert set(own) == {"fits", *(one.name for one in fields(Candidate))}
+        write.defs["Candidate"] = _object(own, required=list(own))
         write.defs["Workload"] = _workload(write)
         workload = {"$ref": "#/$defs/Workload"}
         write.defs["Plan"] = _plan(write, Plan, workload, candidate)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from planner.core.units import gib, percent, seconds
-from planner.planning.plan import Answer, NoPlan, Plan
-from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.planning.plan import NoPlan, Plan
+from planner.setup.outcome import Candidate, ProbeFailure
 from reports import text
 from reports.extras import Extras
 from reports.plain import clean
@@ -33,10 +33,36 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks += _memory(chosen, plan.workload.memory_bytes)
     if isinstance(plan, Plan):
         blocks += _launch(extras)
-    blocks += _tree(plan.tree)
+    lines = []
+    for number, answer in enumerate(plan.tree, 1):
+        lines.append(f"{number}. {escape(answer.question)} **{escape(answer.choice)}**")
+        lines.append(f"   {escape(answer.reason)}")
+        if words := text.needs_words(answer.needed_bytes, answer.budget_bytes):
+            lines.append(f"   ({words})")
+        for cut in answer.cuts:
+            lines.append(f"   - cut: {escape(text.cut_words(cut, answer))}")
+    blocks += ["## Why: the decision tree", "\n".join(lines)] if lines else []
     if isinstance(plan, Plan):
         blocks += [*_alternatives(plan), *_sensitivity(extras)]
-    blocks += [escape(text.space_sentence(plan)), *_rungs(chosen)]
+    present = evidence_columns(chosen)
+    rows: list[tuple[str, ...]] = []
+    for name, evidence in present:
+        if isinstance(evidence, ProbeFailure):
+            rows.append((name, *("-",) * 5, text.failure_words(evidence)))
+        else:
+            step = seconds(evidence.step_time_s) if evidence.step_time_s else "-"
+            speed = text.rate(evidence.tokens_per_s) if evidence.tokens_per_s else "-"
+            peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
+            marks = text.memory_mark(evidence) + (f"; {text.speed_mark(evidence)}" if evidence.tokens_per_s else "")
+            rows.append((name, *(*(gib(peak) for peak in peaks), step, speed, marks)))
+    header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
+    blocks += [
+        escape(text.space_sentence(plan)),
+        *[
+            "## Every rung of the chosen setup",
+            table(header, rows, right=("allocated", "reserved", "device", "step", "speed")),
+        ],
+    ]
     notes = notes_of(plan)
     if notes:
         blocks += ["## Notes", bullets(notes)]
@@ -115,18 +141,6 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
     ]
 
 
-def _tree(walk: Sequence[Answer]) -> list[str]:
-    lines = []
-    for number, answer in enumerate(walk, 1):
-        lines.append(f"{number}. {escape(answer.question)} **{escape(answer.choice)}**")
-        lines.append(f"   {escape(answer.reason)}")
-        if words := text.needs_words(answer.needed_bytes, answer.budget_bytes):
-            lines.append(f"   ({words})")
-        for cut in answer.cuts:
-            lines.append(f"   - cut: {escape(text.cut_words(cut, answer))}")
-    return ["## Why: the decision tree", "\n".join(lines)] if lines else []
-
-
 def _remedies(no_plan: NoPlan) -> str:
     if not no_plan.remedies:
         return "No single change is enough."
@@ -172,26 +186,3 @@ def _sensitivity(extras: Extras) -> list[str]:
     ]
     header = ("what moves", "value", "tokens/s", "peak", "fits", "from")
     return ["## If one thing moved", table(header, rows, right=("value", "tokens/s", "peak"))]
-
-
-def _rungs(candidate: Candidate) -> list[str]:
-    present = evidence_columns(candidate)
-    rows: list[tuple[str, ...]] = []
-    for name, evidence in present:
-        if isinstance(evidence, ProbeFailure):
-            rows.append((name, *("-",) * 5, text.failure_words(evidence)))
-        else:
-            rows.append((name, *_figures(evidence)))
-    header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
-    return [
-        "## Every rung of the chosen setup",
-        table(header, rows, right=("allocated", "reserved", "device", "step", "speed")),
-    ]
-
-
-def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
-    step = seconds(evidence.step_time_s) if evidence.step_time_s else "-"
-    speed = text.rate(evidence.tokens_per_s) if evidence.tokens_per_s else "-"
-    peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
-    marks = text.memory_mark(evidence) + (f"; {text.speed_mark(evidence)}" if evidence.tokens_per_s else "")
-    return (*(gib(peak) for peak in peaks), step, speed, marks)

@@ -51,7 +51,15 @@ def render_plan(
     page, workload = Page(console), answer.workload
     again = default_next_command(answer, also) if isinstance(answer, Plan) else ""
     if "all" not in show:
-        _asked_for(page, answer, show)
+        # The tree ("why") and every term ("memory") before the short answer.
+        if "why" in show:
+            _tree(page, answer.tree)
+            page.line(text.space_sentence(answer))
+        if "memory" in show:
+            _memory(page, answer.subject, answer.workload.memory_bytes)
+            _around(page, answer.workload, answer.subject)
+        if show:
+            page.line()
         command = next_command or again if isinstance(answer, Plan) else ""
         render_brief(answer, console, next_command=command, launches=launches)
         return
@@ -95,18 +103,6 @@ def _next(page: Page, plan: Plan, command: str, again: str) -> None:
     if not plan.chosen.fits:
         page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
     page.command(command if command and plan.chosen.fits else again)
-
-
-def _asked_for(page: Page, answer: Plan | NoPlan, show: Collection[str]) -> None:
-    """The tree ("why") and every term ("memory") before the short answer."""
-    if "why" in show:
-        _tree(page, answer.tree)
-        page.line(text.space_sentence(answer))
-    if "memory" in show:
-        _memory(page, answer.subject, answer.workload.memory_bytes)
-        _around(page, answer.workload, answer.subject)
-    if show:
-        page.line()
 
 
 def render_estimate(

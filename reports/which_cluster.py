@@ -76,7 +76,14 @@ class ClustersSheet(Sheet):
             for words in lines:
                 page.line(words, indent=2)
         kept = self._kept(node)
-        _show_table(page, kept, node)
+        page.head(_table_title(node))
+        header, rows, right = _table(kept, wide=page.console.width >= 100)
+        page.whole(header, rows[:MAX_ROWS], right=right, fixed=("GPUs",))
+        if len(rows) > MAX_ROWS:
+            more = len(rows) - MAX_ROWS
+            page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
+        marks = speed_marks(one.candidate.formula for one in kept)
+        page.line(f"Speeds, and with them times and costs: {marks}.", style="dim", indent=2)
         _assumptions(page, self.options)
         best = cheapest(kept) or smallest(kept)
         if best is not None:
@@ -185,17 +192,6 @@ def _table(
             )
         )
     return header, rows, ("tokens/s", "time", "cost", "$/hour", "peak")
-
-
-def _show_table(page: Page, kept: Sequence[ClusterOption], node: Node) -> None:
-    page.head(_table_title(node))
-    header, rows, right = _table(kept, wide=page.console.width >= 100)
-    page.whole(header, rows[:MAX_ROWS], right=right, fixed=("GPUs",))
-    if len(rows) > MAX_ROWS:
-        more = len(rows) - MAX_ROWS
-        page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
-    marks = speed_marks(one.candidate.formula for one in kept)
-    page.line(f"Speeds, and with them times and costs: {marks}.", style="dim", indent=2)
 
 
 def _assumptions(page: Page, options: Sequence[ClusterOption]) -> None:

@@ -52,7 +52,19 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(posterior.results)))
         for result in posterior.results:
-            study.add_trial(_as_trial(problem, result, space))
+            candidate = problem.candidates[result.index]
+            params = {name: value_of(candidate.setup, name) for name in space}
+            excess = memory_excess(problem, candidate, result.evidence)
+            feasible = problem.feasible(candidate.setup, result.evidence)
+            constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
+            if not isinstance(result.evidence, ProbeFailure):
+                value = problem.score(candidate, result.evidence)
+                as_trial = create_trial(value=value, params=params, distributions=space, constraints=constraints)
+            else:
+                as_trial = create_trial(
+                    state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints
+                )
+            study.add_trial(as_trial)
         index = {
             tuple(value_of(c.setup, name) for name in space): position for position, c in enumerate(problem.candidates)
         }
@@ -74,18 +86,6 @@ def _space(posterior: Posterior) -> dict[str, BaseDistribution]:
         dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
         for dimension, values in zip(code.dimensions, code.values, strict=True)
     }
-
-
-def _as_trial(problem: Problem, result: Result, space: dict[str, BaseDistribution]) -> optuna.trial.FrozenTrial:
-    candidate = problem.candidates[result.index]
-    params = {name: value_of(candidate.setup, name) for name in space}
-    excess = memory_excess(problem, candidate, result.evidence)
-    feasible = problem.feasible(candidate.setup, result.evidence)
-    constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
-    if not isinstance(result.evidence, ProbeFailure):
-        value = problem.score(candidate, result.evidence)
-        return create_trial(value=value, params=params, distributions=space, constraints=constraints)
-    return create_trial(state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints)
 
 
 def _gp(seed: int) -> optuna.samplers.BaseSampler:
@@ -263,7 +263,15 @@ class _Worker:
         predicted = [pair for pair in excluded if not problem.unprobed(pair[0].setup)]
         self._excluded = unprobed[:MAX_RECORDED_EXCLUSIONS] + predicted[:MAX_RECORDED_EXCLUSIONS]
         known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
-        ranked = self._ranked()
+        # Open candidates that the formula says fit, best predicted score first; all open ones if none fits.
+        mean, _ = self.posterior.score_moments()
+        fits = self.posterior.log_memory + self.posterior.memory.mean[: self.posterior.num] <= self.posterior.log_budget
+        chosen = [i for i in range(self.posterior.num) if self.posterior.open[i] and fits[i]]
+        if not chosen:
+            chance = self.posterior.probability_fits()
+            ranked = sorted((i for i in range(self.posterior.num) if self.posterior.open[i]), key=lambda i: -chance[i])
+        else:
+            ranked = sorted(chosen, key=lambda i: -mean[i])
         first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
         first = [index for index in first if self.posterior.open[index]]
         rest = [index for index in ranked if index not in first][: self._strategy.num_ranked]
@@ -289,16 +297,6 @@ class _Worker:
                 self.catch_up(study)
                 if not self._reason:
                     yield from (record for record in study.records() if record.number == number)
-
-    def _ranked(self) -> list[int]:
-        """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
-        mean, _ = self.posterior.score_moments()
-        fits = self.posterior.log_memory + self.posterior.memory.mean[: self.posterior.num] <= self.posterior.log_budget
-        chosen = [i for i in range(self.posterior.num) if self.posterior.open[i] and fits[i]]
-        if not chosen:
-            chance = self.posterior.probability_fits()
-            return sorted((i for i in range(self.posterior.num) if self.posterior.open[i]), key=lambda i: -chance[i])
-        return sorted(chosen, key=lambda i: -mean[i])
 
     def catch_up(self, study: Study) -> list[TrialRecord]:
         """Tells the posterior what is new in the study; returns trials that are waiting or running."""

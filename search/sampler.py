@@ -230,10 +230,7 @@ class Posterior:
         if self.memory.observe_above(index, limit - self.log_memory[index]) > SURPRISE:
             # Nothing that grows with the setup: a kernel that keeps what no other does. The rest of them still fits.
             self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
-        self._close_larger(index)
-
-    def _close_larger(self, index: int) -> None:
-        """What differs from a setup that ran out of memory only by a larger micro-batch (or rank) runs out too."""
+        # What differs from a setup that ran out of memory only by a larger micro-batch (or rank) runs out too.
         code = self.encoding
         worse = np.ones(self.num, dtype=bool)
         for position, dimension in enumerate(code.dimensions):

@@ -142,7 +142,18 @@ def write_rows(config: Config, rows: list[Row], grid: Grid, folder: Path) -> int
     path = folder / config.file_name(grid)
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
-        parquet.write_table(Table.from_pylist(rows, schema=_arrow_schema()), unfinished)
+        import pyarrow
+
+        kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+        parquet.write_table(
+            Table.from_pylist(
+                rows,
+                schema=pyarrow.schema(
+                    [(name, kinds[kind]) for name, kind in COLUMNS.items()], metadata={"version": __version__}
+                ),
+            ),
+            unfinished,
+        )
         os.replace(unfinished, path)
     except OSError as error:
         raise EnvironmentProblem(f"cannot write {path}: {error}", hint="free some space; the rest is kept") from error
@@ -249,13 +260,6 @@ COLUMNS: dict[str, type] = {
     "problem": str,
 }
 """Column -> its type; all but the first may be null."""
-
-
-def _arrow_schema() -> Any:
-    import pyarrow
-
-    kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    return pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()], metadata={"version": __version__})
 
 
 def _parquet() -> Any:

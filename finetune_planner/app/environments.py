@@ -33,7 +33,10 @@ def environment(requirements: Sequence[str]) -> Path:
     own_torch = any(_name(one) == "torch" for one in words)
     borrowed = "" if own_torch else _version("torch")
     key = hashlib.sha256(json.dumps([words, sys.version, sys.prefix, borrowed]).encode()).hexdigest()[:16]
-    folder = environments_path() / key
+    # Where they are kept: the user's cache directory.
+    from platformdirs import user_cache_path
+
+    folder = (user_cache_path("finetune-planner") / "environments") / key
     python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return python
@@ -53,13 +56,6 @@ def environment(requirements: Sequence[str]) -> Path:
         _command(python, "torchrun", "torch.distributed.run")
     ready.touch()
     return python
-
-
-def environments_path() -> Path:
-    """Where they are kept: the user's cache directory."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("finetune-planner") / "environments"
 
 
 def _uv(*words: str) -> None:

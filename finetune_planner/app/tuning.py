@@ -165,7 +165,19 @@ def tuned(
     if plan.workload.num_gpus > 1:
         told = _predicted_only(plan, result, unprobed)
         values = {**values, "not_probed": told}
-        plan = replace(plan, notes=(*plan.notes, *_unprobed_notes(told)))
+        # One sentence for each reason.
+        by_reason: dict[str, list[str]] = {}
+        for row in told:
+            speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
+            words = f"{row['spread']} ({speed}, {gib(row['predicted_peak_device_bytes'])})"
+            by_reason.setdefault(row["reason"], []).append(words)
+        plan = replace(
+            plan,
+            notes=(
+                *plan.notes,
+                *[f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()],
+            ),
+        )
     if result.given_up:
         words = "; ".join(trial_words(setup) for setup in result.given_up)
         note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
@@ -220,16 +232,6 @@ def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") ->
         }
         rows.append(row)
     return rows
-
-
-def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each reason."""
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
-        words = f"{row['spread']} ({speed}, {gib(row['predicted_peak_device_bytes'])})"
-        by_reason.setdefault(row["reason"], []).append(words)
-    return [f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()]
 
 
 def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:

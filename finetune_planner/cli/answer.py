@@ -50,7 +50,11 @@ def workload_for(
     card = find_gpu(gpu)
     request = request.on_links_of(gpu, card)
     if data.dataset is not None and request.packing is None:
-        request = replace(request, packing=_packed_by(targets))
+        # Whether the first target packs whatever is said, None where it does what is said.
+        from planner.frameworks.exporters import TARGETS
+
+        found = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
+        request = replace(request, packing=next((bool(one.runs_as) for one in found if one.field == "packing"), None))
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
     asked = request_for(spec, request, data)
     asked = replace(asked, targets=tuple(targets))
@@ -96,14 +100,6 @@ def request_of(
         held_out=_held_out(stats, aim, spec, request),
     )
     return replace(asked, seq_len=request.seq_len or lengths.seq_len_tokens, data=told)
-
-
-def _packed_by(targets: Sequence[str]) -> bool | None:
-    """Whether the first target packs whatever is said, None where it does what is said."""
-    from planner.frameworks.exporters import TARGETS
-
-    found = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
-    return next((bool(one.runs_as) for one in found if one.field == "packing"), None)
 
 
 def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:

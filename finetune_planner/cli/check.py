@@ -126,7 +126,21 @@ def check(
     if file.is_dir() or answer.annotations is not None:
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
-        return _many(file, gpu, request, limits, answer)
+        # A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code.
+        find_gpu(gpu)  # an unknown card is said once
+        found = findings(file, gpu, request, limits)
+        if answer.annotations == "sarif":
+            print_json(sarif(found), whole=True)
+        elif answer.as_json:
+            print_json(
+                [
+                    one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message}
+                    for one in found
+                ]
+            )
+        else:
+            print_lines(github_lines(found) if answer.annotations else text_lines(found, file))
+        return exit_code(found)
 
     result, spec, predict = checked(
         file,
@@ -207,21 +221,6 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
 
     before = read_bounded(file).splitlines()
     return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
-
-
-def _many(place: Path, gpu: str, asked: CheckRequest, limits: options.Memory, answer: AnswerOptions) -> int:
-    """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
-    find_gpu(gpu)  # an unknown card is said once
-    found = findings(place, gpu, asked, limits)
-    if answer.annotations == "sarif":
-        print_json(sarif(found), whole=True)
-    elif answer.as_json:
-        print_json(
-            [one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message} for one in found]
-        )
-    else:
-        print_lines(github_lines(found) if answer.annotations else text_lines(found, place))
-    return exit_code(found)
 
 
 def compare_configs(

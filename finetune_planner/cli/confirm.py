@@ -53,7 +53,13 @@ def confirm(
         if target is not None:
             raise UsageError("--run runs a target's own file, --target reads a setup from one", hint="give one of them")
         how = HowToRun(num_steps=enough_steps(steps), limit_s=limit, device=device, store=store)
-        return run_files(directory, run, how, as_json=as_json)
+        # Runs the launch files of these targets one after another; the worst exit code.
+        found: dict[str, Confirmation] = {}
+        for name in dict.fromkeys(run):
+            found[name] = run_target(directory, read_plan_json(directory), name, how)[0]
+        lines = [line for name, one in found.items() for line in (f"launch/{name}:", *_confirmation_lines(one))]
+        tell({name: to_jsonable(one) for name, one in found.items()}, lines, as_json=as_json)
+        return max(map(_code, found.values()))
     return _own_step(directory, target, device, limit, measure_seconds, store, as_json=as_json)
 
 
@@ -69,16 +75,6 @@ def enough_steps(steps: int) -> int:
     if found <= WARM_UP_STEPS:
         raise UsageError(f"--steps must be above {WARM_UP_STEPS}, got {steps}", hint="the first steps are not counted")
     return found
-
-
-def run_files(directory: Path, targets: list[str], how: HowToRun, *, as_json: bool) -> int:
-    """Runs the launch files of these targets one after another; the worst exit code."""
-    found: dict[str, Confirmation] = {}
-    for name in dict.fromkeys(targets):
-        found[name] = run_target(directory, read_plan_json(directory), name, how)[0]
-    lines = [line for name, one in found.items() for line in (f"launch/{name}:", *_confirmation_lines(one))]
-    tell({name: to_jsonable(one) for name, one in found.items()}, lines, as_json=as_json)
-    return max(map(_code, found.values()))
 
 
 def confirmed_plan(plan: Plan, folder: Path, device: str | None, store: Path | None, *, ends_at: float) -> Plan:
@@ -119,7 +115,10 @@ def _own_step(
 
     line = ProgressLine()
     line.say("reading the plan")
-    plan = _plan_in(directory)
+    # The plan that was written there.
+    plan = plan_from_dict(read_plan_json(directory))
+    if isinstance(plan, NoPlan):
+        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)
@@ -136,18 +135,6 @@ def _own_step(
         confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
     tell(to_jsonable(confirmation), _confirmation_lines(confirmation), as_json=as_json)
     return _code(confirmation)
-
-
-def _plan_in(directory: Path) -> Plan:
-    """The plan that was written there.
-
-    Raises:
-        UsageError: it is a refusal.
-    """
-    plan = plan_from_dict(read_plan_json(directory))
-    if isinstance(plan, NoPlan):
-        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
-    return plan
 
 
 def _code(confirmation: "Confirmation") -> int:

@@ -176,7 +176,18 @@ class _Fixing:
                 path = parent
         if len({*names.values()}) < len(names):
             raise ConfigError("two files of one name would change", hint="make the changes by hand")
-        self._read_back(texts[self.file], {name: texts[path] for path, name in names.items()})
+        asked, found = self.asked, self.found
+        launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
+        around = replace(self.around, written={name: texts[path] for path, name in names.items()})
+        back = read_text(
+            texts[self.file], self.file.name, model=self.spec, base=found.setup, around=around, launcher=launcher
+        )
+        back = overrides(back, asked.sets)
+        if canonical(back.setup) != canonical(found.setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
+            raise ConfigError(
+                f"{self.file.name} is written in a form that --fix cannot change safely",
+                hint="make the changes that plan check lists by hand",
+            )
         return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(said), (*texts,))
 
     def _inner(self) -> dict[str, str]:
@@ -197,18 +208,6 @@ class _Fixing:
         program = self.config.format in PROGRAMS
         now = {key: value for key, value in self.config.values.items() if key in self.places} if program else {}
         return rewrite(text, name, edits, call_line=self.config.call_line, places=self.places, now=now)
-
-    def _read_back(self, text: str, names: Mapping[str, str]) -> None:
-        asked, found = self.asked, self.found
-        launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
-        around = replace(self.around, written=names)
-        back = read_text(text, self.file.name, model=self.spec, base=found.setup, around=around, launcher=launcher)
-        back = overrides(back, asked.sets)
-        if canonical(back.setup) != canonical(found.setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
-            raise ConfigError(
-                f"{self.file.name} is written in a form that --fix cannot change safely",
-                hint="make the changes that plan check lists by hand",
-            )
 
 
 def _same(path: Path, among: Mapping[Path, Any]) -> Path | None:

@@ -2,12 +2,12 @@
 `plan compare-adapters`, `plan compare-targets`."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -37,7 +37,6 @@ from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 from planner.planning.targets import compare_targets as choices_of_targets
-from planner.setup import TrainSetup
 from reports.html import Entry
 from reports.page import steps
 from reports.side_by_side import AdaptersSheet, TargetsSheet
@@ -118,17 +117,13 @@ def gpus_sheet(
     cards, spec = table.cards(), options.said(lookup.model(model))
     request = request_for(spec, said, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        request = replace(request, fixed={**_coarse(), **request.fixed})
+        # What is tried of several GPUs where nothing is said.
+        from planner.planning.decision.clusters import COARSE, COARSE_LAYOUTS
+
+        coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
+        request = replace(request, fixed={**coarse, "parallel": COARSE_LAYOUTS, **request.fixed})
     answers = _plans(spec, cards, request, gathering.of, charts=charts)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
-
-
-def _coarse() -> dict[str, tuple[Any, ...]]:
-    """What is tried of several GPUs where nothing is said."""
-    from planner.planning.decision.clusters import COARSE, COARSE_LAYOUTS
-
-    coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
-    return {**coarse, "parallel": COARSE_LAYOUTS}
 
 
 def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
@@ -254,7 +249,10 @@ def compare_adapters(
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
     card, fixed = options.said(find_gpu(gpu)), space.fixed()
-    _check_compared(fixed)
+    if "adapter" in fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
     asked = PlanRequest(
         fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
         seq_len=seq_len,
@@ -263,25 +261,15 @@ def compare_adapters(
         headroom_gib=memory.headroom,
     )
     request = asked.workload(options.said(lookup.model(model)), card)
-    lora = _lora(request, f"plan {model} --gpu {gpu}")
-    rows = compare_kinds(request, lora)
-    show_table(out, as_json, AdaptersSheet(rows, request, lora))
-
-
-def _lora(request: Workload, command: str) -> TrainSetup:
-    """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
+    # The LoRA that a plan chooses; where none fits, it is said and the command ends.
+    command = f"plan {model} --gpu {gpu}"
     plan = plan_workload(request)
     if isinstance(plan, NoPlan):
         typer.echo(f"no LoRA of {request.model.model_id} fits on {request.gpu.name}: {command} says why", err=True)
         raise typer.Exit(EXIT_NOTHING_FITS)
-    return plan.chosen.setup
-
-
-def _check_compared(fixed: Mapping[str, tuple[Any, ...]]) -> None:
-    if "adapter" in fixed:
-        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
-    if "full" in fixed.get("method", ()):
-        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+    lora = plan.chosen.setup
+    rows = compare_kinds(request, lora)
+    show_table(out, as_json, AdaptersSheet(rows, request, lora))
 
 
 @takes_options

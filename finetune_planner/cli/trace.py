@@ -81,13 +81,19 @@ class FollowOptions:
             )
         if card.compute_capability is None:
             raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
+        # Width and height.
+        width, _, height = data.image_size.partition("x")
+        if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+            raise UsageError(
+                f"--image-size {data.image_size}: expected WIDTHxHEIGHT in pixels", hint="for example 1024x768"
+            )
         return TraceOrder(
             command=tuple(command),
             card=card_of(card, memory_bytes),
             options=TraceOptions(
                 num_steps=positive("steps", self.steps) or 2,
                 num_tokens=positive("seq-len", data.seq_len) or NUM_TOKENS,
-                image_size=_pixels(data.image_size),
+                image_size=(int(width), int(height)),
                 every_micro_batch=self.every_micro_batch,
             ),
             network=self.network,
@@ -165,18 +171,6 @@ def speed_of(found: TraceResult, card: GpuSpec) -> "TracedSpeed | None":
         return traced_speed(found.program, card)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
         return None
-
-
-def _pixels(text: str) -> tuple[int, int]:
-    """Width and height.
-
-    Raises:
-        UsageError: anything else.
-    """
-    width, _, height = text.partition("x")
-    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise UsageError(f"--image-size {text}: expected WIDTHxHEIGHT in pixels", hint="for example 1024x768")
-    return int(width), int(height)
 
 
 def ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> None:

@@ -91,7 +91,13 @@ def ui(
     if table_folder is not None:
         if static is None or model or gpu or data.dataset:
             raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
-        _write_table(table_folder, static)
+        # The page of a table's plans.
+        from finetune_planner.app.bulk import read_table  # late: with pyarrow
+        from reports.table_page import table_site
+
+        for name, text in table_site(read_table(table_folder), {one.key: one for one in table.all_gpus()}, __version__):
+            write_text(static / name, text, inside=static)
+        print(f"wrote {static / 'index.html'}", file=sys.stderr)
         return
     plan_request = RequestOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
     shelf = Shelf(model, gpu, plan_request=plan_request, data=data.checked(), all_gpus=static is None)
@@ -362,16 +368,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: object) -> None:
         """Requests are not news; faults are, on stderr by the server itself."""
-
-
-def _write_table(source: Path, folder: Path) -> None:
-    """The page of a table's plans."""
-    from finetune_planner.app.bulk import read_table  # late: with pyarrow
-    from reports.table_page import table_site
-
-    for name, text in table_site(read_table(source), {one.key: one for one in table.all_gpus()}, __version__):
-        write_text(folder / name, text, inside=folder)
-    print(f"wrote {folder / 'index.html'}", file=sys.stderr)
 
 
 def _tokens(digits: str | None) -> int | None:

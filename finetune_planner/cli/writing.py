@@ -69,33 +69,40 @@ def write_out(
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
         launches = launch_files(plan, targets, folder, data=data, force=force, traces=traces, jobs=jobs)
-    extras = _extras(plan, launches, command, timeline)
+    moved: tuple[SensitivityPoint, ...] = ()
+    if isinstance(plan, Plan):
+        moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
+    extras = Extras(
+        planner_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["plan", *without_secrets_in_words(command)]),
+        environment=_environment(),
+        launch=launch_targets(launches),
+        timeline=timeline,
+        sensitivity=moved,
+    )
     try:
         texts = plan_files(plan, extras)
     except EnvironmentProblem as error:
         say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
     with folder_lock(folder):
-        _put(folder, launches, texts, again=bool(traces))
+        # Writes the files; `again`: the second time for one plan.
+        if not _holds_a_plan(folder):
+            names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
+            for name in sorted(one for one in names if (folder / one).exists()):
+                say(f"replaces {folder / name}, which no plan wrote")
+        for launch in launches:
+            for file in launch.files:
+                write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
+        written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
+        earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
+        if earlier and not bool(traces):
+            where = ", ".join(f"launch/{name}" for name in earlier)
+            say(f"not of this plan, and left as it was: {where} in {folder}")
+        for name, text in texts.items():
+            write_text(folder / name, text)
     return tuple(launch for launch in launches if launch.target != FOLDER)
-
-
-def _put(folder: Path, launches: Sequence[Launch], texts: Mapping[str, str], *, again: bool) -> None:
-    """Writes the files; `again`: the second time for one plan."""
-    if not _holds_a_plan(folder):
-        names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
-        for name in sorted(one for one in names if (folder / one).exists()):
-            say(f"replaces {folder / name}, which no plan wrote")
-    for launch in launches:
-        for file in launch.files:
-            write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
-    written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
-    earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
-    if earlier and not again:
-        where = ", ".join(f"launch/{name}" for name in earlier)
-        say(f"not of this plan, and left as it was: {where} in {folder}")
-    for name, text in texts.items():
-        write_text(folder / name, text)
 
 
 def _holds_a_plan(folder: Path) -> bool:
@@ -335,23 +342,6 @@ def dataset_choice(data: Data, kinds: Sequence[str], folder: Path) -> DatasetCho
         local=True,
         plain=all(one.suffix in (".json", ".jsonl", ".parquet") for one in files_of(Path(data.file))),
         names=data.names,
-    )
-
-
-def _extras(
-    plan: Plan | NoPlan, launches: Sequence[Launch], command: Sequence[str], timeline: Timeline | None
-) -> Extras:
-    moved: tuple[SensitivityPoint, ...] = ()
-    if isinstance(plan, Plan):
-        moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
-    return Extras(
-        planner_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["plan", *without_secrets_in_words(command)]),
-        environment=_environment(),
-        launch=launch_targets(launches),
-        timeline=timeline,
-        sensitivity=moved,
     )
 
 

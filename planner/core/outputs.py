@@ -30,7 +30,12 @@ def write_whole(
         OSError: no space, no permission, a folder of that name, or a link below `inside`.
     """
     if inside is not None:
-        _refuse_links(path.parent, inside)
+        # Raises OSError where a folder between `inside` and `folder` is a link.
+        place = inside
+        for part in path.parent.relative_to(inside).parts:
+            place = place / part
+            if part == ".." or place.is_symlink():
+                raise OSError(errno.ELOOP, "a link that leads out of the folder", str(place))
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_stream(path):
         _write_stream(path, content)
@@ -73,15 +78,6 @@ def private_directory() -> Path:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != user_id() or status.st_mode & 0o077:
             return Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     return path
-
-
-def _refuse_links(folder: Path, inside: Path) -> None:
-    """Raises OSError where a folder between `inside` and `folder` is a link."""
-    place = inside
-    for part in folder.relative_to(inside).parts:
-        place = place / part
-        if part == ".." or place.is_symlink():
-            raise OSError(errno.ELOOP, "a link that leads out of the folder", str(place))
 
 
 def _is_stream(path: Path) -> bool:

@@ -11,7 +11,7 @@ import csv
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
@@ -358,14 +358,29 @@ def _named(text: str) -> GpuSpec:
         spec, others = _with_size(key, gib), ", ".join(one for one in could_be if one != key)[:120]
         return replace(spec, taken_as=f"{text!r}: taken as {spec.name}, {key}" + (f" (not {others})" if others else ""))
     if could_be and not agreeing:
-        raise _other_size(text, gib, could_be)
+        # That no card of this name has the memory that stands in it.
+        has = "; ".join(
+            f"{key} has {' or '.join(f'{size:g}' for size in _marketed_gib(_rows()[key]))} GB" for key in could_be[:4]
+        )
+        raise UnknownGpuError(
+            f"no {text!r:.60}: {has}",
+            hint=f"leave the size out; for a modified card --gpu {could_be[0]} --memory-gib {gib or 0:g}",
+        )
     if agreeing:
         error = UnknownGpuError(
             f"GPU {text!r} is not one exact device", hint=f"say which: {', '.join(agreeing[:8])}; or --gpu local"
         )
         error.could_be = tuple(agreeing)
         raise error
-    raise _unknown(text)
+    from planner.hardware.described import FORM, MEANING
+
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    near = _service(text) or _of_size(text) or (f"closest: {', '.join(close)}" if (close := _closest(text)) else "")
+    raise UnknownGpuError(
+        f"GPU {shown!r} is not in the table",
+        hint=(f"{near}; " if near else "")
+        + f"`plan gpus` lists all, --gpu local asks this machine; any card can be described: --gpu {FORM} ({MEANING})",
+    )
 
 
 def _first(index: Mapping[str, Names], name: str) -> Names | None:
@@ -399,29 +414,6 @@ def _with_size(key: str, gib: float | None) -> GpuSpec:
     size = min(sizes, key=lambda one: abs(one - gib))
     memory_bytes, basis = _memory(row, size)
     return replace(spec, key=f"{key}-{size:g}gb", memory_bytes=memory_bytes, memory_basis=basis)
-
-
-def _other_size(text: str, gib: float | None, keys: Sequence[str]) -> UnknownGpuError:
-    """That no card of this name has the memory that stands in it."""
-    has = "; ".join(
-        f"{key} has {' or '.join(f'{size:g}' for size in _marketed_gib(_rows()[key]))} GB" for key in keys[:4]
-    )
-    return UnknownGpuError(
-        f"no {text!r:.60}: {has}",
-        hint=f"leave the size out; for a modified card --gpu {keys[0]} --memory-gib {gib or 0:g}",
-    )
-
-
-def _unknown(name: str) -> UnknownGpuError:
-    from planner.hardware.described import FORM, MEANING
-
-    shown = name if len(name) <= 60 else name[:57] + "..."
-    near = _service(name) or _of_size(name) or (f"closest: {', '.join(close)}" if (close := _closest(name)) else "")
-    return UnknownGpuError(
-        f"GPU {shown!r} is not in the table",
-        hint=(f"{near}; " if near else "")
-        + f"`plan gpus` lists all, --gpu local asks this machine; any card can be described: --gpu {FORM} ({MEANING})",
-    )
 
 
 def _service(name: str) -> str:

@@ -75,7 +75,17 @@ class PlanRequest:
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
         seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)
-        _check_layers(model, self.fixed)
+        for asked in self.fixed.get("trained_layers", ()):
+            if asked == 0:
+                raise UsageError(
+                    "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
+                    hint="leave --trained-layers out to train all layers, or give 1 for the last",
+                )
+            if isinstance(asked, int) and abs(asked) > model.num_layers:
+                raise UsageError(
+                    f"--trained-layers {asked}: {model.model_id} has {model.num_layers} layers",
+                    hint=f"give 1 to {model.num_layers} for the last, -1 to -{model.num_layers} for the first",
+                )
         fixed = kind_fields(model, self.fixed, several=cluster is not None)
         floor, reason = self._floor(model, fixed, data.epoch_tokens)
         usd, source = self._price(gpu, cluster)
@@ -177,20 +187,6 @@ class PlanRequest:
             return None, ""
         usd, source, as_of = known
         return usd, f"{source}, {as_of}"
-
-
-def _check_layers(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]]) -> None:
-    for asked in fixed.get("trained_layers", ()):
-        if asked == 0:
-            raise UsageError(
-                "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
-                hint="leave --trained-layers out to train all layers, or give 1 for the last",
-            )
-        if isinstance(asked, int) and abs(asked) > model.num_layers:
-            raise UsageError(
-                f"--trained-layers {asked}: {model.model_id} has {model.num_layers} layers",
-                hint=f"give 1 to {model.num_layers} for the last, -1 to -{model.num_layers} for the first",
-            )
 
 
 def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:

@@ -65,6 +65,16 @@ def predict(
     ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
+    # What several GPUs make necessary to say.
+    notes = []
+    if len(ranks) > 1:
+        worst = ranks[0]
+        notes.append(f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+    if setup.offload != "none":
+        from planner.memory.engines.host import host_bytes_per_node  # one GPU never needs it
+
+        host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
+        notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
     found = Prediction(
         rung=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -81,7 +91,7 @@ def predict(
         time_parts_s=speed.parts_s,
         notes=(
             *memory_notes(model, gpu, setup),
-            *_rank_notes(model, gpu, setup, ranks, cluster),
+            *notes,
             *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed),
             *speed.notes,
         ),
@@ -140,22 +150,6 @@ def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_devic
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """The device peak of `predict` alone: the fullest GPU's."""
     return memory_of(model, gpu, setup)[0].breakdown.peak_device_bytes
-
-
-def _rank_notes(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ranks: tuple[RankMemory, ...], cluster: "Cluster | None"
-) -> list[str]:
-    """What several GPUs make necessary to say."""
-    notes = []
-    if len(ranks) > 1:
-        worst = ranks[0]
-        notes.append(f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
-    if setup.offload != "none":
-        from planner.memory.engines.host import host_bytes_per_node  # one GPU never needs it
-
-        host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
-        notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
-    return notes
 
 
 def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:
@@ -226,7 +220,18 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"
         notes.append(risk(f"{words}; files name it as it is, and load only where its own code is installed"))
     if model.front_end is not None:
-        notes.append(_sound_note(model, setup))
+        # What a sample is, and what the encoder does.
+        assert model.front_end is not None
+        encoder = (
+            "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
+        )
+        text = f"{setup.seq_len_tokens} tokens of text (--seq-len; tokens/s are the text's)"
+        notes.append(
+            risk(
+                f"a sample is a clip of sound, padded or cut to {model.front_end.seconds:g} s ("
+                f"{model.encoder_tokens:,} tokens in the encoder, which {encoder}), with {text}"
+            )
+        )
     if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
     if setup.packing and not packs_apart(model, setup.attention):
@@ -248,17 +253,6 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if gpu.vendor in ("Apple", "Intel"):
         notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
     return notes
-
-
-def _sound_note(model: ModelSpec, setup: TrainSetup) -> str:
-    """What a sample is, and what the encoder does."""
-    assert model.front_end is not None
-    encoder = "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
-    text = f"{setup.seq_len_tokens} tokens of text (--seq-len; tokens/s are the text's)"
-    return risk(
-        f"a sample is a clip of sound, padded or cut to {model.front_end.seconds:g} s ({model.encoder_tokens:,} tokens "
-        f"in the encoder, which {encoder}), with {text}"
-    )
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:

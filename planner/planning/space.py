@@ -80,7 +80,14 @@ def dimension_values(workload: Workload) -> Values:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)
     if values["quantize_experts"] == (True,):
-        _keep_for_experts(values, workload)
+        if "lora_targets" not in workload.fixed:
+            grouped = STACKS[_own_stack(workload)].grouped_experts
+            values["lora_targets"] = (EXPERT_TARGETS if grouped else "attention",)
+        attention = supported_attentions(workload.model, workload.gpu)[0]
+        fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
+        packed = TrainSetup(method="qlora", attention=attention, stack=_own_stack(workload), **fields)
+        if reason := missing_kernels(workload.model, workload.gpu, packed):
+            raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
         values["attention"] = tuple(one for one in values["attention"] if one != "flash-attention-2")
         if not values["attention"]:
@@ -145,7 +152,15 @@ def _keep_for_objective(values: Values, workload: Workload, objective: Objective
     """What its trainers have, and the dimensions that it alone opens."""
     fixed = workload.fixed
     any_trainer = objective.supervised or bool(workload.targets or "loss" in fixed)
-    values["loss"] = _losses_of(objective, values["loss"], any_trainer=any_trainer)
+    # Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
+    losses = values["loss"]
+    found = tuple(one for one in losses if one in objective.losses[: None if any_trainer else 1])
+    if not found:
+        raise UsageError(
+            f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",
+            hint=f"leave --loss out, or use --loss {objective.losses[0]}",
+        )
+    values["loss"] = found
     if workload.global_batch_seqs < objective.least_samples:
         raise UsageError(
             f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
@@ -179,17 +194,6 @@ def _keep_as_stored(values: Values, workload: Workload) -> None:
         raise UsageError(reason, hint=hint)
 
 
-def _keep_for_experts(values: Values, workload: Workload) -> None:
-    if "lora_targets" not in workload.fixed:
-        grouped = STACKS[_own_stack(workload)].grouped_experts
-        values["lora_targets"] = (EXPERT_TARGETS if grouped else "attention",)
-    attention = supported_attentions(workload.model, workload.gpu)[0]
-    fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
-    packed = TrainSetup(method="qlora", attention=attention, stack=_own_stack(workload), **fields)
-    if reason := missing_kernels(workload.model, workload.gpu, packed):
-        raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
-
-
 def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     """Of one dimension the values that have kernels for this model on this GPU."""
     usual: dict[str, Any] = {
@@ -205,21 +209,6 @@ def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
         option = name.replace("_", "-")
         hint = f"leave --{option} out, or name another GPU or model"
         raise UsageError(f"--{option} cannot be kept: {reason}", hint=hint)
-
-
-def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bool) -> tuple[str, ...]:
-    """Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
-
-    Raises:
-        UsageError: none of them.
-    """
-    found = tuple(one for one in losses if one in objective.losses[: None if any_trainer else 1])
-    if not found:
-        raise UsageError(
-            f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",
-            hint=f"leave --loss out, or use --loss {objective.losses[0]}",
-        )
-    return found
 
 
 def planned_values(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:

@@ -37,18 +37,6 @@ def is_layout(setup: SetupValues) -> bool:
     return setup.num_gpus > 1 or setup.parallel != "none" or _layout_values(setup) != _NO_LAYOUT
 
 
-def check_layout(setup: SetupValues) -> None:
-    """Refuses a layout that no job can have.
-
-    Raises:
-        SetupError: a value that its field does not take, or fields that contradict each other.
-    """
-    _check_degrees(setup)
-    _check_sharing(setup)
-    _check_context(setup)
-    _check_experts(setup)
-
-
 def _check_degrees(setup: SetupValues) -> None:
     """Over how many GPUs, cut how."""
     for name in SPLIT_DEGREES:
@@ -251,9 +239,17 @@ def check(setup: SetupValues) -> None:
     else:
         _check_adapter(setup)
     if is_layout(setup):
-        check_layout(setup)
-    if setup.trainer.steps_in_backward:
-        _check_in_backward(setup)
+        # Refuses a layout that no job can have.
+        _check_degrees(setup)
+        _check_sharing(setup)
+        _check_context(setup)
+        _check_experts(setup)
+    whole = setup.method == "full" and setup.num_gpus == 1 and setup.accumulation_steps == 1
+    if setup.trainer.steps_in_backward and not (whole and setup.aim.head == "vocabulary"):
+        raise SetupError(
+            f"stack {setup.stack!r} trains a whole model on one GPU, every micro-batch a step",
+            hint="use --method full, and --global-batch as large as one micro-batch",
+        )
     if setup.trained_layers:
         _check_partial(setup)
     if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
@@ -265,15 +261,6 @@ def check(setup: SetupValues) -> None:
         _check_images(setup)
     if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
         _check_objective(setup)
-
-
-def _check_in_backward(setup: SetupValues) -> None:
-    """What a step inside the backward goes without."""
-    if setup.method != "full" or setup.num_gpus > 1 or setup.accumulation_steps > 1 or setup.aim.head != "vocabulary":
-        raise SetupError(
-            f"stack {setup.stack!r} trains a whole model on one GPU, every micro-batch a step",
-            hint="use --method full, and --global-batch as large as one micro-batch",
-        )
 
 
 def _check_partial(setup: SetupValues) -> None:
@@ -331,20 +318,6 @@ def _check_values(setup: SetupValues) -> None:
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
 
-def _check_selective(setup: SetupValues) -> None:
-    """What keeping the attention of checkpointed layers needs."""
-    other = {
-        "checkpointing off": not setup.checkpointing,
-        "activation_offload": setup.activation_offload,
-        "reentrant_checkpointing": setup.reentrant_checkpointing,
-    }
-    if found := [name for name, here in other.items() if here]:
-        raise SetupError(
-            f"selective_checkpointing keeps the attention of checkpointed layers, got {found[0]}",
-            hint="leave --selective-checkpointing out",
-        )
-
-
 def _check_base(setup: SetupValues) -> None:
     """What concerns full fine-tuning and adapters alike."""
     if setup.activation_offload and not setup.checkpointing:
@@ -353,7 +326,17 @@ def _check_base(setup: SetupValues) -> None:
             hint="switch checkpointing on",
         )
     if setup.selective_checkpointing:
-        _check_selective(setup)
+        # What keeping the attention of checkpointed layers needs.
+        other = {
+            "checkpointing off": not setup.checkpointing,
+            "activation_offload": setup.activation_offload,
+            "reentrant_checkpointing": setup.reentrant_checkpointing,
+        }
+        if found := [name for name, here in other.items() if here]:
+            raise SetupError(
+                f"selective_checkpointing keeps the attention of checkpointed layers, got {found[0]}",
+                hint="leave --selective-checkpointing out",
+            )
     alone = setup.trainer.grouped_experts and setup.method == "lora"
     if setup.quantize_experts and not alone and (not setup.quantized or setup.kbit_fp32_cast):
         raise SetupError(
@@ -427,23 +410,19 @@ def _check_adapter(setup: SetupValues) -> None:
     if setup.kbit_fp32_cast and setup.method != "qlora":
         raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {setup.method!r}")
     if "lora" in _KERNELS[setup.kernels].parts:
-        _check_fused(setup)
-
-
-def _check_fused(setup: SetupValues) -> None:
-    """What kernels that fuse LoRA take."""
-    if not isinstance(setup.lora_targets, str):
-        raise SetupError(
-            f"kernels {setup.kernels!r} take attention or all linear layers whole, got lora_targets "
-            f"{setup.lora_targets!r}",
-            hint="use --kernels liger",
-        )
-    if setup.lora_dropout or setup.quantization == "int8":
-        raise SetupError(
-            f"kernels {setup.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
-            f"{setup.lora_dropout:g}, quantization {setup.quantization!r}",
-            hint="use --kernels liger",
-        )
+        # What kernels that fuse LoRA take.
+        if not isinstance(setup.lora_targets, str):
+            raise SetupError(
+                f"kernels {setup.kernels!r} take attention or all linear layers whole, got lora_targets "
+                f"{setup.lora_targets!r}",
+                hint="use --kernels liger",
+            )
+        if setup.lora_dropout or setup.quantization == "int8":
+            raise SetupError(
+                f"kernels {setup.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
+                f"{setup.lora_dropout:g}, quantization {setup.quantization!r}",
+                hint="use --kernels liger",
+            )
 
 
 def _check_kind(setup: SetupValues) -> None:

@@ -58,7 +58,21 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if unknown:
         raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
     clean = dict(values)
-    _take_defaults(clean)
+    # Writes in what the method, the objective and the adapter bring along.
+    method = clean.get("method", "lora")
+    if method == "full":
+        clean["lora_rank"] = clean.get("lora_rank") or 0
+    elif method == "qlora":
+        clean.setdefault("quantization", "nf4-double")
+    row = OBJECTIVES.get(str(clean.get("objective", "")))
+    if row is not None and row.name != _DEFAULTS["objective"]:
+        clean.setdefault("loss", row.losses[0])
+        clean.setdefault("stack", row.stack(DEFAULT_STACK))
+    if clean.get("lora_rank", 0) is None:
+        del clean["lora_rank"]
+    kind = ADAPTERS.get(str(clean.get("adapter", "lora")))
+    if kind is not None and kind.name != "lora":
+        clean.setdefault("lora_rank", kind.usual_size)
     if "checkpointing" in clean:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
     for name in _LISTS:
@@ -81,24 +95,6 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
             hint="give fewer, or 0 for no gradient cache",
         )
     return found
-
-
-def _take_defaults(clean: dict[str, Any]) -> None:
-    """Writes in what the method, the objective and the adapter bring along."""
-    method = clean.get("method", "lora")
-    if method == "full":
-        clean["lora_rank"] = clean.get("lora_rank") or 0
-    elif method == "qlora":
-        clean.setdefault("quantization", "nf4-double")
-    row = OBJECTIVES.get(str(clean.get("objective", "")))
-    if row is not None and row.name != _DEFAULTS["objective"]:
-        clean.setdefault("loss", row.losses[0])
-        clean.setdefault("stack", row.stack(DEFAULT_STACK))
-    if clean.get("lora_rank", 0) is None:
-        del clean["lora_rank"]
-    kind = ADAPTERS.get(str(clean.get("adapter", "lora")))
-    if kind is not None and kind.name != "lora":
-        clean.setdefault("lora_rank", kind.usual_size)
 
 
 def _check_types(clean: Mapping[str, Any]) -> None:

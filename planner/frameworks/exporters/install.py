@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from planner.frameworks.exporters.types import ExportRequest, Launch
 from planner.hardware.gpu import GpuSpec
-from planner.models.spec import ModelSpec
 from planner.options.kernels import LIGER
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
@@ -60,13 +59,6 @@ def checkpointing_key(setup: TrainSetup) -> str:
     return "gradient_checkpointing" if from_hub(setup) else "activation_checkpointing"
 
 
-def needs_delta(setup: TrainSetup, model: ModelSpec | None) -> bool:
-    """Whether flash-linear-attention computes layers of a model, or is all that keeps its packed samples apart."""
-    kind = "" if model is None else model.model_type
-    asked = setup.linear_attention == "fla" or setup.packing or kind not in CHUNKED_TYPES
-    return kind in DELTA_TYPES and asked
-
-
 def torch_builds(gpu: GpuSpec | None) -> str:
     """Which of PyTorch's own builds a card needs, "" where PyPI's runs on it."""
     if gpu is None or (gpu.vendor == "NVIDIA" and (gpu.compute_capability or TURING) >= TURING):
@@ -95,7 +87,10 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     runs = launch.runs_as(request.setup)
     vendor = request.gpu.vendor if request.gpu is not None else "NVIDIA"
     tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
-    delta = needs_delta(runs, request.model) and vendor != "Apple"
+    # Whether flash-linear-attention computes layers of a model, or is all that keeps its packed samples apart.
+    kind = "" if request.model is None else request.model.model_type
+    asked = runs.linear_attention == "fla" or runs.packing or kind not in CHUNKED_TYPES
+    delta = (kind in DELTA_TYPES and asked) and vendor != "Apple"
     flash = launch.target == "llamafactory" and runs.attention == "flash-attention-2"
     needed = {**packages_of(runs), DELTA: delta}
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]

@@ -132,22 +132,21 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
     for name in dict.fromkeys(names):
         one = SCHEDULERS[name]
         card = one.card(request.gpu, request.gpus_per_node)
-        notes = (*one.notes, *_left_behind(request, name))
+        # What lies on this machine's disk and does not travel with the job.
+        local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
+        local += [] if on_hub(request.model_id) else [request.model_id]
+        if name == "skypilot":  # takes the whole directory along
+            local = [path for path in local if path.startswith(("..", "/", "~"))]
+        notes = (
+            *one.notes,
+            *[f"{path} lies on this machine: put it where the job finds it, and name that place" for path in local],
+        )
         title = f"{name} job that starts the {launch.target} target"
         head = comments(header(request, title, one.command, dict(launch.validated_with), notes=notes))
         shell = one.file.endswith(".sh")
         text = ("#!/usr/bin/env bash\n" if shell else "") + head + one.text(card, launch.target, request)
         found[one.command] = LaunchFile(path=one.file, text=text, executable=shell)
     return found
-
-
-def _left_behind(request: ExportRequest, name: str) -> list[str]:
-    """What lies on this machine's disk and does not travel with the job."""
-    local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
-    local += [] if on_hub(request.model_id) else [request.model_id]
-    if name == "skypilot":  # takes the whole directory along
-        local = [path for path in local if path.startswith(("..", "/", "~"))]
-    return [f"{path} lies on this machine: put it where the job finds it, and name that place" for path in local]
 
 
 def _host_gib(request: ExportRequest) -> int:

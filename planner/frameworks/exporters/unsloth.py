@@ -70,11 +70,6 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     )
-    main = LaunchFile(path=FILE, text=_script(request))
-    return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
-
-
-def _script(request: ExportRequest) -> str:
     setup = request.setup
     parts = ["\nimport os\n\n"]
     parts += [
@@ -88,7 +83,8 @@ def _script(request: ExportRequest) -> str:
     parts.append(_DATA)
     parts.append(_config(request))
     parts.append(_RUN.replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates))
-    return "".join(parts)
+    main = LaunchFile(path=FILE, text="".join(parts))
+    return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
 
 
 def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:
@@ -96,20 +92,6 @@ def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:
     get_moe_target_parameters (any of gate_proj, up_proj, down_proj, gate_up_proj)."""
     stacked = any(one.num > 1 for layer in model.layer_kinds for one in layer.linears)
     return stacked and (setup.lora_targets == "all-linear" or adapts_expert_stacks(model, setup.lora_targets))
-
-
-def _targets(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
-    """Names where they are all of the usual ones; else a pattern over whole module names, which Unsloth hands to PEFT
-    as it is. It drops names that lie under no "attn" or "mlp", and widens "all-linear" to what it finds by itself.
-
-    Source: Unsloth 2026.10 `models/llama.py` and `models/vision.py` get_peft_model, unsloth_zoo `get_peft_regex`.
-    """
-    usual = list(common.USUAL_ATTENTION_MODULES if setup.lora_targets == "attention" else common.USUAL_LINEAR_MODULES)
-    if not isinstance(setup.lora_targets, str):
-        return list(setup.lora_targets) if model is None else peft_target_modules(model, setup.lora_targets)
-    if model is None or same_targets(model, tuple(usual)) == setup.lora_targets:
-        return usual
-    return target_pattern(model, setup.lora_targets)
 
 
 def _checkpointing(setup: TrainSetup) -> bool | str:
@@ -140,12 +122,24 @@ def _model(request: ExportRequest) -> str:
 
 def _adapters(request: ExportRequest) -> str:
     setup, hyper = request.setup, request.hyper
+    # Names where they are all of the usual ones; else a pattern over whole module names, which Unsloth hands to PEFT
+    # as it is. It drops names that lie under no "attn" or "mlp", and widens "all-linear" to what it finds by itself.
+    #
+    # Source: Unsloth 2026.10 `models/llama.py` and `models/vision.py` get_peft_model, unsloth_zoo `get_peft_regex`.
+    model = request.model
+    usual = list(common.USUAL_ATTENTION_MODULES if setup.lora_targets == "attention" else common.USUAL_LINEAR_MODULES)
+    if not isinstance(setup.lora_targets, str):
+        targets = list(setup.lora_targets) if model is None else peft_target_modules(model, setup.lora_targets)
+    elif model is None or same_targets(model, tuple(usual)) == setup.lora_targets:
+        targets = usual
+    else:
+        targets = target_pattern(model, setup.lora_targets)
     return "\n" + call(
         "model",
         "FastLanguageModel.get_peft_model",
         [
             Line("r", setup.lora_rank),
-            Line("target_modules", _targets(setup, request.model)),
+            Line("target_modules", targets),
             common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             Line("bias", "none"),

@@ -51,7 +51,18 @@ def read(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
     """
     settings.note_unknown(schema.known(FORMAT), AXOLOTL)
-    _refuse_other_training(settings)
+    if settings.raw("rl") and settings.raw("rl") not in PAIRED:
+        raise NotPlanned(
+            f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
+            hint="supervised fine-tuning, continued pretraining and rl: dpo are",
+        )
+    if settings.raw("kd_trainer"):
+        raise NotPlanned(f"{settings.name}: distillation (kd_trainer) is not planned", hint="supervised fine-tuning is")
+    if settings.raw("reward_model") or settings.raw("process_reward_model"):
+        raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
+    adapter = settings.raw("adapter")
+    if adapter and adapter not in ADAPTERS:
+        raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
     fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
     fields |= {
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
@@ -70,7 +81,11 @@ def read(settings: Settings) -> ReadConfig:
         fields |= {"attention": XFORMERS, "stack": "axolotl"}
     fields["checkpointing"] = _checkpointing(settings)
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
-    fields["selective_checkpointing"] = _selects(settings, fields)
+    # Whether checkpointed layers keep their attention, which is what `true` means.
+    value = settings.raw("selective_checkpointing")
+    if value and value is not True:
+        settings.approximate("of what selective_checkpointing keeps only attention is counted")
+    fields["selective_checkpointing"] = bool(value) and common.keeps_attention(settings, fields)
     fields |= _adapter_dtype(settings, fields)
     cuts = settings.first("context_parallel_size", "sequence_parallel_degree")
     fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
@@ -84,7 +99,13 @@ def read(settings: Settings) -> ReadConfig:
     config_of = settings.raw("overrides_of_model_config")
     if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
         settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
-    return config(AXOLOTL, settings, fields, dataset=_dataset(settings), reentrant=_reentrant(settings, fields))
+    datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
+    if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict):
+        path = datasets[0].get("path")
+        dataset = path if isinstance(path, str) else None
+    else:
+        dataset = None
+    return config(AXOLOTL, settings, fields, dataset=dataset, reentrant=_reentrant(settings, fields))
 
 
 def _pairs(settings: Settings, method: str) -> dict[str, Any]:
@@ -104,21 +125,6 @@ def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, A
 
 PAIRED = ("dpo", "ipo")
 """Values of `rl` that run TRL's DPOTrainer."""
-
-
-def _refuse_other_training(settings: Settings) -> None:
-    if settings.raw("rl") and settings.raw("rl") not in PAIRED:
-        raise NotPlanned(
-            f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
-            hint="supervised fine-tuning, continued pretraining and rl: dpo are",
-        )
-    if settings.raw("kd_trainer"):
-        raise NotPlanned(f"{settings.name}: distillation (kd_trainer) is not planned", hint="supervised fine-tuning is")
-    if settings.raw("reward_model") or settings.raw("process_reward_model"):
-        raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
-    adapter = settings.raw("adapter")
-    if adapter and adapter not in ADAPTERS:
-        raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
 
 
 def _accumulation(settings: Settings, micro: int) -> int:
@@ -218,14 +224,6 @@ def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
     return asked and not (said or gemma or fields["selective_checkpointing"] or fields["activation_offload"])
 
 
-def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
-    """Whether checkpointed layers keep their attention, which is what `true` means."""
-    value = settings.raw("selective_checkpointing")
-    if value and value is not True:
-        settings.approximate("of what selective_checkpointing keeps only attention is counted")
-    return bool(value) and common.keeps_attention(settings, fields)
-
-
 def _offloads(settings: Settings, checkpointing: int) -> bool:
     """Checkpoints in host memory, by Axolotl's older or its present setting."""
     everything = settings.raw("activation_offloading", False)
@@ -310,11 +308,3 @@ def _mesh(settings: Settings) -> Layout:
         )
     tensor = tensor if num_gpus > 1 else 1
     return hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor, context=context)
-
-
-def _dataset(settings: Settings) -> str | None:
-    datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
-    if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict):
-        path = datasets[0].get("path")
-        return path if isinstance(path, str) else None
-    return None

@@ -68,20 +68,15 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     settings.leave_out(NOT_COUNTED)
-    if fields["method"] != "full":
-        _note_continued(settings)
-    data = settings.raw("dataset")
-    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
-
-
-def _note_continued(settings: Settings) -> None:
-    """Says, or asks, how large the adapters are that an earlier run made."""
-    if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter"):
+    earlier = settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter")
+    if fields["method"] != "full" and earlier:
         whose = "adapters that are trained on (adapter_name_or_path) have the rank of their own file"
         if settings.has("lora_rank"):
             settings.assume(f"{whose}: taken to be lora_rank")
         else:
             settings.ask("lora_rank", f": {whose}")
+    data = settings.raw("dataset")
+    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
 
 
 def _objective(settings: Settings) -> str:

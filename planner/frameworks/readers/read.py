@@ -198,7 +198,8 @@ OF_LAUNCHER = ("num_gpus", "parallel")
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
-    if is_task(parsed.values):
+    # Whether a mapping is a scheduler's task file.
+    if any(marks <= set(parsed.values) for marks in MARKS):
         try:
             return launches.first(script_of(parsed.values), around)
         except NotATraining:
@@ -355,11 +356,6 @@ SCRIPTS = ("setup", "run", "commands", "script", "entrypoint")
 ENVIRONMENTS = ("env", "envs", "environment", "environment_variables", "envVars")
 _GPUS = re.compile(r"^[A-Za-z][\w-]*:(\d+)$")
 MAX_DEPTH = 12
-
-
-def is_task(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a scheduler's task file."""
-    return any(marks <= set(values) for marks in MARKS)
 
 
 def script_of(values: Mapping[str, Any]) -> str:

@@ -115,7 +115,14 @@ class _Script:
         )
         self.arguments = self.settings(found.arguments)
         self.missing = self.arguments.missing
-        self._trainer_extras()
+        # Old TRL took some settings on the trainer itself.
+        outer = self.settings(self.found.trainer)
+        for key in ("max_seq_length", "packing", *(() if self.aim.supervised else OF_PAIRS)):
+            if outer.values.get(key) is not None:
+                self.arguments.values = {**self.arguments.values, key: outer.values[key]}
+                self.arguments.where[key] = outer.where.get(key, "")
+            elif key in outer.unknown:
+                self.arguments.unknown[key] = outer.unknown[key]
         self.loader = self.settings(found.loader if found.handed is None else found.handed)
         self.bnb = self.settings(found.quantization)
         self.lora = self.settings(found.adapter)
@@ -134,7 +141,13 @@ class _Script:
         trainer = found.trainer.keywords if found.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
         used = {*self.arguments.values, *self.arguments.unknown}
-        configured = (*self._configured(), *({"evaluation_strategy"} & used if self.aim.supervised else ()))
+        # The settings of the configuration class that TRL has for the objective.
+        made = self.found.arguments
+        own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
+        configured = (
+            *((*self.arguments.values, *self.arguments.unknown) if own else ()),
+            *({"evaluation_strategy"} & used if self.aim.supervised else ()),
+        )
         bound = versions.taking(trainer if self.trl else (), configured, imports, objective=self.aim.name)
         self.defaults = versions.trl(named.get("trl"), bound)
         older = {"tokenizer"} if "tokenizer" in trainer and not self.trl else set()
@@ -148,22 +161,6 @@ class _Script:
         if self.trl and not self.unsloth and self.defaults.assumed:
             self.arguments.assume(self.defaults.taken)
 
-    def _configured(self) -> tuple[str, ...]:
-        """The settings of the configuration class that TRL has for the objective."""
-        made = self.found.arguments
-        own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
-        return (*self.arguments.values, *self.arguments.unknown) if own else ()
-
-    def _trainer_extras(self) -> None:
-        """Old TRL took some settings on the trainer itself."""
-        outer = self.settings(self.found.trainer)
-        for key in ("max_seq_length", "packing", *(() if self.aim.supervised else OF_PAIRS)):
-            if outer.values.get(key) is not None:
-                self.arguments.values = {**self.arguments.values, key: outer.values[key]}
-                self.arguments.where[key] = outer.where.get(key, "")
-            elif key in outer.unknown:
-                self.arguments.unknown[key] = outer.unknown[key]
-
     def config(self) -> ReadConfig:
         """The answer."""
         arguments = self.arguments
@@ -172,7 +169,14 @@ class _Script:
         if other := program_changes.beside(self.program, self.found):
             self.missing["beside"] = other
         parts = (arguments, self.loader, self.bnb, self.lora)
-        self._ask_for_what_is_not_known(parts)
+        # Notes settings that were asked for and that only running the program would tell.
+        alone = ("parallel",) if self.outside.num_gpus == 1 else ()
+        for part in parts:
+            for key, why in part.undetermined.items():
+                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
+                    self.missing.setdefault(FIELD_OF[key], why)
+        if self.found.loads:
+            self.missing.setdefault("precision", self.found.loads)
         if "precision" in self.missing and fields["precision"] == "fp32":
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
@@ -276,16 +280,6 @@ class _Script:
         kind = arguments.optional_text("loss_type")
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
         return common.liger(arguments, liger, "full" if liger else loss)
-
-    def _ask_for_what_is_not_known(self, parts: tuple[Settings, ...]) -> None:
-        """Notes settings that were asked for and that only running the program would tell."""
-        alone = ("parallel",) if self.outside.num_gpus == 1 else ()
-        for part in parts:
-            for key, why in part.undetermined.items():
-                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
-                    self.missing.setdefault(FIELD_OF[key], why)
-        if self.found.loads:
-            self.missing.setdefault("precision", self.found.loads)
 
     def _optimizer(self) -> str:
         handed = program_changes.optimizer(self.found.trainer)

@@ -213,7 +213,15 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
         return stage_of(settings, told)
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
-        return _by_name(settings, Path(value).name, int(named[1]))
+        # the file's name says the stage; whether it offloads, the name of one that a tool ships alone
+        name = Path(value).name
+        stage = int(named[1])
+        settings.assume(f"deepspeed {name} is not at hand: its name says ZeRO stage {stage}")
+        if "offload" in name.lower() and stage:
+            return {"parallel": f"zero{stage}", "offload": "parameters" if stage == 3 else "optimizer"}
+        if stage and not _SHIPPED.fullmatch(name):
+            settings.ask("offload", f": deepspeed {name} is not at hand, and its name does not say what it offloads")
+        return {"parallel": f"zero{stage}" if stage else "none"}
     for field in ("parallel", "offload"):
         settings.ask(field, f": the deepspeed config {value!r:.80} is not beside it")
     return {}
@@ -221,17 +229,6 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
 
 _SHIPPED = re.compile(r"(default-)?zero[0-3](_bf16|_torch_compile)?(\.json)?|ds_z[0-3]_config\.json")
 """Files that Axolotl, LLaMA-Factory and ms-swift ship, which offload nothing."""
-
-
-def _by_name(settings: Settings, name: str, stage: int) -> Layout:
-    """The spread of a DeepSpeed file that is not at hand: its name says the stage; whether it offloads, the name of a
-    file that a tool ships alone."""
-    settings.assume(f"deepspeed {name} is not at hand: its name says ZeRO stage {stage}")
-    if "offload" in name.lower() and stage:
-        return {"parallel": f"zero{stage}", "offload": "parameters" if stage == 3 else "optimizer"}
-    if stage and not _SHIPPED.fullmatch(name):
-        settings.ask("offload", f": deepspeed {name} is not at hand, and its name does not say what it offloads")
-    return {"parallel": f"zero{stage}" if stage else "none"}
 
 
 def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
@@ -281,7 +278,15 @@ def read_accelerate(settings: Settings) -> ReadConfig:
     """
     missing, base = _base(settings)
     settings.note_unknown(schema.accepted("accelerate"), ACCELERATE)
-    kind = _kind(settings)
+    # How it launches.
+    word = settings.raw("distributed_type")
+    kind = "NO" if word is False else settings.text("distributed_type", "NO").upper()
+    if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
+        raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
+    if kind in OTHER_TYPES:
+        raise NotPlanned(
+            f"{settings.name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are"
+        )
     processes = num_processes(settings)
     layout, changes = _layout(settings, kind, processes)
     mixed = settings.raw("mixed_precision", "no")
@@ -301,23 +306,6 @@ def read_accelerate(settings: Settings) -> ReadConfig:
         base = base.replace_trusted(**{name: getattr(TrainSetup(), name) for name in LAYOUT_FIELDS})
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
     return config(ACCELERATE, settings, {**_fields(base), **found, **changes})
-
-
-def _kind(settings: Settings) -> str:
-    """How it launches.
-
-    Raises:
-        NotPlanned: on other devices, or by another engine.
-    """
-    word = settings.raw("distributed_type")
-    kind = "NO" if word is False else settings.text("distributed_type", "NO").upper()
-    if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
-        raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
-    if kind in OTHER_TYPES:
-        raise NotPlanned(
-            f"{settings.name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are"
-        )
-    return kind
 
 
 def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict[str, Any]]:

@@ -92,7 +92,18 @@ def find(program: Program, name: str) -> Training:
             program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
         )
     if found.trainer is not None:
-        _refuse_trainer(found, found.trainer, program, name)
+        # Refuses a trainer that only measures, or is nobody's that is known.
+        trainer = found.trainer
+        if not program.trained and measures(program, trainer):
+            raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
+        if found.objective == "embedding":
+            found.open_objective = embedding.open_loss(trainer, name)
+            found.contrast = embedding.contrast(trainer, program.made)
+        if found.arguments is None and not _of_transformers(trainer):
+            own = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
+            raise NotPlanned(
+                f"{name} trains with a trainer of its own ({own}), which cannot be read without running it", hint=RUN_IT
+            )
     elif found.arguments is None:
         _refuse(program, name)
     elif not program.module.names.get("OBJECTIVE") and found.arguments.name in CONFIGS.values():
@@ -106,7 +117,15 @@ def find(program: Program, name: str) -> Training:
     if found.loader is None and found.model is None:
         _only_loader(found, program)
     _find_loading(found, program, name)
-    _find_adapter(found, program)
+    # The adapter's settings, where the way of the model did not show them.
+    peft = found.trainer.argument("peft_config") if found.trainer is not None else None
+    if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
+        found.adapter = peft
+    if found.adapter is None:
+        added = _last(program, lambda one: one.name == "add_adapter")
+        found.adapter = added.argument("adapter_config", 0) if added is not None else None
+    if found.adapter is None and found.trainer is None:
+        found.adapter = _last(program, lambda one: one.name == "LoraConfig")
     return found
 
 
@@ -147,24 +166,6 @@ def _of_unknown_package(trainer: Made) -> str:
     return f"{trainer.package}'s {trainer.name}" if unknown else ""
 
 
-def _refuse_trainer(found: Training, trainer: Made, program: Program, name: str) -> None:
-    """Refuses a trainer that only measures, or is nobody's that is known.
-
-    Raises:
-        ConfigError: it is such a one.
-    """
-    if not program.trained and measures(program, trainer):
-        raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
-    if found.objective == "embedding":
-        found.open_objective = embedding.open_loss(trainer, name)
-        found.contrast = embedding.contrast(trainer, program.made)
-    if found.arguments is None and not _of_transformers(trainer):
-        own = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
-        raise NotPlanned(
-            f"{name} trains with a trainer of its own ({own}), which cannot be read without running it", hint=RUN_IT
-        )
-
-
 def _find_loading(found: Training, program: Program, name: str) -> None:
     """How the model is loaded: by the program, or by TRL's trainer, which takes a name.
 
@@ -176,7 +177,23 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
         if found.objective == "sft" and "SequenceClassification" in found.loader.owner and plainly:
             found.objective = "classification"
         if found.objective not in ("reward", "classification", "embedding"):
-            _check_model_class(found, found.loader, program, name)
+            classes = [
+                found.loader.owner,
+                *(str(plain(found.loader.keywords.get(key))) for key in ("auto_model", "model_class")),
+            ]
+            objective, owner = of_model(classes)
+            if objective == "vision" and owner.startswith(WITH_VISION) and found.objective == "sft":
+                found.pictures = owner
+            elif owner in WITH_AUDIO and found.objective == "sft":
+                found.has_audio = owner
+            elif objective:
+                raise _other_objective(name, objective, owner)
+            for made in program.made:
+                if made.name.endswith("VisionDataCollator"):
+                    raise _other_objective(name, "vision", made.name)
+                for part in ("vision", "audio"):
+                    if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
+                        raise _other_objective(name, part, f"finetune_{part}_layers")
         given = found.loader.argument("quantization_config")
         found.quantization = None if isinstance(given, Known) and given.data is None else given
     elif found.trainer is not None:
@@ -186,18 +203,6 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
         inner = found.handed.entries.get("quantization_config") if isinstance(found.handed, Table) else None
         open_ = found.handed if isinstance(found.handed, Unknown) else None
         found.quantization = found.trainer.argument("quantization_config") or inner or open_
-
-
-def _find_adapter(found: Training, program: Program) -> None:
-    """The adapter's settings, where the way of the model did not show them."""
-    peft = found.trainer.argument("peft_config") if found.trainer is not None else None
-    if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
-        found.adapter = peft
-    if found.adapter is None:
-        added = _last(program, lambda one: one.name == "add_adapter")
-        found.adapter = added.argument("adapter_config", 0) if added is not None else None
-    if found.adapter is None and found.trainer is None:
-        found.adapter = _last(program, lambda one: one.name == "LoraConfig")
 
 
 def measures(program: Program, trainer: Made | None) -> bool:
@@ -301,23 +306,6 @@ def _hands_over(program: Program) -> str:
 
 def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
     return refusal(f"{name} trains with {kind} ({objective})", RUN_IT)
-
-
-def _check_model_class(found: Training, loader: Made, program: Program, name: str) -> None:
-    classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
-    objective, owner = of_model(classes)
-    if objective == "vision" and owner.startswith(WITH_VISION) and found.objective == "sft":
-        found.pictures = owner
-    elif owner in WITH_AUDIO and found.objective == "sft":
-        found.has_audio = owner
-    elif objective:
-        raise _other_objective(name, objective, owner)
-    for made in program.made:
-        if made.name.endswith("VisionDataCollator"):
-            raise _other_objective(name, "vision", made.name)
-        for part in ("vision", "audio"):
-            if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
-                raise _other_objective(name, part, f"finetune_{part}_layers")
 
 
 CHANGES_NOTHING = ("accelerate", "copy", "datasets", "deepspeed", "peft", "torch", "transformers", "trl", "unsloth")

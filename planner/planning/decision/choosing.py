@@ -74,7 +74,11 @@ def _walk(
     if node is None or slow:
         walk(values, ("split",))
     elif left_out:
-        walk(_only(workload, values, left_out), ("split",))
+        # full fine-tuning alone would also be walked with 16-bit master weights, which is meant for who asks for it
+        narrowed = {**values, "method": left_out}
+        if left_out == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
+            narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
+        walk(narrowed, ("split",))
     split = node is None or slow
     nodes = facts.nodes()
     node = choose_node(nodes, workload)
@@ -82,15 +86,6 @@ def _walk(
         walk(values, ("offload",) if split else ("split", "offload"))
     # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
     return choose_node(facts.nodes(), workload, from_host=node is None)
-
-
-def _only(workload: Workload, values: Values, methods: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
-    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
-    meant for who asks for it."""
-    narrowed = {**values, "method": methods}
-    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
-        narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
-    return narrowed
 
 
 def _better_left_out(workload: Workload, facts: WalkResults, node: Node | None) -> tuple[str, ...]:

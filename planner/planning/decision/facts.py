@@ -312,17 +312,13 @@ def best_layout(known: Mapping[LayoutKey, NodeResults]) -> Point | None:
             families.setdefault(_family(point.shared), []).append(point)
     taken: Point | None = None
     for number in sorted(families):
-        best = _fastest(families[number])
+        # The simplest spread of those within one percent of the fastest.
+        close = near_fastest(families[number], TIE_FRACTION)
+        best = min(close, key=lambda point: (layout_order(point.shared), -point.tokens_per_s))
         worth = LAYOUT_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
         if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + worth):
             taken = best
     return taken
-
-
-def _fastest(points: list[Point]) -> Point:
-    """The simplest spread of those within one percent of the fastest."""
-    close = near_fastest(points, TIE_FRACTION)
-    return min(close, key=lambda point: (layout_order(point.shared), -point.tokens_per_s))
 
 
 def _family(setup: TrainSetup) -> int:

@@ -44,7 +44,13 @@ def layout_answers(
     yield _replicated(workload, facts, node, chosen)
     yield _sharded(workload, facts, node, chosen)
     yield _split(workload, facts, node, chosen)
-    yield _offload(workload, facts, node, chosen)
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
+    if chosen.setup.offload == "none":
+        choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
+    else:
+        choice = layout_name(chosen.setup)
+        reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
+    yield Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
     if chosen.setup.has_reference:
         yield _reference(workload, chosen.setup)
     yield _one_process(workload, chosen)
@@ -181,16 +187,6 @@ def _split(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate
             ),
         )
     return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
-
-
-def _offload(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
-    cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
-    if chosen.setup.offload == "none":
-        choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
-    else:
-        choice = layout_name(chosen.setup)
-        reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
-    return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
 
 
 def _reference(workload: Workload, setup: TrainSetup) -> Answer:

@@ -254,14 +254,33 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
     yield from in_backward(workload, nearest.formula.peak_device_bytes)
     yield from _offloaded(workload, nearest)
     yield from _streamed(workload, nearest)
-    yield from _smaller_batch(workload, nearest)
+    # The largest batch that fits, of an objective whose micro-batch is the whole batch.
+    if nearest.setup.aim.whole_batch or nearest.setup.trainer.steps_in_backward:
+        most = workload.global_batch_seqs
+        yield from _less(
+            workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)
+        )
     yield from shorter
     yield from _smaller_images(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
         yield from _larger_host(facts)
     yield from _roomier_gpu(workload, nearest)
-    yield from _smaller_model(workload, nearest)
+    # The largest catalogue model of the same type that fits with this setup.
+    smaller: list[tuple[int, str]] = []
+    for name in catalogue.names(model_type=workload.model.model_type):
+        try:
+            model = catalogue.load(name)
+        except PlannerError:
+            continue
+        if model is None or model.num_params >= workload.model.num_params:
+            continue
+        if device_peak_bytes(model, workload.gpu, nearest.setup) <= workload.budget_bytes:
+            smaller.append((model.num_params, model.model_id))
+    if smaller:
+        name = max(smaller, key=lambda one: (one[0], one[1].lower()))[1]
+        saved = nearest.formula.peak_device_bytes - workload.budget_bytes
+        yield Remedy(action=f"a smaller model: {name}", saves_bytes=saved, fits=True)
 
 
 def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
@@ -413,15 +432,6 @@ def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     return _less(workload, nearest, "--seq-len", 64, most, lambda size: nearest.setup.of_length(size))
 
 
-def _smaller_batch(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The largest batch that fits, of an objective whose micro-batch is the whole batch."""
-    if nearest.setup.aim.whole_batch or nearest.setup.trainer.steps_in_backward:
-        most = workload.global_batch_seqs
-        yield from _less(
-            workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)
-        )
-
-
 def _less(
     workload: Workload, nearest: Candidate, flag: str, step: int, most: int, setup_of: Callable[[int], TrainSetup]
 ) -> Iterator[Remedy]:
@@ -484,21 +494,3 @@ def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         cost = f"${step_usd:.3g} a step" if hours is None else f"${hourly * hours / 3600:,.2f} for the job"
         action = f"--gpu {key}, rented at ${hourly:.2f} an hour ({source}): {cost}"
         yield Remedy(action=action, saves_bytes=saved, fits=True)
-
-
-def _smaller_model(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The largest catalogue model of the same type that fits with this setup."""
-    smaller: list[tuple[int, str]] = []
-    for name in catalogue.names(model_type=workload.model.model_type):
-        try:
-            model = catalogue.load(name)
-        except PlannerError:
-            continue
-        if model is None or model.num_params >= workload.model.num_params:
-            continue
-        if device_peak_bytes(model, workload.gpu, nearest.setup) <= workload.budget_bytes:
-            smaller.append((model.num_params, model.model_id))
-    if smaller:
-        name = max(smaller, key=lambda one: (one[0], one[1].lower()))[1]
-        saved = nearest.formula.peak_device_bytes - workload.budget_bytes
-        yield Remedy(action=f"a smaller model: {name}", saves_bytes=saved, fits=True)

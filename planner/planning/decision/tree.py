@@ -269,15 +269,6 @@ def _cast_note(workload: Workload, known: NodeResults) -> str:
     return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(more - less)} more"
 
 
-def _attention_reason(workload: Workload, family: TrainSetup) -> str:
-    """What the chosen attention does on this card."""
-    if "sdpa" not in workload.model.attentions and family.attention == "eager":
-        return "no fused kernel supports this model's attention"
-    if attention_kernels(workload.model, workload.gpu, family) & {"math", "eager"}:
-        return "no fused kernel takes this on the card: tokens x tokens matrices are kept"
-    return "fused kernels keep no tokens x tokens matrix"
-
-
 def kernels_words(workload: Workload, setup: TrainSetup) -> str:
     """What the kernel family of a setup buys against eager kernels, and what it needs: "-1.90 GiB, about 13 % faster,
     needs liger-kernel and Triton"."""
@@ -381,28 +372,31 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
     return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
 
 
-def _linear_attention_answer(workload: Workload, setup: TrainSetup) -> Answer:
-    """What computes the gated delta rule: what the package buys, or why transformers' own loop stays."""
-    package = setup.replace_trusted(linear_attention="fla")
-    words = _gain_words(workload, package, setup.replace_trusted(linear_attention="torch"))
-    if setup.linear_attention == "fla":
-        reason = f"{words}, against transformers' own loop; needs {DELTA} and Triton"
-    elif not (reason := linear_attention_refusal(workload.model, workload.gpu)):
-        reason = "asked for" if "linear_attention" in workload.fixed else f"{DELTA} is not installed here"
-        reason += f": the package would be {words}"
-    choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
-    return Answer(question="What computes linear attention?", choice=choice, reason=reason)
-
-
 def activation_answers(facts: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     family = best.family
-    attention = _attention_reason(workload, family)
+    # What the chosen attention does on this card.
+    if "sdpa" not in workload.model.attentions and family.attention == "eager":
+        attention = "no fused kernel supports this model's attention"
+    elif attention_kernels(workload.model, workload.gpu, family) & {"math", "eager"}:
+        attention = "no fused kernel takes this on the card: tokens x tokens matrices are kept"
+    else:
+        attention = "fused kernels keep no tokens x tokens matrix"
     answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
     if workload.model.model_type in CHUNKED_TYPES:
-        answers.append(_linear_attention_answer(workload, best.setup))
+        # What computes the gated delta rule: what the package buys, or why transformers' own loop stays.
+        setup = best.setup
+        package = setup.replace_trusted(linear_attention="fla")
+        words = _gain_words(workload, package, setup.replace_trusted(linear_attention="torch"))
+        if setup.linear_attention == "fla":
+            reason = f"{words}, against transformers' own loop; needs {DELTA} and Triton"
+        elif not (reason := linear_attention_refusal(workload.model, workload.gpu)):
+            reason = "asked for" if "linear_attention" in workload.fixed else f"{DELTA} is not installed here"
+            reason += f": the package would be {words}"
+        choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
+        answers.append(Answer(question="What computes linear attention?", choice=choice, reason=reason))
     answers.append(_program_answer(workload, best, facts))
     if family.aim.rolls_out:
         answers.append(_generator_answer(workload, best, facts))

@@ -377,7 +377,12 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
         reader.program.do_train_decides = True
     match value:
         case Dotted():
-            return _of_dotted(reader, value, name, place)
+            # An attribute of something imported or built in.
+            if name == "is_floating_point" and value.path.startswith("torch."):
+                return Known("float" in value.name, place)
+            if name in ("__dataclass_fields__", "__annotations__"):
+                return parameters(reader, value, place)
+            return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
         case Instance() | Class():
             if name in value.attributes:
                 found = value.attributes[name]
@@ -421,15 +426,6 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
     return Made(name, receiver=value, where=place)
 
 
-def _of_dotted(reader: Reading, value: Dotted, name: str, place: str) -> Value:
-    """An attribute of something imported or built in."""
-    if name == "is_floating_point" and value.path.startswith("torch."):
-        return Known("float" in value.name, place)
-    if name in ("__dataclass_fields__", "__annotations__"):
-        return parameters(reader, value, place)
-    return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
-
-
 def _parent(scope: Scope | None) -> Parent | None:
     """What `super()` is in a method, None outside of one."""
     kind = scope.find("__class__") if scope is not None else None
@@ -451,7 +447,12 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
     elif isinstance(callee, Made):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
-            _note_step(reader, made)
+            # Remembers what differentiates, and what steps.
+            if made.name == "backward":
+                given = made.positional[0] if made.positional else made.receiver
+                reader.program.steps.backwards.setdefault(made.where, (given or Known(None), reader.turn))
+            elif made.name == "step":
+                reader.program.steps.updates.append((made, reader.turn))
             known = _of_object(reader, callee.receiver, made)
             if known is not None:
                 return known
@@ -464,20 +465,24 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
         made.more = made.more or callee.reason
     if made.name == "ScalingConfig":
         reader.program.workers = made.argument("num_workers", 1) or Known(1, made.where)
-    _run_handed_functions(reader, made)
+    # Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
+    # `fn_kwargs` or `partial` say.
+    named = made.keywords.get("fn_kwargs")
+    said = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
+    first = made.positional[1:] if made.name == "partial" else []
+    if (config := made.argument("train_loop_config")) is not None:  # Ray hands it to each worker
+        first = [config]
+    for value in (*made.positional, *made.keywords.values()):
+        if isinstance(value, Function) and id(value.node) not in reader.entered:
+            reader.uncertain += 1
+            try:
+                reader.called(value, Made("", positional=list(first), keywords=dict(said), where=made.where))
+            finally:
+                reader.uncertain -= 1
     reader.program.made.append(made)
     if made.name in BF16_QUESTIONS:
         return Known(outside.bf16 or _counts_emulation(reader, made), "the card")
     return made
-
-
-def _note_step(reader: Reading, made: Made) -> None:
-    """Remembers what differentiates, and what steps."""
-    if made.name == "backward":
-        given = made.positional[0] if made.positional else made.receiver
-        reader.program.steps.backwards.setdefault(made.where, (given or Known(None), reader.turn))
-    elif made.name == "step":
-        reader.program.steps.updates.append((made, reader.turn))
 
 
 def _counts_emulation(reader: Reading, made: Made) -> bool:
@@ -506,25 +511,17 @@ def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
     if callee.name in ("replace", "copy", "deepcopy") and callee.path.startswith(("dataclasses.", "copy.")):
         return _copied(reader, made)
     if callee.path in ("hydra.utils.instantiate", "hydra.utils.call") and made.positional:
-        return _instantiated(reader, made.positional[0], made)
+        # What Hydra makes of settings with a `_target_`: the call of that.
+        table = as_table(made.positional[0])
+        target = plain(table.entries.get("_target_")) if table is not None else None
+        if table is None or not isinstance(target, str):
+            return Unknown(f"{made.where}: made from settings that are not known")
+        keywords = {key: value for key, value in table.entries.items() if not key.startswith("_")}
+        call_ = Made(
+            target.rpartition(".")[2], keywords={**keywords, **made.keywords}, where=made.where, more=table.more
+        )
+        return call(reader, Dotted(target), call_)
     return None
-
-
-def _run_handed_functions(reader: Reading, made: Made) -> None:
-    """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
-    `fn_kwargs` or `partial` say."""
-    named = made.keywords.get("fn_kwargs")
-    said = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
-    first = made.positional[1:] if made.name == "partial" else []
-    if (config := made.argument("train_loop_config")) is not None:  # Ray hands it to each worker
-        first = [config]
-    for value in (*made.positional, *made.keywords.values()):
-        if isinstance(value, Function) and id(value.node) not in reader.entered:
-            reader.uncertain += 1
-            try:
-                reader.called(value, Made("", positional=list(first), keywords=dict(said), where=made.where))
-            finally:
-                reader.uncertain -= 1
 
 
 def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
@@ -646,14 +643,3 @@ def _copied(reader: Reading, made: Made) -> Value | None:
         case Items() as items:
             return Items(list(items.items), items.where)
     return None
-
-
-def _instantiated(reader: Reading, settings: Value, made: Made) -> Value:
-    """What Hydra makes of settings with a `_target_`: the call of that."""
-    table = as_table(settings)
-    target = plain(table.entries.get("_target_")) if table is not None else None
-    if table is None or not isinstance(target, str):
-        return Unknown(f"{made.where}: made from settings that are not known")
-    keywords = {key: value for key, value in table.entries.items() if not key.startswith("_")}
-    call_ = Made(target.rpartition(".")[2], keywords={**keywords, **made.keywords}, where=made.where, more=table.more)
-    return call(reader, Dotted(target), call_)

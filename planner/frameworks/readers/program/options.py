@@ -263,16 +263,6 @@ def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], 
     return tuple(found), foreign
 
 
-def _of_arguments(owner: Made, made: Made, outside: ProgramContext) -> Instance:
-    """What `parse_args` and `parse_known_args` make of the command line."""
-    words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
-    found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
-    if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
-        ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
-        found.attributes = dict.fromkeys(found.attributes, ends)
-    return found
-
-
 def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
     match made.name:
         case "add_argument":
@@ -291,7 +281,13 @@ def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
             owner.attributes |= made.keywords
             return Known(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
-            found = _of_arguments(owner, made, reader.outside)
+            # What `parse_args` and `parse_known_args` make of the command line.
+            outside = reader.outside
+            words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
+            found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
+            if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
+                ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
+                found.attributes = dict.fromkeys(found.attributes, ends)
             return Items([found, Items([])]) if made.name == "parse_known_args" else found
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
