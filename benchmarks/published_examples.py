@@ -34,7 +34,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.planning.check import Band, band_of
+from planner.planning.check import Band, band_of, left_by_lengths_bytes
 from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
@@ -306,6 +306,7 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
     """The prediction of a row and its band, as `plan check` has them."""
     model, card, setup = resolve_model(known_as(row["model"], folder)), find_gpu(row["gpu"]), asked_setup(row["setup"])
     found = predict(model, card, setup)
+    left = left_by_lengths_bytes(found, setup)[1]
     if dry:
         from probes.dryrun import dry_run
 
@@ -313,10 +314,10 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
         found = ran if isinstance(ran, Prediction) else found
         if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
             more = _lengths_bytes(model, card, setup.replace(transformers_version=""))
-            found = replace(found, peak_reserved_bytes=found.peak_reserved_bytes + more)
+            found, left = replace(found, peak_reserved_bytes=found.peak_reserved_bytes + more), 0
     below, above = band_of(found)
     more = 0.1 * row.get("approximations", 0)
-    return found, Band(below + more, above + more)
+    return found, Band(below + more, above + more + left / found.peak_reserved_bytes)
 
 
 def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from finetune_planner.cli.app import run
 from finetune_planner.improvement import improve
-from planner.core.units import GIB
+from planner.core.units import GIB, gib
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.readers import canonical, read_text
 from planner.frameworks.readers.rewrite import rewrite
@@ -19,6 +20,7 @@ from planner.frameworks.tools import changed_fields, tool_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.check import (
+    LENGTHS_LEAVE,
     LENGTHS_ON_FIXED_SEGMENTS,
     Verdict,
     band_of,
@@ -26,11 +28,13 @@ from planner.planning.check import (
     check,
     including,
     judge,
+    left_by_lengths_bytes,
     table_bytes,
 )
 from planner.planning.predict import predict
 from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
+from planner.setup.interchange import asked_setup
 from planner.setup.outcome import Fidelity, Prediction
 from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
@@ -39,6 +43,7 @@ from tests.whole import some
 MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
 assert MODEL is not None
 GPU = find_gpu("rtx-4090")
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "data" / "measured_single_gpu.jsonl"
 
 TRL = """\
 # our run   (keep this)
@@ -521,7 +526,27 @@ def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: d
     config = read_text(TRL, "trl.yaml", model=MODEL)
     config = replace(config, setup=config.setup.replace(**{"expandable_segments": False, "packing": False, **more}))
     result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
-    assert (LENGTHS_ON_FIXED_SEGMENTS in result.notes) == (not more)
+    least, most = left_by_lengths_bytes(result.prediction, config.setup)
+    said = LENGTHS_ON_FIXED_SEGMENTS.format(f", usually {gib(least)} to {gib(most)}")
+    assert (said in result.notes) == (least > 0) == (not more)
+
+
+def test_what_different_lengths_leave_cached_is_measured() -> None:
+    """Published runs of ms-swift 1, lengths from 91 tokens to the maximum, each setup once."""
+    shares = {}
+    for line in RECORDED.read_text().splitlines():
+        row = json.loads(line)
+        if row["group"] != "ms_swift_benchmark" or not row.get("reserved_bytes") or not row.get("setup"):
+            continue
+        card, setup = find_gpu(row["gpu"]), asked_setup(row["setup"])
+        if setup.method == "full" or not setup.checkpointing or row["reserved_bytes"] > 0.85 * card.memory_bytes:
+            continue
+        found = predict(catalogue.load(row["model"]), card, setup)
+        more = row["reserved_bytes"] - found.peak_reserved_bytes
+        shares[row["model"], setup] = more / left_by_lengths_bytes(found, setup)[1] * LENGTHS_LEAVE[1]
+    inside = [LENGTHS_LEAVE[0] <= share <= LENGTHS_LEAVE[1] for share in shares.values()]
+    assert (sum(inside), len(inside)) == (36, 40)
+    assert round(statistics.median(shares.values()), 1) == 1.7
 
 
 def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
