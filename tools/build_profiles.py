@@ -4,6 +4,7 @@ of layers each.
     python -m tools.build_profiles [NAME ...]              # profiles: what is missing, or was made by another dry run
     python -m tools.build_profiles --structures NAME ...   # of these models' structures, for models of any size
     python -m tools.build_profiles --programs [...]        # programs instead of profiles
+    python -m tools.build_profiles --ranks [...]           # profiles of ranks that keep a part of the states
     python -m tools.build_profiles --minutes 20            # as many as fit; the next call goes on
     python -m tools.build_profiles --check 3 [--seed 1]    # some kept structures against fresh runs
     python -m tools.build_profiles --confirm 3             # made by another dry run, kept where so many agree
@@ -24,7 +25,7 @@ from typing import Any
 from planner.core.errors import UnknownModelError
 from planner.core.packed import read_packed, write_packed
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import SCHEMA, SHIPPED, config_digest, profiles_of, save_profiles, structure_key
+from planner.memory.profiles import OF_RANKS, SCHEMA, SHIPPED, config_digest, profiles_of, save_profiles, structure_key
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import AttentionSpec, ModelSpec
@@ -38,6 +39,7 @@ from probes.tracing.profile_builder import (
     ProfileBuilder,
     asked_structures,
     build_profiles,
+    of_ranks,
     versions,
     with_fused_adapters,
 )
@@ -48,10 +50,10 @@ SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
 
 
-def path_of(model: ModelSpec) -> Path | None:
+def path_of(model: ModelSpec, shipped: Path = SHIPPED) -> Path | None:
     """The file that a model's profiles are read from."""
-    own, structure = SHIPPED / f"{config_digest(model.config)}.json.gz", structure_of(model)
-    shared = SHIPPED / f"{structure}.json.gz"
+    own, structure = shipped / f"{config_digest(model.config)}.json.gz", structure_of(model)
+    shared = shipped / f"{structure}.json.gz"
     return own if own.exists() else shared if structure is not None and shared.exists() else None
 
 
@@ -68,18 +70,18 @@ def profiled(name: str) -> bool:
     return model is not None and path_of(model) is not None
 
 
-def build(names: list[str], minutes: float) -> None:
+def build(names: list[str], minutes: float, *, ranks: bool) -> None:
     """Builds what is not current, in order, until the time is up."""
-    end = time.monotonic() + 60 * minutes
+    end, shipped = time.monotonic() + 60 * minutes, OF_RANKS if ranks else SHIPPED
     for name in names:
         model = catalogue.load(name)
-        if model is None or current(path_of(model)):
+        if model is None or current(path_of(model, shipped)):
             continue
         if time.monotonic() > end:
             return
         started = time.process_time()
-        found, failures = build_profiles(model)
-        path = SHIPPED / f"{config_digest(model.config)}.json.gz"
+        found, failures = build_profiles(model, ranks=ranks)
+        path = shipped / f"{config_digest(model.config)}.json.gz"
         if found:
             save_profiles(path, found, versions())
         print(f"{name}: {_said(path, found, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
@@ -101,7 +103,7 @@ def build_programs(names: list[str], minutes: float) -> None:
         print(f"{name}: {_said(path, found, builder.failures)}, {spent:.0f} CPU s", flush=True)
 
 
-def build_structures(names: list[str], minutes: float, *, programs: bool) -> None:
+def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
     """Builds the files of the structures of these models, each from a model of sizes that share no factor."""
     end, built = time.monotonic() + 60 * minutes, set[str]()
     for name in names:
@@ -110,7 +112,7 @@ def build_structures(names: list[str], minutes: float, *, programs: bool) -> Non
         if model is None or structure is None or structure in built or time.monotonic() > end:
             continue
         built.add(structure)
-        if not programs and current(SHIPPED / f"{structure}.json.gz"):
+        if not programs and current((OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"):
             continue
         started = time.process_time()
         for own_heads in (True, False):  # some types take a head for a share of the features
@@ -121,7 +123,7 @@ def build_structures(names: list[str], minutes: float, *, programs: bool) -> Non
                 continue
             if not alike:
                 continue
-            if said := (_structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth)):
+            if said := _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks):
                 print(f"{name}: {structure} {said}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
@@ -137,7 +139,7 @@ def _structure_programs(like: ModelSpec) -> str:
     return _said(path, found, builder.failures)
 
 
-def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec]) -> str:
+def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ranks: bool) -> str:
     """What was written; nothing where no run was possible."""
     like = at_depth()
     structure = structure_of(model)
@@ -149,10 +151,13 @@ def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec]) ->
             members.append(one)
     asked = {key: one for of in reversed(members[:3]) for key, one in asked_structures(of).items()}
     asked |= _as_people_write(like, asked)
-    fused = with_fused_adapters(like, [one for one in asked.values() if not one[0].activation_offload])
-    asked |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
-    builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config)
-    path = SHIPPED / f"{structure}.json.gz"
+    if ranks:
+        asked = of_ranks(like, asked.values())
+    else:
+        fused = with_fused_adapters(like, [one for one in asked.values() if not one[0].activation_offload])
+        asked |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
+    builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config, of_rank=ranks)
+    path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
     if found := builder.all(asked):
         save_profiles(path, found, versions(), like)
     return _said(path, found, builder.failures)
@@ -288,6 +293,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
+    parser.add_argument("--ranks", action="store_true", help="profiles of ranks that keep a part of the states")
     parser.add_argument("--structures", action="store_true", help="of their structures of layers, for any size")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
     parser.add_argument("--confirm", type=int, default=0, metavar="N", help="compare N structures of each model")
@@ -299,11 +305,11 @@ def main() -> int:
     if args.confirm:
         confirm(names, args.confirm, args.seed)
     elif args.structures:
-        build_structures(names, args.minutes, programs=args.programs)
+        build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks)
     elif args.programs:
         build_programs([one for one in names if args.names or profiled(one)], args.minutes)
     else:
-        build(names, args.minutes)
+        build(names, args.minutes, ranks=args.ranks)
     return 0
 
 

@@ -47,6 +47,14 @@ Group = tuple[str, str]
 """(category, name) of a memory term."""
 LOSS_BEGINS = "loss begins"
 """No phase: what is alive when a micro-batch's loss begins."""
+SHARDED = ("fsdp2", "zero1", "zero2", "zero3")
+"""Engines whose ranks keep a part of the states, and have profiles of their own (`planner.memory.ranks`)."""
+HEAD, FIRST, TURN, LAST = "head", "first", "turn", "last"
+"""A rank's moments of the backward (`planner.memory.states.MOMENTS`): what is alive beside STATES."""
+GRADIENTS = "gradients"
+STATES = frozenset({"weights", "adapters", "optimizer"})
+"""Categories that are no part of a rank's profile. Of gradients it has a layer's until that is done, and the head's in
+the loss: what an engine that passes them on later has whole."""
 BATCH: Group = ("other", "batch")
 """The samples of a micro-batch; the runs hold those of two."""
 
@@ -225,6 +233,8 @@ class ProfiledStep:
 SCHEMA = 2
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 SHIPPED = DATA / "profiles"
+OF_RANKS = DATA / "rank_profiles"
+"""The same of ranks that keep a part of the states (`planner.memory.ranks`)."""
 _NO_MATTER = frozenset(
     {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "initializer_range", "model_id"}
 )
@@ -240,10 +250,12 @@ class ModelProfiles:
 
     Attributes:
         versions: of what was run.
+        passed_on: of ranks' profiles, by identity, those without gradients (`planner.memory.ranks`).
     """
 
     def __init__(self, raw: Mapping[str, Any], model: ModelSpec | None = None) -> None:
         self.versions: Mapping[str, str] = raw["versions"]
+        self.passed_on: dict[int, StepProfile] = {}
         self._raw = raw
         self._found: dict[str, StepProfile] = {}
         self._moments: dict[tuple[int, int], ProfileMoment] = {}
@@ -435,17 +447,22 @@ def profiles_of(model: ModelSpec) -> ModelProfiles | None:
     return model.once("profiles", _read_profiles)
 
 
-def _read_profiles(model: ModelSpec) -> ModelProfiles | None:
-    digest = config_digest(model.config)
-    own = _own_profiles(digest) or load_profiles(SHIPPED / f"{digest}.json.gz")
+def rank_profiles_of(model: ModelSpec) -> ModelProfiles | None:
+    """The same of ranks."""
+    return model.once("rank profiles", lambda one: _read_profiles(one, OF_RANKS, "ranks-"))
+
+
+def _read_profiles(model: ModelSpec, shipped: Path | None = None, before: str = "") -> ModelProfiles | None:
+    digest, shipped = config_digest(model.config), shipped or SHIPPED
+    own = _own_profiles(f"{before}{digest}") or load_profiles(shipped / f"{digest}.json.gz")
     structure = structure_of(model) if own is None else None
-    raw = read_packed(SHIPPED / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
+    raw = read_packed(shipped / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
     return ModelProfiles(raw, model) if raw else own
 
 
-def _own_profiles(digest: str) -> ModelProfiles | None:
+def _own_profiles(name: str) -> ModelProfiles | None:
     """What this user made with the libraries that are installed."""
-    found = [kept for path in user_directory().glob(f"{digest}-*.json.gz") if (kept := load_profiles(path)) is not None]
+    found = [kept for path in user_directory().glob(f"{name}-*.json.gz") if (kept := load_profiles(path)) is not None]
     if not found:
         return None
     here = library_versions()
@@ -478,10 +495,15 @@ def user_path(model: ModelSpec) -> Path:
     return user_directory() / f"{config_digest(model.config)}-{versions}.json.gz"
 
 
+def user_ranks(model: ModelSpec) -> Path:
+    """The same of its ranks' profiles."""
+    return user_path(model).with_name(f"ranks-{user_path(model).name}")
+
+
 @lru_cache(maxsize=8)
 def load_profiles(path: Path) -> ModelProfiles | None:
     """The profiles of a file; None where there is none that can be read."""
-    raw = read_packed(path, SCHEMA, shipped=path.parent == SHIPPED)
+    raw = read_packed(path, SCHEMA, shipped=path.parent in (SHIPPED, OF_RANKS))
     return ModelProfiles(raw) if raw and raw["profiles"] else None
 
 

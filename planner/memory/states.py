@@ -534,10 +534,12 @@ def adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> tu
 MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "turn", "last", "end", "step")
 """The moments that can be the peak: the first weights arriving, before any activation; those for the last layer or the
 head arriving; the last layer's forward; the loss; the head's gradient on its way (all activations still there); the
-backward's first layer; its turn from an encoder-decoder's decoder to its encoder; its last layer; its end (the
-embedding's gradient and what is still in buffers, all activations gone); and the optimizer step."""
+backward's first layer; those behind it (of an encoder-decoder its turn from decoder to encoder); its last layer; its
+end (the embedding's gradient and what is still in buffers, all activations gone); and the optimizer step."""
 COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "turn", "last")
 REFERENCE = "reference model (a frozen copy)"
+ONE_GRADIENT = "one matrix's unsharded gradient"
+"""What of a layer's gradients is there at its largest moment, where no profile of ranks says it."""
 BACKWARD = ("head", "first", "turn", "last", "end")
 
 

@@ -13,12 +13,13 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
 from planner.memory.layers import in_common
 from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
-from planner.memory.profiles import ProfiledStep, profiled_peaks, profiled_step
+from planner.memory.profiles import SHARDED, ProfiledStep, profiled_peaks, profiled_step
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.states import RankState
 from planner.memory.step import (
+    GAP_FLOOR_BYTES,
     Lines,
     LossMoment,
     Moment,
@@ -204,14 +205,18 @@ class Rank:
         """What is known of the loss by the pair's place."""
         return self._in_loss.setdefault((setup.checkpointing > 0, loss, accumulated), {})
 
-    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _InLoss:
-        """The loss at one pair."""
+    def chain(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> tuple[LossChain, int, int]:
+        """The loss chain at one pair, and what is beside it (`loss_beside`)."""
         key = (loss, index)
         chained = self._chains.get(key)
         if chained is None:
             inner = state.setup.replace_trusted(loss=loss, micro_batch_seqs=self.pairs[index][0])
             chained = self._chains[key] = loss_beside(self.part, setup, inner, self.flights[index])
-        chain, outputs, others = chained
+        return chained
+
+    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _InLoss:
+        """The loss at one pair."""
+        chain, outputs, others = self.chain(setup, loss, index, state)
         return _InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
 
 
@@ -237,7 +242,15 @@ class Family:
         where there is one."""
         whole = self._setup.replace_trusted(loss=loss)
         step = profiled_step(self._rank.part.model, self._rank.gpu, whole)
-        return self._by_closed_forms(loss, optimizers) if step is None else self._profiled(step, loss, optimizers)
+        if step is not None:
+            return self._profiled(step, loss, optimizers)
+        if whole.parallel in SHARDED:
+            from planner.memory.ranks import rank_step  # late: one GPU needs none of it
+
+            step = rank_step(self._rank.part.model, self._rank.gpu, whole)
+            if step is not None:
+                return self._of_rank(step, loss, optimizers)
+        return self._by_closed_forms(loss, optimizers)
 
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
@@ -247,6 +260,22 @@ class Family:
             for one, (states, step_bytes) in zip(stepping, self._rank.stepping(held, optimizers), strict=True):
                 one[accumulated] = states, step_bytes - at_end
         return profiled_peaks(step, held.state, self._rank.beside, self.pairs, stepping)
+
+    def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+        from planner.memory.ranks import RankMoments, before_step
+
+        rank, setup, of_loss = self._rank, self._setup, gap_of_loss(loss, self._setup.checkpointing)
+        found: list[list[int]] = [[] for _ in optimizers]
+        holding = [rank.held(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
+        told = [RankMoments(step, one.state, accumulated=place > 0) for place, one in enumerate(holding)]
+        for index, (micro, steps) in enumerate(rank.pairs):
+            held, moments = holding[steps > 1], told[steps > 1]
+            at = moments.at(micro, rank.chain(setup, loss, index, held.state)[0])
+            before, resident = before_step(at, of_loss), held.state.moment_bytes["resident"] + rank.beside
+            at_end = at["step"][0].size_bytes - held.state.moment_bytes["step"] + GAP_FLOOR_BYTES
+            for peaks, (states, stepping) in zip(found, rank.stepping(held, optimizers), strict=True):
+                peaks.append(resident + states + max(before.size_bytes + before.gap_bytes, at_end + stepping))
+        return found
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss

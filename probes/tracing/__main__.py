@@ -3,6 +3,7 @@ minutes.
 
     python -m probes.tracing MODEL      # a hub id, an alias, or a directory with a config.json
     python -m probes.tracing MODEL --objective dpo --adapter dora   # also those; what is there is kept
+    python -m probes.tracing MODEL --ranks   # only those of ranks of FSDP2 and ZeRO
 
 Plans of it then stand on them instead of the formula (docs/step-profiles.md, docs/step-programs.md).
 """
@@ -12,11 +13,11 @@ import sys
 import time
 
 from planner.core.errors import PlannerError, UsageError
-from planner.memory.profiles import load_profiles, save_profiles, user_path
+from planner.memory.profiles import load_profiles, save_profiles, user_path, user_ranks
 from planner.models.resolve import resolve_model
 from planner.planning.plan_request import PlanRequest
 from planner.speed.step_program import save_programs, user_programs
-from probes.tracing.profile_builder import CARDS, asked_structures, build_profiles, versions
+from probes.tracing.profile_builder import CARDS, ProfileBuilder, asked_structures, of_ranks, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs
 
 
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--objective", choices=("sft", "dpo", "orpo", "reward", "classification"), default="sft")
     parser.add_argument("--adapter", choices=("lora", "dora", "vera"), default="lora")
+    parser.add_argument("--ranks", action="store_true")
     given = parser.parse_args(arguments)
     try:
         if given.model is None:
@@ -37,21 +39,26 @@ def main(arguments: list[str]) -> int:
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
-    started, path = time.monotonic(), user_path(model)
+    if given.ranks:
+        asked = of_ranks(model, asked.values())
+    started, path = time.monotonic(), (user_ranks if given.ranks else user_path)(model)
     kept = load_profiles(path)
     known = {} if kept is None or kept.versions != versions() else {key: kept.get(key) for key in kept.keys}
     print(f"running the structures that plans of {model.model_id} ask for ...", file=sys.stderr)
-    made, failures = build_profiles(model, {key: one for key, one in asked.items() if key not in known})
-    found = {key: one for key, one in (known | dict(made)).items() if one is not None}
-    for why in sorted(set(failures.values())):
-        print(f"no profile of {sum(one == why for one in failures.values())} structures: {why[:200]}", file=sys.stderr)
+    builder = ProfileBuilder(model, of_rank=given.ranks)
+    made = builder.all({key: one for key, one in asked.items() if key not in known})
+    found = {key: one for key, one in (known | made).items() if one is not None}
+    failures = list(builder.failures.values())
+    for why in sorted(set(failures)):
+        print(f"no profile of {failures.count(why)} structures: {why[:200]}", file=sys.stderr)
     if not found:
         return 3
     save_profiles(path, found, versions())
-    builder = ProgramBuilder(model)
-    programs = builder.all(asked_programs(model))
-    if programs:
-        save_programs(user_programs(model), builder.tables, programs, versions())
+    programs = {}
+    if not given.ranks:
+        issued = ProgramBuilder(model)
+        if programs := issued.all(asked_programs(model)):
+            save_programs(user_programs(model), issued.tables, programs, versions())
     spent = time.monotonic() - started
     print(f"{len(found)} structures, {len(programs)} programs in {spent:.0f} s: {path.parent}")
     return 0

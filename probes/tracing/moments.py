@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES
-from planner.memory.profiles import LOSS_BEGINS, Group
+from planner.memory.profiles import GRADIENTS, LOSS_BEGINS, Group
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Pattern, Repetition
 from probes.dryrun.analysis import group_of
@@ -30,6 +30,8 @@ Name = tuple[int, bool, int, int, int]
 pattern's runs count too), event."""
 END: tuple[PhaseOf, Name] = ("step", 1), (0, False, 0, 0, 0)
 """What is left when the optimizer's step begins."""
+Class = tuple[Terms, bool]
+"""The terms of storages, and whether they are looked at apart: gradients, which a rank may pass on at once."""
 Counts = dict[tuple[Group, int], int]
 """How many storages of a group and a class are alive."""
 
@@ -42,12 +44,12 @@ class FoundMoment:
     micro_batch: int
     alive: dict[Group, Terms]
 
-    @property
-    def total(self) -> Terms:
-        """Of all groups."""
+    def total(self, without: str = "") -> Terms:
+        """Of all groups but those of a category."""
         found: Terms = {}
-        for one in self.alive.values():
-            add(found, one)
+        for (category, _), one in self.alive.items():
+            if category != without:
+                add(found, one)
         return found
 
 
@@ -73,17 +75,18 @@ class Depth:
     repeats: int
 
 
-def moments_of(depths: Sequence[Depth], classes: Sequence[Terms], scale: Scale) -> list[FoundMoment]:
+def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) -> list[FoundMoment]:
     """The moments that are the highest of their phase and micro-batch somewhere, no more than it takes.
 
     Args:
         depths: one, or several that differ in how many layers repeat.
-        classes: the terms of each class of storages.
+        kinds: each class of storages; with some apart, the moments that are the highest without them too.
         scale: where the highest is looked for.
 
     Raises:
         NoPolynomial: what is alive at a moment does not grow evenly with the depth.
     """
+    classes, apart = [terms for terms, _ in kinds], np.array([[apart] for _, apart in kinds])
     sizes = np.array([scale.total(one) for one in classes])
     walks = [_Walk(one.trace, sizes) for one in depths]
     repeats = [one.repeats for one in depths]
@@ -101,12 +104,17 @@ def moments_of(depths: Sequence[Depth], classes: Sequence[Terms], scale: Scale) 
                 by_phase[key].append(FoundMoment(phase=key[0], micro_batch=key[1], alive=alive))
         return left
 
-    found = {(key, walk.name(one)) for walk in walks for key, places in walk.highest().items() for one in places}
+    others = [_Walk(one.trace, sizes * ~apart) for one in depths] if apart.any() else []
+    every = [*walks, *others]
+    found = {(key, walk.name(one)) for walk in every for key, places in walk.highest().items() for one in places}
     left = grown(sorted(found))
     grown(sorted({(key, end) for key, name in left for end in _at_the_ends(name)} - found))
     if missing := {key for key, _ in found} - {*by_phase}:
         raise NoPolynomial(f"what is alive in {missing} does not grow evenly with the depth")
-    return [one for found in by_phase.values() for one in cover(found, scale)]
+    chosen = [one for found in by_phase.values() for one in cover(found, scale)]
+    if others:
+        chosen += [one for found in by_phase.values() for one in cover(found, scale, without=GRADIENTS)]
+    return chosen
 
 
 _ENDS = 8
@@ -308,9 +316,9 @@ def _lengths(item: Event | Repetition) -> list[int]:
     return [len(one) for pair in pairs for one in pair]
 
 
-def cover(moments: Sequence[FoundMoment], scale: Scale) -> list[FoundMoment]:
-    """Of the moments of one phase those that are needed for its highest everywhere."""
-    totals = np.array([scale.total(one.total) for one in moments])
+def cover(moments: Sequence[FoundMoment], scale: Scale, without: str = "") -> list[FoundMoment]:
+    """Of the moments of one phase those that are needed for its highest everywhere, without a category."""
+    totals = np.array([scale.total(one.total(without)) for one in moments])
     top = totals.max(axis=0)
     open_points = np.ones(totals.shape[1], dtype=bool)
     chosen: list[FoundMoment] = []

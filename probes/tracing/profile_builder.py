@@ -14,6 +14,7 @@ import numpy as np
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines import engine_of
 from planner.memory.profiles import (
     LOSS_BEGINS,
     Group,
@@ -25,6 +26,7 @@ from planner.memory.profiles import (
     resized_bytes,
     structure_key,
 )
+from planner.memory.ranks import as_profiled
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of
 from planner.options.kernels import kernels_refusal
@@ -84,6 +86,18 @@ def with_fused_adapters(
             yield setup.replace_trusted(kernels="fused", adapter_dtype="fp32"), gpu
 
 
+def of_ranks(model: ModelSpec, asked: Iterable[tuple[TrainSetup, GpuSpec]]) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+    """What ranks that keep a part of the states compute of the same, by key: in 16 bit throughout. Without int8, which
+    two engines of four refuse."""
+    found = {}
+    for setup, gpu in asked:
+        rank = setup.replace_trusted(num_gpus=2, parallel="fsdp2")
+        inner = as_profiled(engine_of(rank).computes(rank))
+        if inner.quantization != "int8" and (inner.method == "full" or inner.resolved_adapter_dtype != "fp32"):
+            found[structure_key(model, gpu, inner)] = inner, gpu
+    return found
+
+
 class ProfileBuilder:
     """Builds the profiles of one model, or of all models of one structure of layers; what its runs have shown is kept
     between them.
@@ -92,6 +106,7 @@ class ProfileBuilder:
         model: what is run.
         members: of the structure, where `model` stands for it; the first is looked at most closely.
         at_depth: `model` with another number of layers.
+        of_rank: whether for ranks, beside what their engines hold.
 
     Attributes:
         any_size: whether the profiles are for several models.
@@ -103,8 +118,11 @@ class ProfileBuilder:
         model: ModelSpec,
         members: Sequence[ModelSpec] = (),
         at_depth: Callable[[int], Mapping[str, Any]] | None = None,
+        *,
+        of_rank: bool = False,
     ) -> None:
         load_libraries()
+        self._of_rank = of_rank
         self._model, self._known, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
         self._members = [_member(model, one) for one in members] or [_itself(model)]
         self.any_size = bool(members)
@@ -134,7 +152,7 @@ class ProfileBuilder:
         vocabulary = self._model.vocab_size, self._model.hidden_size
         return Structure(
             self._at_depth, vocabulary, setup, gpu.compute_capability or (8, 0), members, self._runs,
-            any_size=self.any_size,
+            any_size=self.any_size, of_rank=self._of_rank,
         ).pieces(self._spans, self._known)  # fmt: skip
 
     def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
@@ -196,11 +214,13 @@ SHORTEST = 512
 
 
 def build_profiles(
-    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None
+    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None, *, ranks: bool = False
 ) -> tuple[Mapping[str, StepProfile], Mapping[str, str]]:
-    """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key."""
-    builder = ProfileBuilder(model)
-    return builder.all(asked_structures(model) if asked is None else asked), builder.failures
+    """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key; for
+    ranks what these compute of them."""
+    builder = ProfileBuilder(model, of_rank=ranks)
+    asked = asked_structures(model) if asked is None else asked
+    return builder.all(of_ranks(model, asked.values()) if ranks else asked), builder.failures
 
 
 def versions() -> dict[str, str]:
@@ -384,7 +404,7 @@ def _same(one: Any, other: Any) -> bool:
 def _highest(moments: Sequence[FoundMoment], scale: Scale) -> dict[tuple[str, int], Any]:
     found: dict[tuple[str, int], Any] = {}
     for one in moments:
-        key, total = (one.phase, one.micro_batch), scale.total(one.total)
+        key, total = (one.phase, one.micro_batch), scale.total(one.total())
         found[key] = np.maximum(found[key], total) if key in found else total
     return found
 

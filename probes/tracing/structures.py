@@ -19,8 +19,9 @@ from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.trace import Trace, trace_samples
 from probes.stack.configs import load_config
-from probes.tracing.moments import Depth, FoundMoment, moments_of
-from probes.tracing.sizes import Model, NoPolynomial, Point, Scale, Sizes, Terms, fit, value_of, values_at
+from probes.tracing.moments import Class, Depth, FoundMoment, moments_of
+from probes.tracing.ranks import TOLD, is_gradient, is_state, moments_of_rank
+from probes.tracing.sizes import Model, NoPolynomial, Point, Scale, Sizes, fit, value_of, values_at
 
 UNIT = 128
 """Lengths that are run are multiples of it: attention kernels pad some rows to that."""
@@ -89,6 +90,7 @@ class Structure:
         kept: runs that several structures share: where every fourth layer is checkpointed, or a rarer one, and those
             of several depths.
         any_size: whether it is for other models than the one that is run, of other depths.
+        of_rank: whether its moments are a rank's, beside what engines hold.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Structure:
         kept: dict[Any, list[Trace]],
         *,
         any_size: bool,
+        of_rank: bool = False,
     ) -> None:
+        self._of_rank = of_rank
         self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, kept
         self._every, every = setup.checkpointing, max(1, setup.checkpointing)
         depths = [members[0].num_layers]
@@ -142,13 +146,14 @@ class Structure:
         return Point(seqs, tokens, rank if made.method != "full" else 0, tile)
 
     def _at(self, seqs: int, tokens: int, rank: int) -> TrainSetup:
-        """Two micro-batches show what the first and what every later one does; the optimizer adds nothing here."""
+        """Two micro-batches show what the first and what every later one does, of a rank the first is enough; the
+        optimizer adds nothing here."""
         return self.setup.replace(
             checkpointing=self._every,
             micro_batch_seqs=seqs,
             seq_len_tokens=tokens,
             lora_rank=rank if self.setup.method != "full" else 0,
-            accumulation_steps=2,
+            accumulation_steps=1 if self._of_rank else 2,
             optimizer="sgd",
         )
 
@@ -180,7 +185,9 @@ class Structure:
             self._learn(runs[key], forms, points[key][0], alone[key[0]][0], known)
             classes, depths = self._named(runs[key], forms)
             scale = Scale([self._model(one, self._grid(key, one.vocabulary)) for one in self._members])
-            found[key] = FoundPiece(moments=moments_of(depths, classes, scale), scale=scale)
+            moments = moments_of(depths, classes, scale)
+            told = [one for one in moments if not self._of_rank or one.phase in TOLD]
+            found[key] = FoundPiece(moments=told, scale=scale)
         return found
 
     def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
@@ -221,12 +228,18 @@ class Structure:
     def _model(self, member: Member, points: Sequence[Point]) -> Model:
         return Model(member.size, member.num_layers // max(1, self.setup.checkpointing), values_at(points))
 
-    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[list[Terms], list[Depth]]:
-        """Terms of each class of storages, and the traces of each depth with numbers of classes as sizes."""
-        classes = {form: number for number, form in enumerate(dict.fromkeys(forms))}
-        named = _with_classes(trace, [classes[form] for form in forms])
+    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[list[Class], list[Depth]]:
+        """Each class of storages, and the traces of each depth with numbers of classes as sizes."""
+        kinds = [(form, False) for form in forms]
+        if self._of_rank:
+            made = zip(_made(trace), forms, strict=True)
+            kinds = [(() if is_state(trace, one) else form, is_gradient(trace, one)) for one, form in made]
+        classes = {one: number for number, one in enumerate(dict.fromkeys(kinds))}
+        named = _with_classes(trace, [classes[one] for one in kinds])
         traces = [named if one.layers is None else repeat_layers(named, one.layers, self.setup) for one in self._plans]
-        found: list[Terms] = [{(index, factor, 0): 1 for index, factor in form} for form in classes]
+        if self._of_rank:
+            traces = [moments_of_rank(one, self.setup.checkpointing) for one in traces]
+        found: list[Class] = [({(index, factor, 0): 1 for index, factor in form}, apart) for form, apart in classes]
         return found, [Depth(trace=one, repeats=many) for one, many in zip(traces, self._repeats, strict=True)]
 
     def _grid(self, key: tuple[Span, bool], vocabulary: tuple[int, int]) -> list[Point]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from planner.hardware.gpus import find_gpu
 from planner.memory import profiles as profile_store
 from planner.memory.engines import engine_of
+from planner.memory.model import memory_of
 from planner.memory.profiles import (
     MONOMIALS,
     StepProfile,
@@ -126,6 +128,23 @@ def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, A
         errors = _against_dry_run(profile, model, setup.replace(**sizes, lora_rank=rank))
         assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
         assert -0.03 < errors["reserved"] < 0.08, errors
+
+
+def test_a_profile_of_ranks_is_the_dry_run_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a layer's gradients, which are most of what a short micro-batch's backward holds."""
+    model = _model(SMALL)
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", loss="chunked", num_gpus=4, parallel="fsdp2")
+    setup = setup.replace(micro_batch_seqs=2, seq_len_tokens=1536)
+    profile = ProfileBuilder(model, of_rank=True).profile(engine_of(setup).computes(setup), GPU)
+    kept = SimpleNamespace(get=lambda *_: profile, passed_on={})
+    monkeypatch.setattr("planner.memory.ranks.rank_profiles_of", lambda _: kept)
+    found = dry_run_report(model, GPU, setup, use_cache=False)
+    assert isinstance(found, DryRunReport)
+    mine = memory_of(model, GPU, setup)[0].breakdown
+    assert mine.profiled
+    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in found.prediction.phase_peaks_bytes.items()}
+    assert max(abs(errors[phase]) for phase in ("forward", "loss", "step")) < 0.001, errors
+    assert 0 < errors["backward"] < 0.01, errors
 
 
 def test_what_is_put_together_is_what_is_run() -> None:

@@ -33,6 +33,7 @@ class Engine(ABC):
         sends: what crosses the links, for people.
         reference: where TRL puts a frozen second copy of the weights under it, for people.
         keeps_fp32_masters: whether it keeps fp32 copies of 16-bit weights by itself.
+        reduces_layers: whether a layer's gradients are whole until its backward is done.
     """
 
     name: ClassVar[str]
@@ -41,6 +42,7 @@ class Engine(ABC):
     sends: ClassVar[str] = ""
     reference: ClassVar[str] = "whole on every GPU"
     keeps_fp32_masters: ClassVar[bool] = False
+    reduces_layers: ClassVar[bool] = False
 
     @abstractmethod
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:

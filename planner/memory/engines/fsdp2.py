@@ -12,6 +12,7 @@ from planner.memory.engines.splits import gathered_head
 from planner.memory.rank_part import RankPart
 from planner.memory.states import (
     COMPUTE,
+    ONE_GRADIENT,
     REFERENCE,
     Held,
     RankState,
@@ -48,6 +49,7 @@ class Fsdp2(Engine):
     tie_break = 2
     shares = "weights, gradients and optimizer states"
     sends = "weights are gathered before every forward and every backward"
+    reduces_layers = True
     reference = "cut over the GPUs, and all of it gathered at once for its forward: TRL makes one FSDP group of it"
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
@@ -364,15 +366,15 @@ def _reducing(
         accumulated=accumulated,
     )  # fmt: skip
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
-    apart = cast or setup.offload == "parameters" or (accumulated and setup.expert_degree > 1)
+    apart = cast or accumulated or setup.offload == "parameters"
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     buffer, one = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
-        gradients_held("one matrix's unsharded gradient", one, "first", "turn", "last"),
-        gradients_held(buffer, groups.tail_trained * size, "first", "turn"),
-        gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
+        gradients_held(ONE_GRADIENT, one, "first", "turn", "last"),
+        gradients_held(buffer, groups.tail_trained * size, "first"),
+        gradients_held(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
         gradients_held("last gradients being reduced", way.end(halves), "end"),
         gradients_held("all-reduced gradients before the cast", reduced, "last", "end"),
     ]

@@ -1,0 +1,180 @@
+"""Ranks that keep a part of the states: what ships, and the closed forms, against fresh dry runs of FSDP2 at random.
+
+    python -m benchmarks.rank_profiles --out FILE --runs 80 [--seed 1] [NAME ...]   # measures; what is there is kept
+    python -m benchmarks.rank_profiles --out FILE                                  # the table
+    python -m benchmarks.rank_profiles --frozen                                    # the frozen runs, profiles made now
+
+Points are drawn from what plans on several GPUs walk: a model with profiles of ranks, one of its structures, a way of
+sharding, and sizes. `--frozen` builds profiles for the structures of `benchmarks/data/spread_dry_runs.jsonl` (of ZeRO's
+engine no dry run is left; those rows are of the one there was).
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.layout_formula_vs_dryrun import GPU, measure, rows_of, strategy_of
+from planner.core.errors import SetupError
+from planner.hardware.gpus import find_gpu
+from planner.memory import ranks
+from planner.memory.engines import engine_of, why_not
+from planner.memory.model import memory_of, predict_memory
+from planner.memory.profiles import SHARDED, rank_profiles_of
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict, setup_to_dict
+
+FROZEN = Path(__file__).parent / "data" / "spread_dry_runs.jsonl"
+WAYS: tuple[dict[str, Any], ...] = (
+    {"num_gpus": 2}, {"num_gpus": 8}, {"num_gpus": 8}, {"num_gpus": 64}, {"num_gpus": 16, "shard_degree": 8},
+    {"num_gpus": 4, "reshard_after_forward": False},
+)  # fmt: skip
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+    {"method": "lora", "precision": "bf16-autocast"},
+    {"method": "qlora", "quantization": "nf4-double", "precision": "bf16-autocast"},
+)
+OTHER: dict[str, tuple[Any, ...]] = {
+    "checkpointing": (0, 0, 1, 1, 1, 2, 4),
+    "loss": ("chunked", "liger", "full"),
+    "kernels": ("liger",),
+    "micro_batch_seqs": (1, 2, 3, 4, 8),
+    "seq_len_tokens": (512, 1024, 1536, 2048, 4096, 8192),
+    "accumulation_steps": (1, 2),
+    "optimizer": ("adamw-fused", "adamw", "sgd"),
+}
+RANKS = (8, 16, 64)
+TOO_MUCH = 300e9
+"""Points beyond so many bytes are drawn again: nobody trains there."""
+
+
+def points(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
+    """Endless (model, setup) of those that have a profile."""
+    draw, gpu = random.Random(seed), find_gpu(GPU)
+    models = [(name, one) for name in names if (one := catalogue.load(name)) and rank_profiles_of(one)]
+    while True:
+        name, model = draw.choice(models)
+        fields: dict[str, Any] = {field: draw.choice(values) for field, values in OTHER.items()}
+        fields |= {"lora_rank": draw.choice(RANKS)} | draw.choice(METHODS) | draw.choice(WAYS) | {"parallel": "fsdp2"}
+        try:
+            setup = TrainSetup(**fields)
+        except SetupError:
+            continue
+        if why_not(model, setup) or ranks.rank_step(model, gpu, setup) is None:
+            continue
+        if predict_memory(model, gpu, setup).peak_allocated_bytes < TOO_MUCH:
+            yield name, setup
+
+
+def run(out: Path, names: list[str], runs: int, seed: int) -> None:
+    """Adds points to the file until it has so many."""
+    rows = rows_of(out)
+    known = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
+    with out.open("a") as file:
+        for name, setup in points(names, seed):
+            if len(known) >= runs:
+                return
+            key = json.dumps([name, json.loads(json.dumps(setup_to_dict(setup)))], sort_keys=True)
+            if key not in known:
+                known.add(key)
+                file.write(json.dumps(measure(name, setup)) + "\n")
+                file.flush()
+
+
+def _loaded(name: str) -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+class _Made:
+    """Stands for a model's profiles of ranks: each is made when it is asked for."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        from probes.tracing.profile_builder import ProfileBuilder
+
+        self._builder, self._found = ProfileBuilder(model, of_rank=True), dict[str, Any]()
+        self.passed_on: dict[int, Any] = {}
+        self.setup: TrainSetup | None = None
+
+    def get(self, key: str, every: int) -> Any:
+        """The profile of the setup that is being looked at."""
+        from probes.tracing.profile_builder import NOT_PROFILED
+
+        assert self.setup is not None
+        if key not in self._found:
+            inner = ranks.as_profiled(engine_of(self.setup).computes(self.setup))
+            try:
+                self._found[key] = self._builder.profile(inner, find_gpu(GPU))
+            except NOT_PROFILED:
+                self._found[key] = None
+        return self._found[key]
+
+
+def frozen() -> str:
+    """The table of the frozen runs."""
+    rows = [row for row in rows_of(FROZEN) if "allocated" in row and row["setup"]["parallel"] in SHARDED]
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
+        made = _Made(_loaded(name))
+        with mock.patch.object(ranks, "rank_profiles_of", lambda _, made=made: made):
+            for row in group:
+                made.setup = setup_from_dict(row["setup"])
+                found += errors(row)
+    return table(found)
+
+
+def errors(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(strategy and figure, errors by level) of one row, and how it is called; nothing where it has no profile."""
+    model, gpu, setup = _loaded(row["model"]), find_gpu(GPU), setup_from_dict(row["setup"])
+    levels = {"profile": memory_of(model, gpu, setup)[0].breakdown, "closed forms": predict_memory(model, gpu, setup)}
+    if "allocated" not in row or not levels["profile"].profiled:
+        return
+    for figure in ("allocated", "reserved"):
+        off = {name: getattr(one, f"peak_{figure}_bytes") / row[figure] - 1 for name, one in levels.items()}
+        yield f"{setup.parallel}, {figure}", off | {"point": f"{row['model']} {strategy_of(setup)} {row['setup']}"}
+
+
+def table(found: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str:
+    """Errors by strategy and level, and the worst of the profiles by name."""
+    lines = ["| | points | | median | 95th | lowest | highest |", "|---|--:|---|--:|--:|--:|--:|"]
+    for group in sorted({name for name, _ in found}):
+        own = [one for name, one in found if name == group]
+        for level in ("profile", "closed forms"):
+            far, off = sorted(abs(one[level]) for one in own), [one[level] for one in own]
+            high = far[min(len(far) - 1, int(0.95 * len(far)))]
+            cells = f"{statistics.median(far):.4%} | {high:.2%} | {min(off):+.2%} | {max(off):+.2%}"
+            lines.append(f"| {group} | {len(own)} | {level} | {cells} |")
+    allocated = [one for name, one in found if name.endswith("allocated")]
+    for one in sorted(allocated, key=lambda one: -abs(one["profile"]))[:worst]:
+        lines.append(f"{one['profile']:+.2%} (closed forms {one['closed forms']:+.2%}) {one['point']}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--frozen", action="store_true")
+    args = parser.parse_args()
+    if args.frozen:
+        print(frozen())
+    else:
+        if args.runs:
+            run(args.out, args.names or list(catalogue.names()), args.runs, args.seed)
+        print(table([one for row in rows_of(args.out) for one in errors(row)]))
+
+
+if __name__ == "__main__":
+    main()

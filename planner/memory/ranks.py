@@ -1,0 +1,203 @@
+"""The memory of a rank that keeps a part of the states: what computing holds at each moment by its structure's profile
+of ranks, and beside it what its engine holds."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from planner.hardware.gpu import GpuSpec
+from planner.memory.engines import engine_of
+from planner.memory.micro_batch import ReferenceForward
+from planner.memory.profiles import (
+    FIRST,
+    GRADIENTS,
+    HEAD,
+    LAST,
+    LOSS_BEGINS,
+    SHARDED,
+    TURN,
+    ModelProfiles,
+    Piece,
+    ProfiledStep,
+    StepProfile,
+    profiled_kind,
+    rank_profiles_of,
+    step_of,
+    structure_key,
+)
+from planner.memory.states import ONE_GRADIENT, RankState, halves_stay_apart
+from planner.memory.step import GAP_FLOOR_BYTES, LossMoment, allocator_gap_bytes, gap_of_loss, loss_parts
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.options.losses import LossChain
+from planner.setup import TrainSetup
+from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
+
+_MOMENTS: Mapping[Phase, tuple[tuple[str, str], ...]] = {
+    "forward": (("forward", "forward"), (LOSS_BEGINS, "gather"), ("step", "start")),
+    "loss": (("loss", "loss"),),
+    "backward": ((HEAD, "head"), (FIRST, "first"), (TURN, "turn"), (LAST, "last"), ("step", "end")),
+    "step": (("step", "step"),),
+}
+"""(of the profile, of the engine) by phase; as the step begins, samples are left alone."""
+_NAMES = tuple(mine for moments in _MOMENTS.values() for mine, _ in moments)
+_OF_LAYERS = (HEAD, FIRST, TURN, LAST)
+
+
+def rank_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
+    """The profile of a rank's structure at its length and rank; None where there is none, or the engine does what no
+    profile shows: a part of the model, offloading, a reference, transformers' own sharding, FSDP version 1."""
+    if setup.parallel not in SHARDED or setup.is_split or setup.offload != "none" or setup.objective != "sft":
+        return None
+    if setup.sharded_at_loading or setup.fsdp_version == 1 or gpu.vendor == "Apple":
+        return None
+    engine = engine_of(setup)
+    inner = as_profiled(engine.computes(setup))
+    profiles = rank_profiles_of(model) if profiled_kind(inner) else None
+    if profiles is None:
+        return None
+    profile = profiles.get(structure_key(model, gpu, inner), inner.checkpointing)
+    if profile is None:
+        return None
+    if not engine.reduces_layers:
+        profile = _passed_on(profiles, profile)
+    return step_of(profile, model, inner)
+
+
+def as_profiled(inner: TrainSetup) -> TrainSetup:
+    """The setup whose profile a rank's is: plain scales, which are states, make a little less for a moment."""
+    return inner.replace_trusted(quantization="nf4-double") if inner.quantization == "nf4" else inner
+
+
+def _passed_on(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
+    """The profile without gradients but the head's in the loss: an engine takes each as it comes."""
+    found = profiles.passed_on.get(id(profile))
+    if found is None:
+        pieces = [
+            Piece(
+                one_sequence=one.one_sequence,
+                shortest_tokens=one.shortest_tokens,
+                longest_tokens=one.longest_tokens,
+                moments=tuple(
+                    moment
+                    if moment.phase == "loss"
+                    else moment._replace(groups=tuple(pair for pair in moment.groups if pair[0][0] != GRADIENTS))
+                    for moment in one.moments
+                ),
+            )
+            for one in profile.pieces
+        ]
+        found = profiles.passed_on[id(profile)] = StepProfile(pieces=tuple(pieces))
+    return found
+
+
+class RankMoment(NamedTuple):
+    """One moment of a rank: its name in the profile and to the engine, bytes of what computing holds, and all that
+    changes within a step."""
+
+    of_profile: str
+    of_engine: str
+    computing: int
+    size_bytes: int
+
+
+class RankMoments:
+    """What a rank holds at every moment, at any micro-batch.
+
+    Args:
+        step: `rank_step`; `state`: of the engine, with accumulation or without.
+    """
+
+    def __init__(self, step: ProfiledStep, state: RankState, *, accumulated: bool) -> None:
+        self._step, self._state, self._accumulated = step, state, accumulated
+        self._held = dict(state.moment_bytes)
+        for one in state.held:
+            if one.name == ONE_GRADIENT:
+                for moment in one.moments:
+                    self._held[moment] -= one.size_bytes
+        trained = state.trained
+        # a tied head's half is the engine's to say
+        apart = halves_stay_apart(state.part.model, state.setup)
+        self._half = trained.head * trained.outer_bytes if apart else 0
+
+    def at(self, micro_batch_seqs: int, chain: LossChain) -> dict[Phase, list[RankMoment]]:
+        """The moments of each phase, optimizer states and temporaries apart."""
+        sizes = iter(self._step.bytes_at(micro_batch_seqs, *_NAMES, accumulated=self._accumulated))
+        found: dict[Phase, list[RankMoment]] = {}
+        for phase, moments in _MOMENTS.items():
+            found[phase] = []
+            for mine, engines in moments:
+                size = next(sizes) - (self._half if mine in _OF_LAYERS else 0)
+                beside = self._held[engines] + (self._beside_loss(chain) if mine == "loss" else 0)
+                found[phase].append(RankMoment(mine, engines, size, size + beside))
+        return found
+
+    def _beside_loss(self, chain: LossChain) -> int:
+        """What is gathered for the loss's forward or its backward alone, as far as it makes the loss's largest moment
+        larger."""
+        state, whole = self._state, LossMoment.of(self._state, chain, 0)
+        alone = whole._replace(
+            within=whole.within - state.loss_forward_bytes, backward=whole.backward - state.loss_backward_bytes
+        )
+        return whole.largest(0, ReferenceForward()) - alone.largest(0, ReferenceForward())
+
+
+class BeforeStep(NamedTuple):
+    """The highest moment before the optimizer's step, and what the allocator holds beyond it there."""
+
+    size_bytes: int
+    gap_bytes: int
+
+
+def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float) -> BeforeStep:
+    """Of a rank's moments, with expandable segments.
+
+    Args:
+        of_loss: `planner.memory.step.gap_of_loss`.
+    """
+    largest = max(one.size_bytes for phase in PHASES[1:-1] for one in moments[phase])
+    computing = {one.of_profile: one.computing for phase in PHASES[1:-1] for one in moments[phase]}
+    kept = computing[LOSS_BEGINS]
+    layer = max(computing[name] for name in ("forward", FIRST, TURN)) - kept
+    gap = allocator_gap_bytes(loss=computing["loss"] - kept, layer=layer, of_loss=of_loss)
+    return BeforeStep(largest, gap)
+
+
+def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
+    """The terms of a rank, each with the phases in which it is alive; of a phase's moments the largest is shown."""
+    micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
+    chain = loss_parts(state.part.model, state.setup)
+    moments = RankMoments(step, state, accumulated=accumulated).at(micro, chain)
+    found: dict[tuple[Category, str, int], list[Phase]] = {}
+
+    def add(category: str, name: str, size: int, *alive: Phase) -> None:
+        if size > 0:
+            found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
+
+    states, temporaries = state.optimizer_bytes(setup.optimizer)
+    for one in state.held:
+        if one.resident:
+            add(one.category, one.name, one.size_bytes, *PHASES)
+    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu), *PHASES[1:])
+    add("optimizer", f"states of {setup.optimizer}", states, *PHASES[1:])
+    largest = {phase: max(each, key=lambda one: one.size_bytes) for phase, each in moments.items()}
+    for phase, moment in largest.items():
+        groups = step.groups_at(moment.of_profile, micro, accumulated=accumulated)
+        groups[max(groups, key=lambda group: groups[group])] += moment.computing - sum(groups.values())
+        for (category, name), size in groups.items():
+            add(category, name, size, phase)
+        beside = moment.size_bytes - moment.computing
+        for one in state.held:
+            if moment.of_engine in one.moments and not one.resident and one.name != ONE_GRADIENT:
+                add(one.category, one.name, one.size_bytes, phase)
+                beside -= one.size_bytes
+        add("weights", "weights and buffers beside the loss", beside, phase)
+    add("optimizer", f"temporaries of {setup.optimizer}", temporaries, "step")
+    terms = tuple(
+        MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
+        for (category, name, size), alive in found.items()
+    )
+    before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing))
+    at_end = largest["step"].size_bytes + temporaries
+    gap = max(before.size_bytes + before.gap_bytes, at_end + GAP_FLOOR_BYTES) - max(before.size_bytes, at_end)
+    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)

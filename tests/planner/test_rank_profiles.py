@@ -1,0 +1,91 @@
+"""Ranks that keep a part of the states: the profiles that ship beside each engine's closed forms, against frozen dry
+runs, and a walk's figures beside a setup's own."""
+
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.memory.model import memory_of, predict_memory
+from planner.memory.profiles import GRADIENTS, SHARDED
+from planner.memory.ranks import rank_step
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.planning.decision.layouts import layouts
+from planner.planning.evidence.bands import memory_band, profile_band
+from planner.planning.walk import walk
+from planner.setup import TrainSetup
+from planner.setup.interchange import setup_from_dict
+from tests.planner.helpers import plan_request
+
+GPU = find_gpu("a100-80gb")
+FROZEN = Path("benchmarks/data/spread_dry_runs.jsonl")
+LLAMA = "meta-llama/llama-3.1-8b"
+
+
+def _model(name: str) -> ModelSpec:
+    found = catalogue.load(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("parallel", "median", "worst"), [("fsdp2", 2e-4, 0.015), ("zero1", 2e-4, 0.03)])
+def test_shipped_profiles_are_the_frozen_dry_runs(parallel: str, median: float, worst: float) -> None:
+    errors, formula = [], []
+    for row in map(json.loads, FROZEN.read_text().splitlines()):
+        if row["setup"]["parallel"] != parallel or "allocated" not in row:
+            continue
+        model, setup = _model(row["model"]), setup_from_dict(row["setup"])
+        found = memory_of(model, GPU, setup)[0].breakdown
+        if found.profiled:
+            errors.append(abs(found.peak_allocated_bytes / row["allocated"] - 1))
+            formula.append(abs(predict_memory(model, GPU, setup).peak_allocated_bytes / row["allocated"] - 1))
+    assert len(errors) > 10
+    assert statistics.median(errors) < min(median, statistics.median(formula) / 5)
+    assert max(errors) < worst
+
+
+def test_a_walk_over_shards_says_what_each_setup_does() -> None:
+    workload = replace(plan_request("meta-llama/Llama-3.1-8B", "a100-80gb", seq_len=1024), cluster=make_cluster(GPU, 4))
+    points = [one for one in walk(workload, layouts=layouts(workload)) if one.shared.parallel in SHARDED]
+    profiled = 0
+    for point in random.Random(0).sample(points, 40):
+        exact = memory_of(workload.model, GPU, point.setup)[0].breakdown
+        profiled += exact.profiled
+        assert point.peak_device_bytes == pytest.approx(exact.peak_device_bytes, abs=4096), point.setup
+    assert profiled > 10
+
+
+def test_an_engine_that_takes_each_gradient_as_it_comes_has_a_layers_nowhere() -> None:
+    base = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "kernels": "liger", "num_gpus": 4}
+    step = {one: rank_step(_model(LLAMA), GPU, TrainSetup(**base, parallel=one)) for one in ("fsdp2", "zero3")}
+    alive = {
+        name: {group[0] for group in one.groups_at("turn", 2, accumulated=False)}
+        for name, one in step.items()
+        if one is not None
+    }
+    assert (GRADIENTS in alive["fsdp2"], GRADIENTS in alive["zero3"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel": "fsdp2", "offload": "parameters"},
+        {"parallel": "fsdp2", "context_degree": 2},
+        {"parallel": "zero2", "objective": "dpo", "loss": "full"},
+        {"parallel": "ddp"},
+    ],
+)
+def test_what_no_profile_of_ranks_shows_is_left_to_the_closed_forms(fields: dict[str, str]) -> None:
+    assert rank_step(_model(LLAMA), GPU, TrainSetup(num_gpus=4, kernels="liger", **fields)) is None
+
+
+def test_the_band_of_a_sharded_rank_is_narrower_by_its_profile() -> None:
+    model, setup = _model(LLAMA), TrainSetup(num_gpus=4, parallel="fsdp2")
+    assert profile_band(setup) < memory_band(model, setup)
+    assert profile_band(setup.replace(parallel="zero2")) == memory_band(model, setup.replace(parallel="zero2"))
