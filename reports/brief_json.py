@@ -256,10 +256,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
         would_fit=would_fit,
         launch=tuple(
             BriefLaunch(
-                target=one.target,
-                command=one.command,
-                files=tuple(file.path for file in one.files),
-                notes=one.notes,
+                target=one.target, command=one.command, files=tuple(file.path for file in one.files), notes=one.notes
             )
             for one in extras_from_dict(document).launch
         ),

@@ -104,12 +104,7 @@ class _Writer:
 
 
 def _object(properties: Mapping[str, Schema], required: Sequence[str] = ()) -> Schema:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": dict(properties), "required": list(required), "additionalProperties": False}
 
 
 def _setup() -> Schema:

@@ -12,13 +12,7 @@ import typer
 
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
-from finetune_planner.cli.checking import (
-    CheckRequest,
-    as_document,
-    checked,
-    command_of,
-    dry_run_of,
-)
+from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
 from finetune_planner.cli.fixing import Fixed, beside, by_hand, fixed_files
 from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text

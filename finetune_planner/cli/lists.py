@@ -30,8 +30,7 @@ def gpus(as_json: options.Json = False) -> None:
 
 
 def models(
-    match: str = typer.Argument("", help="Show only names that contain this."),
-    as_json: options.Json = False,
+    match: str = typer.Argument("", help="Show only names that contain this."), as_json: options.Json = False
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
     specs = map(catalogue.load, catalogue.names_with(match))

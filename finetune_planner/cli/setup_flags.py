@@ -258,9 +258,7 @@ FORMULA_ALONE = (
     Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
     Flag(of="fsdp_version", help="1: the older FSDP beside --parallel fsdp2, whose hooks keep layers' inputs"),
     Flag(
-        of="reentrant_checkpointing",
-        name="reentrant",
-        help="use_reentrant of checkpointing; the stack's own otherwise",
+        of="reentrant_checkpointing", name="reentrant", help="use_reentrant of checkpointing; the stack's own otherwise"
     ),
 )
 """What a formula can say and no probe here runs."""

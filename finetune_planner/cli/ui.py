@@ -79,8 +79,7 @@ def ui(
         Path | None, typer.Option(help="Write the page with its figures to this directory; no server.")
     ] = None,
     table_folder: Annotated[
-        Path | None,
-        typer.Option("--table", help="With --static: the page of what `plan table` wrote here."),
+        Path | None, typer.Option("--table", help="With --static: the page of what `plan table` wrote here.")
     ] = None,
 ) -> None:
     """A page on this machine: say what you call the model, find its fastest setup, move the sliders, see memory, speed,

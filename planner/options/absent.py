@@ -70,8 +70,7 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
     "flex": ("it is called flex-attention here, for models with attention sinks", "flex-attention, or sdpa"),
     **dict.fromkeys(
-        ("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo", "nemo-automodel"),
-        (_MEGATRON, _SPLITS),
+        ("megatron", "megatron-lm", "megatron-bridge", "megatron-swift", "nemo", "nemo-automodel"), (_MEGATRON, _SPLITS)
     ),
     "torchtune": (
         "of its recipes one alone is written, full fine-tuning on one GPU with the optimizer in the backward; `plan "

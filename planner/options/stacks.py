@@ -407,10 +407,7 @@ _SUPERVISED = {"sft": "sft", "pretrain": "sft"}
 TARGET_ROWS: Mapping[str, TargetRow] = {
     "trl": TargetRow(
         title="trl sft",
-        objectives={
-            **_SUPERVISED,
-            **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo", "rloo")},
-        },
+        objectives={**_SUPERVISED, **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo", "rloo")}},
         program="trl",
     ),
     "hf": TargetRow(

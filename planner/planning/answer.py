@@ -132,10 +132,7 @@ def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED
 
 
 def _nothing_fits(
-    walked: _Walked,
-    corrections: Mapping[CorrectionKey, float] | None,
-    helped: bool = True,
-    explained: bool = True,
+    walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True, explained: bool = True
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, facts = walked.workload, walked.facts

@@ -151,12 +151,7 @@ class Rank:
     """
 
     def __init__(
-        self,
-        part: RankPart,
-        gpu: GpuSpec,
-        setup: TrainSetup,
-        pairs: Sequence[tuple[int, int]],
-        known: SharedLayers,
+        self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, pairs: Sequence[tuple[int, int]], known: SharedLayers
     ) -> None:
         self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
         self.engine = engine_of(setup)

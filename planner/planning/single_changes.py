@@ -178,11 +178,7 @@ def _batches(setup: TrainSetup) -> list[Tried]:
     ):
         if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
             label = f"micro-batch {micro} x {total // micro} accumulation steps"
-            entry: Tried = (
-                label,
-                {"micro_batch_seqs": micro, "accumulation_steps": total // micro},
-                False,
-            )
+            entry: Tried = (label, {"micro_batch_seqs": micro, "accumulation_steps": total // micro}, False)
             if entry not in found:
                 found.append(entry)
     return found

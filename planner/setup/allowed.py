@@ -56,8 +56,7 @@ def _check_degrees(setup: SetupValues) -> None:
         degrees = {name: getattr(setup, name) for name in ("tensor_degree", "context_degree", "pipeline_degree")}
         words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         raise SetupError(
-            f"{setup.num_gpus} GPUs cannot be cut into {words}",
-            hint="their product must divide the number of GPUs",
+            f"{setup.num_gpus} GPUs cannot be cut into {words}", hint="their product must divide the number of GPUs"
         )
 
 

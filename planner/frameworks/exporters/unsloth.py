@@ -22,10 +22,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         "kernels": (kernels, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),
         "attention": ("sdpa", "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"),
         "kbit_fp32_cast": (False, "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"),
-        "selective_checkpointing": (
-            False,
-            "Unsloth has no selective checkpointing: attention is recomputed, slower",
-        ),
+        "selective_checkpointing": (False, "Unsloth has no selective checkpointing: attention is recomputed, slower"),
         "checkpointing": (min(setup.checkpointing, 1), "Unsloth checkpoints all layers or none: slower"),
         "precision": (
             setup.precision if setup.method == "full" else common.narrow(setup.precision),

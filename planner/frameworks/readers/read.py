@@ -29,14 +29,7 @@ from planner.frameworks.readers import (
 )
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
 from planner.frameworks.readers.launched import Launches, weight, with_open
-from planner.frameworks.readers.loading import (
-    Parsed,
-    parse_documents,
-    parse_json,
-    parse_toml,
-    parse_yaml,
-    read_bounded,
-)
+from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS, num_processes, read_accelerate
@@ -98,9 +91,7 @@ NO_WORDS = ("liger_kernel_config",)
 """Settings that no word of a command line sets: transformers 5.23 `HfArgumentParser` takes no text for a dictionary
 that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
 HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
-STACK_OF = {name: name for name in STACKS} | {
-    script.UNSLOTH: unsloth.FORMAT,
-}
+STACK_OF = {name: name for name in STACKS} | {script.UNSLOTH: unsloth.FORMAT}
 """Format of a file -> the stack that runs it; a program says itself which trainer it makes."""
 
 

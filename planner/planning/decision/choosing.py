@@ -41,10 +41,7 @@ def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Value
 
 
 def choose(
-    workload: Workload,
-    values: Values,
-    facts: WalkResults,
-    corrections: Mapping[CorrectionKey, float] | None = None,
+    workload: Workload, values: Values, facts: WalkResults, corrections: Mapping[CorrectionKey, float] | None = None
 ) -> tuple[Node | None, Point | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
     node = _walk(workload, values, facts, corrections)
@@ -52,10 +49,7 @@ def choose(
 
 
 def _walk(
-    workload: Workload,
-    values: Values,
-    facts: WalkResults,
-    corrections: Mapping[CorrectionKey, float] | None,
+    workload: Workload, values: Values, facts: WalkResults, corrections: Mapping[CorrectionKey, float] | None
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
 

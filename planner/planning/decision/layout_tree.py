@@ -232,11 +232,7 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
     if max(peaks) > min(peaks):
         reason += f"; GPU 0 would need {gib(max(peaks))}, {gib(max(peaks) - min(peaks))} more than the others"
     return Answer(
-        question=question,
-        choice="no",
-        reason=reason,
-        needed_bytes=max(peaks),
-        budget_bytes=workload.budget_bytes,
+        question=question, choice="no", reason=reason, needed_bytes=max(peaks), budget_bytes=workload.budget_bytes
     )
 
 
@@ -292,11 +288,7 @@ def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
             need, name = min(needs)
             reason = f"the smallest is {name}: {gib(need)}, {gib(need - workload.budget_bytes)} more than the budget"
             yield Answer(
-                question=question,
-                choice="no",
-                reason=reason,
-                needed_bytes=need,
-                budget_bytes=workload.budget_bytes,
+                question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
             )
             continue
         keys = {layout_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}

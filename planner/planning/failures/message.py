@@ -176,10 +176,7 @@ def read_message(text: str) -> Message:
     frames = caught or _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
     inner = tuple(_frames(_IN_ENGINE, "\n".join(lines[at + 1 : at + MAX_FRAMES])))[::-1]
     return Message(
-        where=where,
-        frames=(*frames, *inner)[-MAX_FRAMES:],
-        code=_code(lines, at),
-        **_figures(lines[at : at + 6]),
+        where=where, frames=(*frames, *inner)[-MAX_FRAMES:], code=_code(lines, at), **_figures(lines[at : at + 6])
     )
 
 
