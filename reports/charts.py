@@ -45,6 +45,18 @@ def memory_bars(
         for _, candidate in shown
     ]
     labels = [clean(label) for label, _ in shown]
+    # The numbers under the bars.
+    header = ("candidate", "rung", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
+    rows = [
+        (
+            label,
+            memory_mark(one),
+            *(gib(stack.get(name, 0)) for name in names),
+            gib(one.peak_device_bytes),
+            "" if probe is None else gib(probe),
+        )
+        for label, one, stack, probe in zip(labels, evidence, stacks, measured, strict=True)
+    ]
     return {
         "kind": "memory-bars",
         "title": "Memory of the candidates, by term, against the card",
@@ -57,30 +69,8 @@ def memory_bars(
         "measured_bytes": measured,
         "memory_bytes": memory_bytes,
         "budget_bytes": budget_bytes,
-        "table": _bars_table(labels, evidence, stacks, measured),
+        "table": table_of(header, rows),
     }
-
-
-def _bars_table(
-    labels: Sequence[str],
-    evidence: Sequence[Prediction],
-    stacks: Sequence[Mapping[str, int]],
-    measured: Sequence[int | None],
-) -> dict[str, Any]:
-    """The numbers under the bars."""
-    names = [name for name in CATEGORY_WORDS if any(stack.get(name) for stack in stacks)]
-    header = ("candidate", "rung", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
-    rows = [
-        (
-            label,
-            memory_mark(one),
-            *(gib(stack.get(name, 0)) for name in names),
-            gib(one.peak_device_bytes),
-            "" if probe is None else gib(probe),
-        )
-        for label, one, stack, probe in zip(labels, evidence, stacks, measured, strict=True)
-    ]
-    return table_of(header, rows)
 
 
 def _stack(prediction: Prediction) -> dict[str, int]:

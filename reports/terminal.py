@@ -65,22 +65,7 @@ def render_plan(
         return
     page.line(workload_words(workload), style="bold")
     page.line()
-    _verdict(page, answer, launches)
-    _memory(page, answer.subject, workload.memory_bytes)
-    if isinstance(answer, Plan):
-        _around(page, workload, answer.chosen)
-    _tree(page, answer.tree)
-    if isinstance(answer, Plan):
-        _alternatives(page, answer)
-    page.line()
-    page.line(text.space_sentence(answer))
-    _notes(page, notes_of(answer))
-    if isinstance(answer, Plan):
-        _next(page, answer, next_command, again)
-
-
-def _verdict(page: Page, answer: Plan | NoPlan, launches: Sequence[str]) -> None:
-    """What to do, and what to know of the launch files; else how much is missing, and which changes are enough."""
+    # What to do, and what to know of the launch files; else how much is missing, and which changes are enough.
     if isinstance(answer, Plan):
         page.line(text.verdict_sentence(answer), style=text.verdict_style(answer.chosen))
         for sentence in text.plan_sentences(answer):
@@ -96,6 +81,17 @@ def _verdict(page: Page, answer: Plan | NoPlan, launches: Sequence[str]) -> None
             page.whole(text.REMEDY_HEADER, text.remedy_rows(answer), right=("saves",))
         else:
             page.line("No single change is enough.", indent=2)
+    _memory(page, answer.subject, workload.memory_bytes)
+    if isinstance(answer, Plan):
+        _around(page, workload, answer.chosen)
+    _tree(page, answer.tree)
+    if isinstance(answer, Plan):
+        _alternatives(page, answer)
+    page.line()
+    page.line(text.space_sentence(answer))
+    _notes(page, notes_of(answer))
+    if isinstance(answer, Plan):
+        _next(page, answer, next_command, again)
 
 
 def _next(page: Page, plan: Plan, command: str, again: str) -> None:

@@ -121,24 +121,20 @@ def _fixed(grid: Grid) -> list[dict[str, str]]:
         method = grid.methods[at // (each * len(grid.lengths))][0]
         of_length = found[at // each % len(grid.lengths)]
         if one is not None and method not in of_length:
-            of_length[method] = _fixed_words(one)
+            setup = one.setup
+            of_length[method] = clean(
+                joined(
+                    (
+                        setup.precision,
+                        setup.quantization if setup.quantized else "",
+                        f"{setup.attention} attention",
+                        setup.optimizer,
+                        f"{setup.loss} loss",
+                        KERNELS[setup.kernels].words,
+                        "packed rows" if setup.packing else "",
+                        "LoRA on all linear layers" if setup.method != "full" else "",
+                    )
+                )
+            )
     assert all(set(one) <= set(METHODS) for one in found)
     return found
-
-
-def _fixed_words(one: Candidate) -> str:
-    setup = one.setup
-    return clean(
-        joined(
-            (
-                setup.precision,
-                setup.quantization if setup.quantized else "",
-                f"{setup.attention} attention",
-                setup.optimizer,
-                f"{setup.loss} loss",
-                KERNELS[setup.kernels].words,
-                "packed rows" if setup.packing else "",
-                "LoRA on all linear layers" if setup.method != "full" else "",
-            )
-        )
-    )

@@ -83,7 +83,22 @@ def request_of(
     if stats is None:
         asked, file = request.request(), data.dataset or ""
         return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
-    lengths = _lengths(stats, data, spec, aim, request, tell)
+    # The sequence length, packing and tokens per epoch that follow from a data set.
+    from planner.samples.dataset import choose_length
+
+    if request.samples is not None:
+        raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
+    choice = choose_length(
+        stats,
+        max_tokens=spec.max_position_embeddings,
+        packs=aim.packs and packs_apart(spec, "sdpa"),
+        seq_len_tokens=None if aim.rolls_out else request.seq_len,
+        packing=request.packing,
+        held_out=_held_out(stats, aim, spec, request),
+    )
+    left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
+    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
+    lengths = _with_completions(choice, request) if aim.rolls_out else choice
     if request.packing is None:
         request = replace(request, packing=lengths.packing)
     asked = request.request()
@@ -171,33 +186,3 @@ def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetS
             hint=f"--objective {fitting.name} is for such data{named}",
         )
     return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
-
-
-def _lengths(
-    stats: "DatasetStats",
-    data: DataOptions,
-    spec: "ModelSpec",
-    aim: Objective,
-    request: RequestOptions,
-    tell: Callable[[str], None],
-) -> "LengthChoice":
-    """The sequence length, packing and tokens per epoch that follow from a data set.
-
-    Raises:
-        UsageError: a number of samples beside the file that has them.
-    """
-    from planner.samples.dataset import choose_length
-
-    if request.samples is not None:
-        raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
-    choice = choose_length(
-        stats,
-        max_tokens=spec.max_position_embeddings,
-        packs=aim.packs and packs_apart(spec, "sdpa"),
-        seq_len_tokens=None if aim.rolls_out else request.seq_len,
-        packing=request.packing,
-        held_out=_held_out(stats, aim, spec, request),
-    )
-    left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
-    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
-    return _with_completions(choice, request) if aim.rolls_out else choice

@@ -98,7 +98,12 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
     if kind == "FSDP":
         blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup)), _mesh(setup)))
     elif kind == "DEEPSPEED":
-        blocks.append(section("sharding", Line("deepspeed_config", _deepspeed(request, folder))))
+        config: dict[str, object] = {"deepspeed_config_file": f"launch/{folder}/{deepspeed.NAME}"}
+        if deepspeed.STAGES[setup.parallel] == 3:
+            config["zero3_init_flag"] = setup.quantization == "none"
+        if request.num_nodes > 1:
+            config["deepspeed_multinode_launcher"] = "standard"  # torchrun's rendezvous instead of ssh
+        blocks.append(section("sharding", Line("deepspeed_config", config)))
     return blocks
 
 
@@ -136,13 +141,3 @@ def _mesh(setup: TrainSetup) -> Line | None:
         return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
     sizes |= {"parallelism_config_cp_size": degree, "parallelism_config_cp_comm_strategy": "allgather"}
     return Line("parallelism_config", sizes, f"every sequence is cut over {degree} GPUs")
-
-
-def _deepspeed(request: ExportRequest, folder: str) -> dict[str, object]:
-    setup = request.setup
-    config: dict[str, object] = {"deepspeed_config_file": f"launch/{folder}/{deepspeed.NAME}"}
-    if deepspeed.STAGES[setup.parallel] == 3:
-        config["zero3_init_flag"] = setup.quantization == "none"
-    if request.num_nodes > 1:
-        config["deepspeed_multinode_launcher"] = "standard"  # torchrun's rendezvous instead of ssh
-    return config

@@ -135,6 +135,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     runs = setup.replace(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
     asked_once = Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")
     beta, precomputed = Line("rl_beta", 0.1, "TRL's default"), asked_once if setup.precomputed_reference else None
+    hyper = request.hyper
     return [
         section("model", *_model(request)),
         section("method", *_method(request)),
@@ -150,7 +151,19 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
         section("several GPUs", *_sharding(setup)),
-        section("optimization", *_optimization(request)),
+        section(
+            "optimization",
+            said(AXOLOTL, setup, "optimizer"),
+            common.tuned("learning_rate", hyper, "learning_rate"),
+            common.tuned("lr_scheduler", hyper, "lr_schedule"),
+            common.tuned("warmup_ratio", hyper, "warmup_fraction"),
+            Line("weight_decay", hyper.weight_decay),
+            *common.beta_lines(hyper),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_epochs", hyper.num_epochs),
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("seed", hyper.seed),
+        ),
         section(
             "output",
             Line("output_dir", shown_path(request.output_dir)),
@@ -163,22 +176,6 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("save_total_limit", 1) if request.save else None,
             Line("val_set_size", 0.0),
         ),
-    ]
-
-
-def _optimization(request: ExportRequest) -> list[Line | None]:
-    setup, hyper = request.setup, request.hyper
-    return [
-        said(AXOLOTL, setup, "optimizer"),
-        common.tuned("learning_rate", hyper, "learning_rate"),
-        common.tuned("lr_scheduler", hyper, "lr_schedule"),
-        common.tuned("warmup_ratio", hyper, "warmup_fraction"),
-        Line("weight_decay", hyper.weight_decay),
-        *common.beta_lines(hyper),
-        Line("max_grad_norm", hyper.max_grad_norm),
-        Line("num_epochs", hyper.num_epochs),
-        Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
-        Line("seed", hyper.seed),
     ]
 
 

@@ -67,7 +67,15 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
         files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
-    notes = _layout_notes(request)
+    notes = []
+    if request.num_nodes > 1:
+        notes.append(several_gpus.PER_NODE)
+    if several_gpus.launched(setup) and _needs_no_config(setup):
+        notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
+    if setup.parallel == "dp":
+        notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
+    if setup.sharded_at_loading:
+        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
@@ -88,20 +96,6 @@ def _node_command(request: ExportRequest) -> str:
     if _needs_no_config(request.setup):
         return f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
     return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
-
-
-def _layout_notes(request: ExportRequest) -> list[str]:
-    setup = request.setup
-    notes = []
-    if request.num_nodes > 1:
-        notes.append(several_gpus.PER_NODE)
-    if several_gpus.launched(setup) and _needs_no_config(setup):
-        notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
-    if setup.parallel == "dp":
-        notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
-    if setup.sharded_at_loading:
-        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
-    return notes
 
 
 def opening(request: ExportRequest) -> list[str]:
