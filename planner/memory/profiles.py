@@ -545,8 +545,6 @@ def save_profiles(
 
 
 Stepping = Mapping[bool, tuple[int, int]]
-Pairs = Sequence[tuple[int, int]]
-"""(micro-batch, accumulation)."""
 
 
 def profiled_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
@@ -611,23 +609,21 @@ def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], 
 
 
 def profiled_peaks(
-    step: ProfiledStep, state: RankState, beside_bytes: int, pairs: Pairs, optimizers: Iterable[Stepping]
-) -> list[list[int]]:
-    """Per optimizer, the peak at every (micro-batch, accumulation), without the CUDA context.
+    step: ProfiledStep, state: RankState, beside_bytes: int, pair: tuple[int, int], optimizers: Iterable[Stepping]
+) -> list[int]:
+    """Per optimizer, the peak at a (micro-batch, accumulation), without the CUDA context.
 
     Args:
         state: for DDP's buckets.
         beside_bytes: workspaces and communicators.
         optimizers: of each, by whether gradients add up, bytes of its (states, temporaries).
     """
-    beside = beside_bytes + sum(one.size_bytes for one in _buckets(state))
-    stepping = [*optimizers]
-    found: list[list[int]] = [[] for _ in stepping]
-    for micro, steps in pairs:
-        accumulated = steps > 1
-        before = sum(step.before_step(micro, accumulated=accumulated))
-        at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0] + GAP_FLOOR_BYTES
-        for own, by_kind in zip(found, stepping, strict=True):
-            kept, temporaries = by_kind[accumulated]
-            own.append(beside + kept + max(before, at_end + temporaries))
+    micro, accumulated = pair[0], pair[1] > 1
+    beside = beside_bytes + sum([one.size_bytes for one in _buckets(state)])
+    before = sum(step.before_step(micro, accumulated=accumulated))
+    at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0] + GAP_FLOOR_BYTES
+    found = []
+    for by_kind in optimizers:
+        kept, temporaries = by_kind[accumulated]
+        found.append(beside + kept + max(before, at_end + temporaries))
     return found

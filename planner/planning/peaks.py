@@ -5,7 +5,7 @@ micro-batch's peak comes from the moments' straight lines: those of a step profi
 structure has one, else those of the composition of `planner.memory.step` (a test compares both with `memory_of`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -38,17 +38,33 @@ from planner.options.losses import LossChain
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import total_bytes
 
+AtPair = Callable[[int], list[int]]
+"""Per optimizer, the peak at the (micro-batch, accumulation) of a place."""
 
-class Peaks(NamedTuple):
-    """The peaks of a run with one loss, without the CUDA context: cards that run the same kernels share them.
 
-    Attributes:
-        by_optimizer: at every (micro-batch, accumulation).
-        lowest: the smallest of all.
+class Peaks:
+    """The peaks of a run with one loss, without the CUDA context, each found when first asked for: cards that run the
+    same kernels share them.
+
+    Args:
+        ranks: of every rank; the fullest counts.
     """
 
-    by_optimizer: list[list[int]]
-    lowest: int
+    def __init__(self, ranks: Sequence[AtPair], num_pairs: int) -> None:
+        self._ranks = ranks
+        self._found: list[list[int] | None] = [None] * num_pairs
+
+    def at(self, index: int) -> list[int]:
+        """Per optimizer, at one pair."""
+        found = self._found[index]
+        if found is None:
+            every = [rank(index) for rank in self._ranks]
+            found = self._found[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
+        return found
+
+    def fit(self, limit_bytes: int) -> bool:
+        """Whether any of them is at most so large."""
+        return any(min(self.at(index)) <= limit_bytes for index in range(len(self._found)))
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -232,9 +248,8 @@ class Family:
     def _plain(self) -> bool:
         return not (self._activations.parts.encoder.inputs or self._rank.flights[0] or self._setup.aim.rolls_out)
 
-    def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
-        """Per optimizer, the peak at every (micro-batch, accumulation) without the CUDA context, by the step profile
-        where there is one."""
+    def peaks(self, loss: str, optimizers: Sequence[str]) -> AtPair:
+        """The peaks without the CUDA context, by the step profile where there is one."""
         whole = self._setup.replace_trusted(loss=loss)
         step = profiled_step(self._rank.part.model, self._rank.gpu, whole)
         if step is not None:
@@ -247,37 +262,44 @@ class Family:
                 return self._of_rank(step, loss, optimizers)
         return self._by_closed_forms(loss, optimizers)
 
-    def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+    def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
         for accumulated in (False, True):
             held = self._rank.held(self._setup, loss, accumulated=accumulated)
             at_end = held.state.moment_bytes["step"]
             for one, (states, step_bytes) in zip(stepping, self._rank.stepping(held, optimizers), strict=True):
                 one[accumulated] = states, step_bytes - at_end
-        return profiled_peaks(step, held.state, self._rank.beside, self.pairs, stepping)
+        state, beside, pairs = held.state, self._rank.beside, self.pairs
+        return lambda index: profiled_peaks(step, state, beside, pairs[index], stepping)
 
-    def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+    def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         from planner.memory.ranks import RankMoments, before_step
 
         rank, setup, of_loss = self._rank, self._setup, gap_of_loss(loss, self._setup.checkpointing)
-        found: list[list[int]] = [[] for _ in optimizers]
         holding = [rank.held(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         told = [RankMoments(step, one.state, accumulated=place > 0) for place, one in enumerate(holding)]
-        for index, (micro, steps) in enumerate(rank.pairs):
-            held, moments = holding[steps > 1], told[steps > 1]
-            at = moments.at(micro, rank.chain(setup, loss, index, held.state)[0])
-            before, resident = before_step(at, of_loss), held.state.moment_bytes["resident"] + rank.beside
-            at_end = at["step"][0].size_bytes - held.state.moment_bytes["step"] + GAP_FLOOR_BYTES
-            for peaks, (states, stepping) in zip(found, rank.stepping(held, optimizers), strict=True):
-                peaks.append(resident + states + max(before.size_bytes + before.gap_bytes, at_end + stepping))
-        return found
 
-    def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+        def at(index: int) -> list[int]:
+            micro, steps = rank.pairs[index]
+            held, moments = holding[steps > 1], told[steps > 1]
+            sizes = moments.at(micro, rank.chain(setup, loss, index, held.state)[0])
+            before, resident = before_step(sizes, of_loss), held.state.moment_bytes["resident"] + rank.beside
+            largest = before.size_bytes + before.gap_bytes
+            at_end = sizes["step"][0].size_bytes - held.state.moment_bytes["step"] + GAP_FLOOR_BYTES
+            return [
+                resident + states + max(largest, at_end + stepping)
+                for states, stepping in rank.stepping(held, optimizers)
+            ]
+
+        return at
+
+    def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
-        found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         always, last, of_loss = setup.cached_seqs > 0, rank.part.last, gap_of_loss(loss, setup.checkpointing)
-        for index, (micro, steps) in enumerate(rank.pairs):
+
+        def at(index: int) -> list[int]:
+            micro, steps = rank.pairs[index]
             state, lines, stepping, resident, losses = variants[steps > 1 or always]
             in_loss = 0
             if last:
@@ -289,9 +311,9 @@ class Family:
                 more, largest, generated = self._beside(state, index, largest)
                 resident, layer = resident + more, max(layer, generated)
             resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss)
-            for peaks, (states, step) in zip(found, stepping, strict=True):
-                peaks.append(resident + states + max(largest, step))
-        return found
+            return [resident + states + max(largest, step) for states, step in stepping]
+
+        return at
 
     def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int, int]:
         """(bytes that are resident, of the largest moment, of generation) with what only some setups have: pictures,
@@ -331,11 +353,3 @@ class Family:
             lines = self._lines[key] = Lines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
         return state, lines, rank.stepping(held, optimizers), state.moment_bytes["resident"] + rank.beside, losses
-
-
-def worst_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str]) -> list[list[int]]:
-    """Per optimizer, the peak of the fullest rank at every (micro-batch, accumulation), without the CUDA context."""
-    every = [family.peaks(loss, optimizers) for family in families]
-    if len(every) == 1:
-        return every[0]
-    return [[max(ranks) for ranks in zip(*peaks, strict=True)] for peaks in zip(*every, strict=True)]

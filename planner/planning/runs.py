@@ -15,7 +15,7 @@ from planner.memory.workload import Workload
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
-from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
+from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts
 from planner.planning.space import branches, micro_batches, own_layers
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
@@ -42,6 +42,7 @@ class Run:
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
         rival: the run with the first kernel family and fused attention, never larger; None where this has both, or
             all are asked for.
+        ends: of a run that checkpoints some layers, those that checkpoint none and every one, which come before it.
         families: one of each rank, made when the first loss asks.
         peaks: by loss; alike: by loss and optimizers, of all runs of the same memory.
     """
@@ -54,6 +55,7 @@ class Run:
     pairs: tuple[tuple[int, int], ...]
     ranks: list[Rank]
     rival: "Run | None" = None
+    ends: "tuple[Run, Run] | None" = None
     families: list[Family] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
     alike: dict[tuple[str, tuple[str, ...]], Peaks] | None = None
@@ -103,8 +105,8 @@ class WalkCache:
             of = (loss, run.choices[loss])
             found = run.alike.get(of)
             if found is None:
-                by_optimizer = worst_peaks(self._families(workload, run), *of)
-                found = run.alike[of] = Peaks(by_optimizer, min(map(min, by_optimizer)))
+                ranks = [family.peaks(*of) for family in self._families(workload, run)]
+                found = run.alike[of] = Peaks(ranks, len(run.pairs))
             run.peaks[loss] = found
         return found
 
@@ -156,8 +158,12 @@ def _runs_of(
     pairs: tuple[tuple[int, int], ...],
 ) -> Iterable[Run]:
     """The runs of a branch under one layout, by kernels and layers."""
-    layers_of, ranks = own_layers(setup, values), list[Rank]()
+    layers_of, ranks = (
+        sorted(own_layers(setup, values), key=lambda layers: min(2, layers["checkpointing"])),
+        list[Rank](),
+    )
     found: dict[tuple[Any, ...], Run] = {}
+    expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():
         for layers in layers_of:
             own = {"attention": attentions[0], **layers}
@@ -166,10 +172,18 @@ def _runs_of(
                 shared.selective_checkpointing and shared.attention in (XFORMERS, FLEX)
             ):
                 continue
-            for alike, fitting in _expressed(workload, shared, attentions, choices):
+            apart = {**layers, "checkpointing": min(2, layers["checkpointing"])}  # how far is no matter of a file's
+            alike_files = kernels, *apart.values()
+            if alike_files not in expressed:
+                expressed[alike_files] = _expressed(workload, shared, attentions, choices)
+            for alike, fitting in expressed[alike_files]:
                 own["attention"] = alike[0]
                 found[tuple(own.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
     _name_rivals(workload, values, groups, found)
+    for (attention, kernels, every, *rest), run in found.items():
+        none, each = (found.get((attention, kernels, apart, *rest)) for apart in (0, 1))
+        if every > 1 and none is not None and each is not None and none.choices == each.choices == run.choices:
+            run.ends = none, each
     return found.values()
 
 

@@ -1,5 +1,6 @@
 """The walk over the whole space: every setup's peak on its fullest GPU and its tokens/s."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +56,7 @@ def walk(
     layouts: "Sequence[Layout]" = (),
     known: WalkCache | None = None,
     limit: Limit | None = None,
+    sure: Limit | None = None,
 ) -> Iterator[Point]:
     """Every setup of the space under every layout that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
@@ -66,8 +68,8 @@ def walk(
     """
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1
-    limit = None if several else limit
-    points = _walk(workload, values, layouts, known if known is not None else WalkCache(), limit)
+    limit, sure = (None, None) if several else (limit, sure)
+    points = _walk(workload, values, layouts, known if known is not None else WalkCache(), limit, sure)
     return _for_all(points, workload) if several else points
 
 
@@ -123,18 +125,32 @@ def _walk(
     layouts: "Sequence[Layout]",
     known: WalkCache,
     limit: Limit | None,
+    sure: Limit | None,
 ) -> Iterator[Point]:
-    """The points run by run. A run that its rival outruns is left out: the rival is never larger."""
+    """The points run by run. A run that its rival outruns is left out: the rival is never larger (where it outruns all
+    and no checkpoints, it does some)."""
     speeds, context = _Speeds(workload), context_bytes(workload.gpu)
+    unchecked: dict[int, float] = {}  # by branch: tokens/s of the fastest that surely fits and checkpoints nothing
+    outrun: set[int] = set()
     for run in known.runs(workload, values, layouts):
         limit_bytes = limit(run.shared) - context if limit is not None else None
-        if run.rival is not None and (
-            not _fits(workload, known, run.rival, limit_bytes) or _dominated(speeds, run, run.rival)
-        ):
+        if run.rival is not None:
+            if not _fits(workload, known, run.rival, limit_bytes):
+                continue
+            ends_are = run.ends is not None and {id(one) for one in run.ends} <= outrun
+            if ends_are or _dominated(speeds, run, run.rival):
+                outrun.add(id(run))
+                continue
+        branch = id(run.setup)
+        if _slower(speeds, run, workload.model.num_layers, unchecked.get(branch, 0.0)):
             continue
         for loss in run.choices:
-            peaks = known.peaks(workload, run, loss)
-            yield from _points(run, loss, peaks, speeds, limit_bytes, context)
+            points = [*_points(run, loss, known.peaks(workload, run, loss), speeds, limit_bytes, context)]
+            yield from points
+            if sure is not None and not run.shared.checkpointing:
+                most = sure(run.shared)
+                own = [one.tokens_per_s for one in points if one.peak_device_bytes <= most]
+                unchecked[branch] = max([unchecked.get(branch, 0.0), *own])
 
 
 def _points(
@@ -146,29 +162,26 @@ def _points(
     device holds beside the peaks, which the limit has been lowered by.
     """
     shared, pairs = run.shared, run.pairs
-    if limit_bytes is not None and peaks.lowest > limit_bytes:
-        (micro, steps), at_first = pairs[0], [own[0] for own in peaks.by_optimizer]
+    if limit_bytes is not None and not peaks.fit(limit_bytes):
+        (micro, steps), at_first = pairs[0], peaks.at(0)
         peak, others = min(at_first), len(pairs) * len(at_first) * len(run.attentions) - 1
         optimizer = run.choices[loss][at_first.index(peak)]
         yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak + context, 0.0, others)
         return
     speeds_of = speeds.useful(run, loss)
-    for optimizer, own in zip(run.choices[loss], peaks.by_optimizer, strict=True):
-        listed = _num_listed(own, limit_bytes)
-        found = speeds_of.tokens_per_s(optimizer, pairs[:listed])
+    for place, optimizer in enumerate(run.choices[loss]):
+        own = _listed(peaks, place, len(pairs), limit_bytes)
+        found = speeds_of.tokens_per_s(optimizer, pairs[: len(own)])
         for attention in run.attentions:
-            beyond = len(pairs) - listed  # counted with the last
-            for index in range(listed):
-                micro, steps = pairs[index]
-                more = beyond if index == listed - 1 else 0
-                yield Point(shared, attention, loss, optimizer, micro, steps, own[index] + context, found[index], more)
+            beyond = len(pairs) - len(own)  # counted with the last
+            for index, (peak, speed) in enumerate(zip(own, found, strict=True), 1):
+                more = beyond if index == len(own) else 0
+                yield Point(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
 
 
 def _fits(workload: Workload, known: WalkCache, run: Run, limit_bytes: int | None) -> bool:
     """Whether any point of a run fits; where nothing limits them all do."""
-    if limit_bytes is None:
-        return True
-    return any(known.peaks(workload, run, loss).lowest <= limit_bytes for loss in run.choices)
+    return limit_bytes is None or any(known.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
 
 
 def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
@@ -179,8 +192,27 @@ def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
     return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
 
 
-def _num_listed(peaks: Sequence[int], limit_bytes: int | None) -> int:
-    """How many micro-batches are worth a point: up to the largest that fits, at least one."""
-    if limit_bytes is None:
-        return len(peaks)
-    return next((num for num in range(len(peaks), 1, -1) if peaks[num - 1] <= limit_bytes), min(1, len(peaks)))
+def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
+    """Whether a run that checkpoints some layers is slower than `fastest` at the smallest and the largest micro-batch,
+    whatever fits. Seconds are nearly affine in how many are checkpointed (1 % is kept for what is not)."""
+    if run.ends is None or not fastest:
+        return False
+    share, pairs = math.ceil(num_layers / run.shared.checkpointing) / num_layers, (run.pairs[0], run.pairs[-1])
+    for loss, optimizers in run.choices.items():
+        for optimizer in optimizers:
+            none, every = (speeds.useful(one, loss).tokens_per_s(optimizer, pairs) for one in run.ends)
+            most = max(1 / ((1 - share) / one + share / other) for one, other in zip(none, every, strict=True))
+            if most > 0.99 * fastest:
+                return False
+    return True
+
+
+def _listed(peaks: Peaks, place: int, num: int, limit_bytes: int | None) -> list[int]:
+    """The peaks of the micro-batches that are worth a point: until the first that does not fit, at least one."""
+    found = [peaks.at(0)[place]]
+    for at in range(1, num):
+        peak = peaks.at(at)[place]
+        if limit_bytes is not None and peak > limit_bytes:
+            break
+        found.append(peak)
+    return found

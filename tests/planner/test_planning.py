@@ -73,7 +73,7 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
 def listing_all(asked: Workload, corrections: dict[CorrectionKey, float] | None = None) -> Plan | NoPlan:
     """The plan of a walk that lists every point."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:4]))
+        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:4], None, given[5]))
         return plan_workload(asked, corrections)
 
 
@@ -95,6 +95,30 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
         kept = [point._replace(beyond=0) for point in listed if point.peak_device_bytes <= asked.budget_bytes]
         assert kept == fitting
         assert len(listed) < len(every)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "num_gpus", "corrections"),
+    [
+        ("Qwen/Qwen2.5-1.5B", "rtx-4090", 1, None),
+        ("Qwen/Qwen2.5-0.5B", "t4", 2, None),
+        ("Qwen/Qwen2.5-7B", "h200", 1, {}),
+    ],
+)
+def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
+    name: str, card: str, num_gpus: int, corrections: dict[CorrectionKey, float] | None
+) -> None:
+    asked = plan_request(name, card)
+    if num_gpus > 1:
+        asked = replace(asked, cluster=make_cluster(asked.gpu, num_gpus))
+    taken = plan_workload(asked, corrections, explained=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:5]))
+        whole = plan_workload(asked, corrections, explained=False)
+    assert isinstance(taken, Plan)
+    assert isinstance(whole, Plan)
+    assert taken.chosen == whole.chosen
+    assert taken.space.walked < whole.space.walked
 
 
 def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:

@@ -244,7 +244,7 @@ def test_the_step_is_the_peak_where_its_temporaries_make_it_one(
     gpu = find_gpu("a100-80gb")
     kinds = {accumulation > 1: (states, temporaries), accumulation <= 1: (1 << 40, 1 << 40)}
     state = engine_of(SETUP).state(rank_parts(model(), SETUP)[0], SETUP, accumulated=accumulation > 1)
-    ((found,),) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), [(2, accumulation)], [kinds])
+    (found,) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), (2, accumulation), [kinds])
     highest = max(loss + int(0.18 * (loss - 8 * MIB)), 8 * MIB + temporaries) + GAP_FLOOR_BYTES
     assert found == cublas_workspace_bytes(gpu) + states + highest
 

@@ -162,10 +162,20 @@ class Limits:
 
     def fitting_bytes(self, setup: TrainSetup) -> int:
         """The largest peak of the formula that fits when it is corrected."""
-        ratio, exact = self.ratio(setup), exact_bytes(self.model, setup)
-        if not ratio or exact > self.budget_bytes:
-            return self.budget_bytes
-        budget = self.budget_bytes - exact
+        return self._before_correction(setup, self.budget_bytes)
+
+    def surely_fitting_bytes(self, setup: TrainSetup) -> int:
+        """The largest peak of the formula that is taken (`taken_bytes`) when it is corrected."""
+        return self._before_correction(setup, int(self.taken_bytes(setup)))
+
+    def _before_correction(self, setup: TrainSetup, limit_bytes: int) -> int:
+        ratio = self.ratio(setup)
+        if not ratio:
+            return limit_bytes
+        exact = exact_bytes(self.model, setup)
+        if exact > limit_bytes:
+            return limit_bytes
+        budget = limit_bytes - exact
         found = int((budget + 1) / ratio) + 1
         while int(found * ratio) > budget:
             found -= 1
@@ -343,7 +353,9 @@ def add_layouts(
     facts.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
-    points: Iterable[Point] = walk(workload, values, chosen, facts.known, limits.fitting_bytes)
+    points: Iterable[Point] = walk(
+        workload, values, chosen, facts.known, limits.fitting_bytes, limits.surely_fitting_bytes
+    )
     limited = workload.host_bytes or "offload" not in workload.fixed
     if limited and any(one.stage == "offload" for one in chosen):
         points = _that_hosts_hold(workload, facts, points)
