@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from planner.core.errors import NotPlanned
 from planner.frameworks.readers import FileContext, evaluating, read_text, sharding
+from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
@@ -17,6 +19,7 @@ from planner.memory.step import LossMoment, loss_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
+from planner.planning.predict import predict
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
 from planner.speed.roofline import throughput_profile
@@ -74,6 +77,26 @@ def test_deepspeeds_ways_of_offloading(zero: dict[str, object], offload: str) ->
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
     base = TrainSetup(num_gpus=4, parallel="ddp")
     assert read_text(text, "ds.json", base=base, around=FileContext(num_gpus=4)).setup.offload == offload
+
+
+def test_deepspeeds_autotp_cuts_matrices_beside_zero_1_and_2() -> None:
+    """LLaMA-Factory's pull request 9602: Qwen2-7B under ZeRO-2 takes about 7 GB less with autotp_size 2."""
+    base = TrainSetup(num_gpus=8, parallel="ddp", method="full", lora_rank=0, loss="full", checkpointing=1)
+
+    def read(stage: int, degree: int, num_gpus: int = 8) -> ReadConfig:
+        text = {"zero_optimization": {"stage": stage}, "tensor_parallel": {"autotp_size": degree}}
+        return read_text(json.dumps(text), "ds.json", base=base, around=FileContext(num_gpus=num_gpus))
+
+    found, gpu = read(2, 2), find_gpu("a100-80gb")
+    assert (found.setup.tensor_degree, found.setup.copies, len(found.approximations)) == (2, 4, 1)
+    peaks = [predict(model("Qwen/Qwen2-7B"), gpu, read(2, degree).setup).peak_reserved_bytes for degree in (1, 2)]
+    assert (peaks[0] - peaks[1]) / 1e9 == pytest.approx(7, abs=1)
+    swift = "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2-7B --max_length 512 --deepspeed zero2"
+    told = read_text(f"{swift} --deepspeed_autotp_size 2", "run.sh", around=FileContext(num_gpus=8)).setup
+    assert (told.parallel, told.tensor_degree) == ("zero2", 2)
+    for stage, num_gpus in ((3, 8), (1, 4)):
+        with pytest.raises(NotPlanned, match="AutoTP over 4 GPUs"):
+            read(stage, 4, num_gpus)
 
 
 EVALUATED = {

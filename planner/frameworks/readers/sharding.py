@@ -249,7 +249,29 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
         block = zero.get(key)
         device = block.get("device", "none") if isinstance(block, dict) else "none"
         devices[key] = "cpu" if zero.get(old) is True else str(device or "none")
-    return zero_layout(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+    layout = zero_layout(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+    cut = values.get("tensor_parallel")
+    inner = Settings(cut if isinstance(cut, dict) else {}, f"{settings.name}: tensor_parallel")
+    return with_autotp(settings, layout, inner.integer("autotp_size", 0))
+
+
+def with_autotp(settings: Settings, layout: Layout, degree: int) -> Layout:
+    """A DeepSpeed layout whose matrices AutoTP cuts over `degree` GPUs of each copy (0, 1: none).
+
+    Source: deepspeed.ai/tutorials/autotp-training (stages 0, 1 and 2 alone). Measured by others: Qwen2-7B under ZeRO-2
+    takes about 7 GB less with autotp_size 2 (LLaMA-Factory pull request 9602); on 8 GPUs 7.1 GiB here.
+
+    Raises:
+        NotPlanned: beside ZeRO-3, or with one copy, whose states and fp32 masters nothing shares.
+    """
+    num_gpus, stage = settings.outside.num_gpus, layout["parallel"]
+    if degree < 2 or num_gpus == 1:
+        return layout
+    if stage == "zero3" or (stage != "none" and num_gpus == degree):
+        why = "DeepSpeed has it in stages 0 to 2" if stage == "zero3" else f"{degree} GPUs hold one copy, not planned"
+        raise NotPlanned(f"{settings.name}: AutoTP over {degree} GPUs beside {stage}: {why}")
+    settings.approximate("matrices cut by DeepSpeed's AutoTP are counted as cut by transformers' tensor parallelism")
+    return {**layout, "tensor_degree": degree}
 
 
 def zero_layout(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Layout:

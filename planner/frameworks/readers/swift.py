@@ -6,7 +6,7 @@ from typing import Any
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
 from planner.frameworks.readers.fields import adapter_kind, config, said
-from planner.frameworks.readers.sharding import device_map, with_cut_sequences, zero_stage
+from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import SWIFT
@@ -66,6 +66,8 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
     layout = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    if layout and settings.has("deepspeed_autotp_size"):
+        layout = with_autotp(settings, layout, settings.integer("deepspeed_autotp_size", 0))
     cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
     fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
     return config(SWIFT, settings, fields)
