@@ -495,6 +495,10 @@ class ScaledSpeed:
         longer = self._like.at(*pair)[0] / self._like.formula.at(*pair)[0]
         return seconds * longer, tokens_per_s / longer
 
+    def beside_formula(self, seqs: int) -> float:
+        """See `ProgramSpeed.beside_formula`."""
+        return self._like.beside_formula(seqs)
+
     def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
         speeds = [one.tokens_per_s(optimizer, pairs) for one in (self._own, self._like, self._like.formula)]

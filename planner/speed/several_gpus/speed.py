@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
+from planner.memory.engines import engine_named
 from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.options.kernels import speed_band
@@ -24,7 +25,7 @@ from planner.speed.several_gpus.collectives import Collectives, pipeline_s
 from planner.speed.several_gpus.compute import Rank
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.speed.several_gpus.traffic import computed, traffic_of
-from planner.speed.sized import program_speed
+from planner.speed.sized import ProgramSpeed, ScaledSpeed, program_speed, speed_by_program
 
 LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
@@ -118,9 +119,7 @@ class Loop:
         self._micro_s = max(one.trainer_micro_s for one in families)
         self._step_s = max(one.trainer_s for one in families)
         self._collates = any(one.trainer_micro_s for one in families)
-        mixture = any(one.mlp is not None and one.mlp.num_experts for one in links.model.layer_kinds)
-        alone = computed(setup, stack) if mixture and stack == CURRENT else None
-        self._like = program_speed(links.model, gpu, alone) if alone is not None else None
+        self._like = _program_beside(links.model, gpu, setup) if stack == CURRENT else None
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
 
@@ -143,7 +142,7 @@ class Loop:
 
     def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
         setup, collectives = self._setup, self._links.collectives
-        # what the closed forms do not see of experts (sorted rows, products in fp32) is theirs on several GPUs too
+        # a rank computes what one GPU does, whose program knows the host and experts' rows; fits are of older stacks
         micro = rank.micro(seqs, self._like.beside_formula(seqs) if self._like is not None else 1.0)
         forward, backward = tensor_s(rank.part, setup, collectives, seqs)
         ahead, back = context_s(rank.part, setup, collectives, seqs)
@@ -281,6 +280,20 @@ class LayoutProfile:
             return []
         rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
         return [f"The optimizer runs on the CPUs of each node, taken to move {rate / 1e9:.0f} GB/s."]
+
+
+def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
+    """The speeds by program of what a rank computes, or where an engine's own types have none, of what one GPU does:
+    found once for all that differ in what no micro-batch asks."""
+    setup = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1, optimizer="sgd")
+    inner, alone = computed(setup), engine_named("ddp").computes(setup)
+    key = "program beside", id(gpu), inner, alone
+
+    def found(one: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
+        by_program = program_speed(one, gpu, inner) or speed_by_program(one, gpu, alone)
+        return gpu, by_program  # held, so that no other object can take its identity
+
+    return model.once(key, found)[1]
 
 
 def _slowest(stages: list[Stage]) -> int:
