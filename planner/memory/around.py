@@ -13,6 +13,7 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.model import predict_memory
 from planner.memory.states import trained_parameters
+from planner.memory.step import loss_parts
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
@@ -88,7 +89,8 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
     """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
 
     Without gradients nothing is kept but the layer at hand, and the loss is the same, or Liger's with whole logits:
-    what a training step under checkpointing holds up to its loss, but for the inputs of all layers except one.
+    what a training step under checkpointing holds up to its loss, but for the inputs of all layers except one and for
+    the loss's own backward.
 
     Args:
         logits: whether a metric wants them, of this batch alone: whole, whatever the loss.
@@ -100,7 +102,11 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
     memory = predict_memory(model, gpu, forward)
     inputs = checkpointed_inputs_bytes(model, forward)
     others = inputs - inputs // model.num_layers
-    phases = [memory.phase_bytes["forward"] - others, memory.phase_bytes["loss"] - others]
+    backward = 0
+    if loss == "full" and setup.weight_dtype != "fp32":  # with fp32 weights their casts are in it: stays a bound
+        backward = sum(term.size_bytes for term in memory.terms if term.category == "loss")
+        backward -= min(backward, loss_parts(model, forward).loss_bytes)
+    phases = [memory.phase_bytes["forward"] - others, memory.phase_bytes["loss"] - others - backward]
     if logits:  # whole, in the weights' type and in fp32
         made = seqs * setup.seq_len_tokens * model.vocab_size * SIZE_BYTES[setup.weight_dtype]
         phases.append(phases[0] + made + seqs * logits_bytes(model, setup))

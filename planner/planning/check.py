@@ -27,8 +27,8 @@ from planner.setup.outcome import Prediction
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
 
-EVALUATION_BAND_FRACTION = 0.15
-"""What an evaluation's peak may be below its bound (benchmarks/trace_evaluation.py: 0 to 15 %)."""
+EVALUATION_BAND_FRACTION = 0.08
+"""What an evaluation's peak may be below its bound (docs/check.md: 0 to 7 %)."""
 
 MIN_SPEEDUP = 1.01
 """A change must promise at least this to be called faster."""

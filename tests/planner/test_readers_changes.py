@@ -15,7 +15,7 @@ from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.gpus import find_gpu
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
-from planner.planning.check import EVALUATION_BAND_FRACTION, Verdict, check
+from planner.planning.check import EVALUATION_BAND_FRACTION, Verdict, band_of, check
 from planner.setup import TrainSetup
 
 HEAD = """
@@ -202,7 +202,8 @@ def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     assert judged.verdict is Verdict.DOES_NOT_FIT
     assert judged.evaluation_bytes == judged.prediction.peak_device_bytes > predict(found.setup).peak_device_bytes
     bound = evaluation_bytes(model, card, found.setup, 8)
-    assert (bound, judged.band_fraction) == (judged.evaluation_bytes, EVALUATION_BAND_FRACTION)
+    step_below = band_of(predict(found.setup), found).below
+    assert (bound, judged.band) == (judged.evaluation_bytes, (max(step_below, EVALUATION_BAND_FRACTION), 0))
     assert "per_device_eval_batch_size 2 keeps it below" in judged.notes[0]
     fewer = next(one for one in judged.changes if one.label == "evaluation of 2 at once")
     assert (fewer.verdict, fewer.setup, fewer.in_place) == (Verdict.FITS, found.setup, True)
