@@ -6,6 +6,7 @@ from planner.core.errors import PlannerError
 from planner.frameworks.readers import read_text, schema
 from planner.frameworks.tools import TOOLS
 from planner.setup import TrainSetup
+from planner.setup.allowed import ATTENTIONS, OPTIMIZERS
 from tests.whole import some
 
 MINIMAL = {
@@ -22,6 +23,15 @@ def test_every_name_in_a_table_is_one_that_the_tools_parser_knows(name: str) -> 
     known = schema.known(name) | {key.partition(".")[0] for key in schema.known(name)}
     for field in TOOLS[name].fields:
         assert {field.key, field.key.partition(".")[0]} & known, (name, field.key)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_no_fix_takes_a_value_for_which_a_tool_has_no_word(name: str) -> None:
+    setup = TrainSetup()
+    for of, values in {"optimizer": OPTIMIZERS, "attention": ATTENTIONS[:3]}.items():
+        for after in (setup.replace(**{of: value}) for value in values):
+            if TOOLS[name].fixes(setup, after):
+                TOOLS[name].edits({}, setup, after, "a.yaml")
 
 
 @pytest.mark.parametrize("name", MINIMAL)

@@ -21,7 +21,7 @@ MLX = Tool(
         Field(of="accumulation_steps", key="grad_accumulation_steps", default=1),
         Field(of="seq_len_tokens", key="max_seq_length", default=2048),
         Field(of="checkpointing", key="grad_checkpoint", edit=_checkpointed, runs=(0, 1)),
-        Field(of="optimizer", key="optimizer", words=OPTIMIZERS),
+        Field(of="optimizer", key="optimizer", words=OPTIMIZERS, runs=tuple(OPTIMIZERS)),
         Field(of="lora_rank", key="lora_parameters.rank", default=8),
         Field(of="lora_dropout", key="lora_parameters.dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora_parameters.keys", fix=False),
