@@ -79,6 +79,23 @@ def test_deepspeeds_ways_of_offloading(zero: dict[str, object], offload: str) ->
     assert read_text(text, "ds.json", base=base, around=FileContext(num_gpus=4)).setup.offload == offload
 
 
+def test_liger_leaves_the_loss_alone_where_the_trainer_keeps_the_labels() -> None:
+    """ms-swift 4.6 says so itself ("will not take effect"); transformers pops them for a loss function of its own."""
+    swift = "swift sft --model Qwen/Qwen2.5-3B --max_length 512 --use_liger_kernel true"
+    said = {"": "liger", " --loss_scale hermes": "full", " --loss_scale last_round+ignore_empty_think": "liger"}
+    said |= {" --label_smoothing_factor 0.1": "full", " --enable_channel_loss true": "full"}
+    for more, loss in said.items():
+        found = read_text(swift + more, "run.sh").setup
+        assert (found.loss, found.kernels) == (loss, "liger")
+    script = (
+        "from transformers import *\nmodel = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-3B')\n"
+        "rows = tokenizer(texts, max_length=512, truncation=True, padding='max_length')\n"
+        "Trainer(model, TrainingArguments(use_liger_kernel=True{}), train_dataset=rows).train()\n"
+    )
+    for more, loss in {"": "liger", ", label_smoothing_factor=0.1": "full"}.items():
+        assert read_text(script.format(more), "t.py").setup.loss == loss
+
+
 def test_deepspeeds_autotp_cuts_matrices_beside_zero_1_and_2() -> None:
     """LLaMA-Factory's pull request 9602: Qwen2-7B under ZeRO-2 takes about 7 GB less with autotp_size 2."""
     base = TrainSetup(num_gpus=8, parallel="ddp", method="full", lora_rank=0, loss="full", checkpointing=1)

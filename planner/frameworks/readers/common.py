@@ -251,11 +251,13 @@ LIGER_OPTIONS = {"norm": ("rms_norm",), "rotary": ("rope",), "gated": ("swiglu",
 """Part of a layer -> its names in `liger_kernel_config`. Source: liger-kernel 0.8.5 `transformers/monkey_patch.py`."""
 
 
-def liger(settings: Settings, on: bool, loss: str) -> dict[str, str]:
+def liger(settings: Settings, on: bool, loss: str, *, apart: bool = False) -> dict[str, str]:
     """The fields "kernels" and "loss" of transformers' Liger switch.
 
     Args:
         loss: what runs where the switch is off, or leaves the loss alone ("chunked": TRL's head, which it never takes).
+        apart: the trainer keeps the labels for a loss of its own: without them Liger's forward makes whole logits
+            (transformers 5.23 `Trainer.compute_loss`, Liger 0.8.4 lce_forward).
     """
     if not on:
         return {"kernels": "eager", "loss": loss}
@@ -264,7 +266,7 @@ def liger(settings: Settings, on: bool, loss: str) -> dict[str, str]:
     fused = options.get("fused_linear_cross_entropy", kind in LIGER_LOSS or kind not in LIGER_PARTS)
     return {
         "kernels": liger_kernels(settings, LIGER_OPTIONS, options),
-        "loss": "liger" if fused is True and loss != "chunked" else loss,
+        "loss": "liger" if fused is True and loss != "chunked" and not apart else loss,
     }
 
 

@@ -271,7 +271,7 @@ class _Script:
             return common.liger(arguments, liger, "chunked")
         kind = arguments.optional_text("loss_type")
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
-        return common.liger(arguments, liger, "full" if liger else loss)
+        return common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
 
     def _optimizer(self) -> str:
         handed = program_changes.optimizer(self.found.trainer)

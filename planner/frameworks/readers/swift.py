@@ -35,6 +35,8 @@ NOT_COUNTED = {
     "lisa_activated_layers": "LISA trains a few layers at a time: counted as if it trained all",
     "optimizer": "the optimizer of a plug-in is counted as that of `optim`",
 }
+WEIGHTED = {"react", "hermes", "qwen", "agentflan", "alpha_umi"}
+"""Kinds of `loss_scale` with weights other than 0 and 1 (ms-swift 4.6 loss_scale/config)."""
 GLOBAL_BATCH = 16
 """Sequences per step where no accumulation is given.
 
@@ -60,7 +62,7 @@ def read(settings: Settings) -> ReadConfig:
         "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
         "attention": _attention(settings),
         "checkpointing": common.checkpointing(settings, True),
-        **common.liger(settings, settings.flag("use_liger_kernel", False), "full"),
+        **common.liger(settings, settings.flag("use_liger_kernel", False), "full", apart=_loss_apart(settings)),
     }
     fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
@@ -107,6 +109,18 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
         "lora_targets": common.targets(settings, _targets(settings, old)),
         "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),
     }
+
+
+def _loss_apart(settings: Settings) -> bool:
+    """Whether ms-swift computes the loss from logits by itself, which Liger's own loss then takes no part in.
+
+    Source: ms-swift 4.6 trainers/seq2seq_trainer.py `compute_loss`, loss_scale/base.py (weights of 0 and 1 alone are
+    written into the labels).
+    """
+    weighted = WEIGHTED & set(settings.text("loss_scale", "default").split("+"))
+    own = settings.optional_text("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
+    by_channel = settings.flag("enable_dft_loss", False) or settings.flag("enable_channel_loss", False)
+    return bool(weighted or own or by_channel or settings.integer("sequence_parallel_size", 1) > 1)
 
 
 def _precision(settings: Settings, method: str) -> str:
