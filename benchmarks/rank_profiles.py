@@ -25,9 +25,10 @@ from planner.hardware.gpus import find_gpu
 from planner.memory import ranks
 from planner.memory.engines import engine_of, why_not
 from planner.memory.model import memory_of, predict_memory
-from planner.memory.profiles import SHARDED, rank_profiles_of
+from planner.memory.profiles import rank_profiles_of
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.options.layouts import SHARDED
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 

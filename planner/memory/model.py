@@ -2,10 +2,11 @@
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
-from planner.memory.profiles import SHARDED, profiled_breakdown, profiled_step
+from planner.memory.profiles import profiled_breakdown, profiled_step
 from planner.memory.rank_part import followers, rank_parts
 from planner.memory.step import breakdown
 from planner.models.spec import ModelSpec
+from planner.options.layouts import SHARDED
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryBreakdown, RankMemory
 

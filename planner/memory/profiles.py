@@ -47,8 +47,6 @@ Group = tuple[str, str]
 """(category, name) of a memory term."""
 LOSS_BEGINS = "loss begins"
 """No phase: what is alive when a micro-batch's loss begins."""
-SHARDED = ("fsdp2", "zero1", "zero2", "zero3")
-"""Engines whose ranks keep a part of the states, and have profiles of their own (`planner.memory.ranks`)."""
 HEAD, FIRST, TURN, LAST = "head", "first", "turn", "last"
 """A rank's moments of the backward (`planner.memory.states.MOMENTS`): what is alive beside STATES."""
 GRADIENTS = "gradients"

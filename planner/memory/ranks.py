@@ -13,7 +13,6 @@ from planner.memory.profiles import (
     HEAD,
     LAST,
     LOSS_BEGINS,
-    SHARDED,
     TURN,
     ModelProfiles,
     Piece,
@@ -28,6 +27,7 @@ from planner.memory.states import ONE_GRADIENT, RankState, halves_stay_apart
 from planner.memory.step import GAP_FLOOR_BYTES, LossMoment, allocator_gap_bytes, gap_of_loss, loss_parts
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.options.layouts import SHARDED
 from planner.options.losses import LossChain
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase

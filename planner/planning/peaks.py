@@ -13,7 +13,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
 from planner.memory.layers import in_common
 from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
-from planner.memory.profiles import SHARDED, ProfiledStep, profiled_peaks, profiled_step
+from planner.memory.profiles import ProfiledStep, profiled_peaks, profiled_step
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
@@ -34,6 +34,7 @@ from planner.memory.step import (
 )
 from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.options.layouts import SHARDED
 from planner.options.losses import LossChain
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import total_bytes

@@ -9,7 +9,7 @@ from planner.models.spec import ModelSpec
 from planner.options.precisions import precision_of
 from planner.setup import TrainSetup
 
-_ONE_GPU: dict[str, Any] = {
+ONE_GPU: dict[str, Any] = {
     "num_gpus": 1,
     "parallel": "none",
     "tensor_degree": 1,
@@ -90,8 +90,8 @@ def _alone(setup: TrainSetup) -> dict[str, Any]:
     """The fields of a rank by itself; where it exchanges keys or tokens within a layer, with whom stays known."""
     if setup.expert_degree > 1:
         dealt = {"parallel": setup.parallel, "expert_degree": setup.expert_degree, "shard_degree": setup.shards}
-        return {**_ONE_GPU, **dealt}
+        return {**ONE_GPU, **dealt}
     if setup.context_degree == 1:
-        return _ONE_GPU
+        return ONE_GPU
     tokens = setup.seq_len_tokens // setup.context_degree
-    return {**_ONE_GPU, "parallel": setup.parallel, "seq_len_tokens": tokens}
+    return {**ONE_GPU, "parallel": setup.parallel, "seq_len_tokens": tokens}

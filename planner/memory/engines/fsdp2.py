@@ -127,6 +127,12 @@ class Fsdp2(Engine):
                 "peft's k-bit cast to fp32 has no effect under FSDP2, whose mixed-precision policy computes in 16 bit "
                 "(accelerate 1.15 FullyShardedDataParallelPlugin.set_mixed_precision)"
             )
+        if setup.loss == "liger" and setup.method != "full" and not model.tied and setup.fsdp_version == 2:
+            return (
+                "Liger's fused loss reads the head's weight, which stays cut under peft: the head is its own group, "
+                "whose forward nobody calls (liger-kernel 0.8.5 llama.py lce_maybe_trainable_lm_head knows FSDP "
+                "version 1 alone; dry-run: mixed torch.Tensor and DTensor)"
+            )
         if setup.optimizer == "adafactor":
             return (
                 "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "

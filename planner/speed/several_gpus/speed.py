@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
-from planner.memory.engines import engine_named
+from planner.memory.engines.base import ONE_GPU
 from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.options.kernels import speed_band
@@ -283,10 +283,13 @@ class LayoutProfile:
 
 
 def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
-    """The speeds by program of what a rank computes, or where an engine's own types have none, of what one GPU does:
-    found once for all that differ in what no micro-batch asks."""
+    """The speeds by program of what a rank computes, or where an engine's own types have none, of what one GPU does
+    (with a whole sequence where this is cut): found once for all that differ in what no micro-batch asks. None of
+    dealt-out experts."""
+    if setup.expert_degree > 1:
+        return None
     setup = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1, optimizer="sgd")
-    inner, alone = computed(setup), engine_named("ddp").computes(setup)
+    inner, alone = computed(setup), setup.replace_trusted(**ONE_GPU, context_degree=1)
     key = "program beside", id(gpu), inner, alone
 
     def found(one: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
