@@ -36,6 +36,19 @@ def of_transformers_4(model: ModelSpec) -> ModelSpec:
     return replace(model, layer_kinds=kinds)
 
 
+@lru_cache(maxsize=64)
+def with_one_kernel_gelu(model: ModelSpec) -> ModelSpec:
+    """The model whose tanh GELU is one kernel, where transformers' `NewGELUActivation` is single operations."""
+    mlps = [(layer, layer.mlp) for layer in model.layer_kinds]
+    kinds = tuple(
+        replace(layer, mlp=replace(mlp, activation="gelu_pytorch_tanh"))
+        if mlp is not None and mlp.activation == "gelu_new"
+        else layer
+        for layer, mlp in mlps
+    )
+    return model if kinds == model.layer_kinds else replace(model, layer_kinds=kinds)
+
+
 def has_expert_modules(layer: LayerSpec) -> bool:
     """Whether the layer's experts are modules of their own."""
     return any(one.is_expert and not one.is_stack for one in layer.linears)

@@ -55,6 +55,7 @@ class Stack:
             rearrangement einops', as a course's transformer is written.
         evaluates_whole: under Liger's loss an evaluation makes whole logits, which that forward leaves out in training,
             until transformers 5.15.
+        one_kernel_gelu: its own models compute GPT-2's GELU by `F.gelu(approximate="tanh")`.
         newest_transformers: version that the tool takes ("5.6"); "": today's.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
@@ -90,6 +91,7 @@ class Stack:
     overlaps_offload: bool = False
     single_operations: bool = False
     evaluates_whole: bool = False
+    one_kernel_gelu: bool = False
     newest_transformers: str = ""
     selects_products: bool = False
     packs_rows: bool = False
@@ -298,6 +300,7 @@ _ROWS = (
         name="litgpt",
         title="LitGPT",
         traces_masks=False,
+        one_kernel_gelu=True,
         keeps_outputs=True,
         upcasts_logits=False,
         loss_chunk_tokens=128,
@@ -306,7 +309,8 @@ _ROWS = (
         quantized_adapters="",
         plain_adapters="",
         source="litgpt 0.5 finetune/lora.py (`logits` lives through fabric.backward; adapters in the precision's "
-        "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type)",
+        "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type); 0.5.13 model.py "
+        "GptNeoxMLP (F.gelu)",
     ),
     Stack(
         name="unsloth",

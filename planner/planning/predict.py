@@ -15,6 +15,7 @@ from planner.memory.attention_kernels import (
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
 from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, trained_parameters
+from planner.models.earlier import with_one_kernel_gelu
 from planner.models.spec import ModelSpec
 from planner.models.stored import (
     dequantizing_class,
@@ -62,6 +63,8 @@ def predict(
         from planner.models.encoders import with_vision  # late: text alone needs none of it
 
         model = with_vision(model)
+    if setup.trainer.one_kernel_gelu:
+        model = with_one_kernel_gelu(model)
     ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,10 @@ def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
     inner = inner_model(model)
     if setup.before_transformers(4, 43):
         _add_rotary_tables(inner, DTYPES[setup.weight_dtype])
+    if setup.trainer.one_kernel_gelu:  # another's own model code, not an older one
+        for module in inner.modules():
+            if type(module).__name__ == "NewGELUActivation":
+                module.forward = partial(torch.nn.functional.gelu, approximate="tanh")
     with ExitStack() as stack:
         if setup.pins_four_bit:
             from bitsandbytes.autograd._functions import MatMul4Bit
