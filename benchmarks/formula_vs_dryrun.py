@@ -235,7 +235,6 @@ def predicted(row: dict[str, Any]) -> MemoryBreakdown:
 
 def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
     """What decides how well a closed form can follow, one word per point."""
-
     model = catalogue.load(model_id)
     assert model is not None
     traits = model.traits

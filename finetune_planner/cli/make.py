@@ -171,7 +171,6 @@ def make(
 
 def _first(config: Mapping[str, Any], asked_for: Callable[..., Workload], gpu: str) -> None:
     """The first answer, before the layers of a type without an adapter are read."""
-
     say_first(config, lambda spec: asked_for(gpu=gpu, spec=spec))
 
 

@@ -247,7 +247,6 @@ def _keys() -> dict[str, str]:
     Raises:
         ConfigError: a name stands for two rows (a fault of the table).
     """
-
     found: dict[str, str] = {}
     for key, row in _rows().items():
         for name in {normalized(one) for one in _names_of(key, row)}:
@@ -264,7 +263,6 @@ def _names_of(key: str, row: dict[str, str]) -> tuple[str, ...]:
 @cache
 def _keys_without_size() -> dict[str, tuple[str, ...]]:
     """The keys of every normalised name without the memory that stands in it."""
-
     found: dict[str, dict[str, None]] = {}
     for key, row in _rows().items():
         for name in {without_size(one) for one in _names_of(key, row)}:
@@ -341,7 +339,6 @@ def card_and_count(gpu: str, gpus: int | None) -> tuple[str, int | None]:
 
 def _named(text: str) -> GpuSpec:
     """The row that a name stands for."""
-
     gib, words = size_and_words(text)
     exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
     if exact is not None:
@@ -386,14 +383,12 @@ def _named(text: str) -> GpuSpec:
 def _first(index: Mapping[str, Names], name: str) -> Names | None:
     """What an index has under a name: "4090" is a GeForce RTX 4090, "7900 xtx" a Radeon RX 7900 XTX, "Quadro RTX A6000"
     an RTX A6000, "H100s" are H100."""
-
     wanted = normalized(name)
     spellings = (wanted, f"rtx{wanted}", f"rx{wanted}", wanted.removeprefix("quadro"), wanted.removesuffix("s"))
     return next((index[one] for one in spellings if one in index), None)
 
 
 def _has_size(key: str) -> bool:
-
     name = _rows()[key]["name"]
     return normalized(name) != without_size(name)
 
@@ -424,7 +419,6 @@ def _service(name: str) -> str:
 
 def _of_size(name: str) -> str:
     """The rented or sold cards of a memory size, where nothing but a size is said: "16GB"."""
-
     gib = size_alone(name)
     sized = [key for key, row in _rows().items() if gib is not None and gib in _marketed_gib(row)]
     return f"cards of {gib:g} GB: {', '.join(sized[:MAX_OF_SIZE])}" if sized else ""
@@ -433,7 +427,6 @@ def _of_size(name: str) -> str:
 def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
     """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090"), has some of its words
     ("jetson orin") or names its family."""
-
     said = words_of(text)
     if len(said) > 1 and said <= words_of(f"{spec.key} {spec.name}"):
         return True
@@ -497,7 +490,6 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
 
 def _row_of(seen: SeenGpu) -> str | None:
     """The row of a device that the driver shows: of several that it calls alike, the one with the nearest memory."""
-
     key = _keys().get(normalized(seen.name))
     alike = _keys_without_size().get(without_size(seen.name), ())
     if key is None or len(alike) < 2 or not any(_rows()[one]["driver_mib"] for one in alike):

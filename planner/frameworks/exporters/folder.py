@@ -35,20 +35,17 @@ def folder_files(
     if not written:
         return ()
     started = [launch for launch in written if launch.complete]
-    submitted = _job_files(jobs, started[0], request) if started and jobs else {}
+    submitted: dict[str, LaunchFile] = {}
+    if started and jobs:
+        from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
+
+        submitted = job_files(jobs, started[0], request)
     found = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
     if started:
         found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
     if any(launch.prepare for launch in started):
         found.append(prepare.file(request))
     return tuple(found)
-
-
-def _job_files(jobs: Sequence[str], launch: Launch, request: ExportRequest) -> dict[str, LaunchFile]:
-    """The command that submits a job -> its file."""
-    from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
-
-    return job_files(jobs, launch, request)
 
 
 def login_words(request: ExportRequest) -> str:

@@ -155,7 +155,12 @@ def read(settings: Settings) -> ReadConfig:
     if later := sorted(_later_stages(values)):
         settings.assume(f"of several stages that of sft is read ({', '.join(later)} left out)")
     settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
-    _ask_for_what_is_absent(settings, opened)
+    for key, field in FIELD_OF.items():
+        if key not in settings.values:
+            settings.ask(field, ABSENT)
+    for key, text in opened.items():
+        if key in OPEN_AS:
+            settings.ask(OPEN_AS[key], f": {key} is {text}")
     of_trl = any(str(value).endswith("SFTConfig") for path, value in _leaves(values, ()) if path[-1] == "_target_")
     fields: dict[str, Any] = {
         **_method(settings),
@@ -225,15 +230,6 @@ def _named(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[st
             yield key.lower(), value
         elif isinstance(value, Mapping):
             yield from _named(value, names)
-
-
-def _ask_for_what_is_absent(settings: Settings, opened: Mapping[str, str]) -> None:
-    for key, field in FIELD_OF.items():
-        if key not in settings.values:
-            settings.ask(field, ABSENT)
-    for key, text in opened.items():
-        if key in OPEN_AS:
-            settings.ask(OPEN_AS[key], f": {key} is {text}")
 
 
 def _method(settings: Settings) -> dict[str, Any]:

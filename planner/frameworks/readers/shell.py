@@ -402,8 +402,12 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
                 folder = os.path.normpath(os.path.join(folder, words[1]))
             if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3 and not is_open(words[3]):
                 variables[words[1]] = words[3]  # the first turn
-            if words[:1] == ["shift"]:
-                _shift(words[1:], variables)
+            if words[:1] == ["shift"] and OF_FUNCTION in variables:  # of a script nobody follows the words
+                num = int(words[1]) if words[1:2] and words[1].isdigit() else 1
+                rest = shlex.split(variables.get("@", ""))[num:]
+                for name in [name for name in variables if name.isdigit()]:
+                    del variables[name]
+                variables |= positional(rest, shlex.join(rest))
             if called := _call(words, script):
                 yield from _called(called, variables, script, folder)
                 continue
@@ -427,16 +431,6 @@ def _write(line: str, variables: dict[str, str], script: Script) -> None:
     text = _filled(text, variables) if filled else text
     for name in (_filled(path, variables), path.rpartition("/")[2]):
         script.files[os.path.normpath(name)] = text
-
-
-def _shift(words: Sequence[str], variables: dict[str, str]) -> None:
-    """Drops a function's first parameters, of which only its call is followed."""
-    if OF_FUNCTION not in variables:
-        return
-    rest = shlex.split(variables.get("@", ""))[int(words[0]) if words and words[0].isdigit() else 1 :]
-    for name in [name for name in variables if name.isdigit()]:
-        del variables[name]
-    variables |= positional(rest, shlex.join(rest))
 
 
 def _call(words: list[str], script: Script) -> list[str]:

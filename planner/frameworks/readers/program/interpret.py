@@ -132,7 +132,9 @@ class Reader(Functions):
                 assert node.value is not None
                 self.assign(node.target, self.value(node.value, scope), scope)
             case ast.AugAssign():
-                self.assign(node.target, self.combined(node, scope), scope)
+                left = self.value(node.target, scope)
+                made = objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+                self.assign(node.target, made, scope)
             case ast.If():
                 self.branch(node, scope)
             case ast.For() | ast.AsyncFor():
@@ -154,12 +156,10 @@ class Reader(Functions):
             case ast.Match():
                 self.match(node, scope)
             case ast.Delete():
-                self.forget(node, scope)
-
-    def combined(self, node: ast.AugAssign, scope: Scope) -> Value:
-        """What `a += b` makes of a."""
-        left = self.value(node.target, scope)
-        return objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+                for target in node.targets:
+                    gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
+                    if isinstance(gone, Made):
+                        gone.called["del"] = gone
 
     def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
         outer = self.turn
@@ -188,12 +188,6 @@ class Reader(Functions):
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)
         raise Return(value)
-
-    def forget(self, node: ast.Delete, scope: Scope) -> None:
-        for target in node.targets:
-            gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
-            if isinstance(gone, Made):
-                gone.called["del"] = gone
 
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))
