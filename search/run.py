@@ -136,7 +136,7 @@ class Strategy:
     """What is tried next, and when it is enough.
 
     Attributes:
-        sampler: a name of `optuna_samplers.SAMPLERS`.
+        sampler: a name of `SAMPLERS`.
         num_ranked: how many of the best-ranked survivors are enqueued after the plan; the sampler ranks them itself and
             anew after each probe.
         margin: stop when nothing left can plausibly be better by more than this fraction.
