@@ -18,9 +18,9 @@ from planner.core.shipped import DATA
 from planner.core.units import MIN_BLOCK_BYTES
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
-from planner.memory.dtypes import dtype_policy_of
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.states import Held, RankState
-from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, gap_of_loss
+from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, holes_of_loss
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of, structure_of
@@ -153,10 +153,10 @@ class ProfiledStep:
     """A structure at one length and rank: allocated bytes at any micro-batch, without optimizer and cuBLAS. Its phase
     "step" is the moment before the optimizer makes anything."""
 
-    def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> None:
+    def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None) -> None:
         self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
         self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
-        self._of_loss = gap_of_loss(setup.loss, setup.checkpointing)
+        self._holes = holes_of_loss(model, setup, cublas_workspace_bytes(gpu) // 2 if gpu is not None else 0)
         self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)
         self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
@@ -221,7 +221,8 @@ class ProfiledStep:
         phases = "forward", "loss", "backward", LOSS_BEGINS
         forward, loss, backward, begins = self.bytes_at(micro_batch_seqs, *phases, accumulated=accumulated)
         layer = max(forward, backward) - begins
-        gap = allocator_gap_bytes(loss=loss - begins, layer=layer, of_loss=self._of_loss)
+        of_loss = self._holes.at(micro_batch_seqs * self._tokens_each * self._vocabulary[1] * SIZE_BYTES["bf16"])
+        gap = allocator_gap_bytes(loss=loss - begins, layer=layer, of_loss=of_loss)
         return max(forward, loss, backward), gap
 
 
@@ -548,12 +549,14 @@ Stepping = Mapping[bool, tuple[int, int]]
 def profiled_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
     """A setup's structure at its length and rank; None where it has no profile, or none of such samples."""
     profile = find_profile(model, gpu, setup)
-    return None if profile is None else step_of(profile, model, setup)
+    return None if profile is None else step_of(profile, model, setup, gpu)
 
 
-def step_of(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> ProfiledStep | None:
+def step_of(
+    profile: StepProfile, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None
+) -> ProfiledStep | None:
     """A profile at a setup's length and rank; None where such samples were not run."""
-    step = ProfiledStep(profile, model, setup)
+    step = ProfiledStep(profile, model, setup, gpu)
     return step if step.complete else None
 
 

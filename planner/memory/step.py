@@ -19,7 +19,7 @@ from planner.memory.micro_batch import (
 from planner.memory.rank_part import RankPart
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
 from planner.memory.states import BACKWARD, RankState, rotary_table_bytes
-from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
 from planner.setup import TrainSetup
@@ -35,10 +35,12 @@ layer's temporaries. What is kept from forward to backward lies block after bloc
 Measured: reserved peak against the dry run's replay with expandable segments, 273 random points of one GPU (27 November
 2026): median error 0.9 %, 95th percentile 5.8 % (8 % of all that changes gave 2.7 and 7.2 %); against 15 runs on an
 H200 median 0.5 %, worst 1.2 % (0.9 and 7.1 %)."""
-GAP_OF_SPACED_LOSS = 0.34
-"""The same of all logits at once where some layers are checkpointed: their activations are cut out of the block that
-the 16-bit logits, a sixth of the chain, leave, so that two such blocks lie open. Replayed, 30 points of ten models:
-0.17 or 0.34 of the chain, seldom between (29 November 2026); the larger is taken."""
+GAP_OF_TWO_BLOCKS, GAP_OF_SPACED_LOSS = 0.34, 0.26
+"""The same of all logits at once, where two blocks of 16-bit logits lie open, each a sixth of the chain, and of spaced
+checkpoints over weights that are not packed, of which it is 0.19 to 0.32 (`holes_of_loss`)."""
+UNPACKED_FILLED = 0.85
+"""From this share of the last matrix's unpacked copy on the residual stream fills its hole: of 62 replays of 17 models
+those at 0.84 and less leave two blocks but for three, those at 0.86 and more one but for two (of a 135M)."""
 GAP_FLOOR_BYTES = 24 * MIB
 """A small pool's segment and a large pool's segment are never full."""
 
@@ -68,7 +70,56 @@ def fixed_segments_gap_bytes(*, kept: int, forward: int, loss: int, backward: in
 
 def gap_of_loss(loss: str, checkpointing: int) -> float:
     """The share of a loss's chain that stays behind as holes where every so manyth layer is checkpointed."""
-    return GAP_OF_SPACED_LOSS if loss == "full" and checkpointing > 1 else GAP_OF_LOSS
+    return GAP_OF_TWO_BLOCKS if loss == "full" and checkpointing > 1 else GAP_OF_LOSS
+
+
+class LossHoles(NamedTuple):
+    """The share of a loss chain that stays behind as holes, by the bytes of the residual stream of a micro-batch."""
+
+    below: float
+    from_there: float
+    stream_bytes: int = 0
+
+    def at(self, stream_bytes: int) -> float:
+        """The share for a stream of so many bytes."""
+        return self.below if stream_bytes < self.stream_bytes else self.from_there
+
+
+def holes_of_loss(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> LossHoles:
+    """What all logits at once leave open beside adapters: one block of 16-bit logits, or two.
+
+    The gradient of the logits takes the place that the chain left, and cuBLAS's workspace of the backward, made once,
+    lies right behind it; the next micro-batch's logits fit in front of the workspace only where no more lies below them
+    than the first time. What a last norm of single operations gives lies above its fp32 temporaries, so that they do
+    not (with one kernel they do), unless the workspace went into another hole: autocast leaves some as large as the
+    residual stream. Over 4 bits it is the last matrix's unpacked copy whose hole takes what the norm gives, or, where
+    checkpoints are spaced, what they keep, if that is no smaller than the hole.
+
+    Args:
+        workspace_bytes: of cuBLAS, of one thread.
+
+    Measured: replays on three cards, docs/step-profiles.md (29 November 2026).
+    """
+    usual = gap_of_loss(setup.loss, setup.checkpointing)
+    rest, spaced = LossHoles(usual, usual), setup.checkpointing > 1
+    if setup.loss != "full" or setup.objective != "sft":
+        return rest
+    if model.traits.scales_logits:  # what the chain makes next fits in the first ones' place
+        return LossHoles(0.0, 0.0)
+    if not setup.checkpointing or setup.method == "full":
+        return rest
+    if not spaced and (
+        "norm" in setup.fused_parts(model.model_type) or model.traits.norm != "rms" or setup.quantization == "int8"
+    ):
+        return rest
+    if setup.four_bit:
+        linears = (one for layer in model.layer_kinds for one in layer.linears)
+        unpacked = max(dequantized_bytes(one, setup, setup.compute_dtype) for one in linears)
+        return LossHoles(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS, unpacked + 1 if spaced else int(UNPACKED_FILLED * unpacked))
+    if spaced:
+        return LossHoles(GAP_OF_SPACED_LOSS, GAP_OF_SPACED_LOSS)
+    held_apart = setup.autocast_dtype is not None
+    return LossHoles(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS if held_apart else GAP_OF_TWO_BLOCKS, workspace_bytes)
 
 
 def allocator_gap_bytes(*, loss: int, layer: int, of_loss: float = GAP_OF_LOSS) -> int:

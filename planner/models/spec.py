@@ -287,6 +287,7 @@ class Traits:
         dense_experts: pushes every token through every expert, weighted by zero where it was not routed.
         extra_expert_copies: further tensors of the intermediate size that an expert keeps.
         plain_softmax: its eager softmax stays in its input's type, where others ask for fp32.
+        scales_logits: multiplies its logits by a number, which makes others of them (Granite, Cohere).
         position_bias: adds a learned matrix of positions to its scores.
         streams: residual streams side by side, of which a layer updates one and predicts the others (Baykal et al.
             2023, Alternating Updates for Efficient Transformers, https://arxiv.org/abs/2301.13310).
@@ -299,6 +300,7 @@ class Traits:
     dense_experts: bool = False
     extra_expert_copies: int = 0
     plain_softmax: bool = False
+    scales_logits: bool = False
     position_bias: bool = False
     streams: int = 1
 

@@ -52,18 +52,22 @@ def _on_cpu(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return own.requires_grad_()
 
 
+_MULTIPLY = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+
+
 class _Watched(TorchDispatchMode):  # type: ignore[misc]
-    """Sees whether a softmax over all tokens stays in 16 bits, nothing is joined to what was rotated, and every expert
-    takes every token. A class that asks for a number is told 0.
+    """Sees whether a softmax over all tokens stays in 16 bits, nothing is joined to what was rotated, every expert takes
+    every token, and logits are multiplied. A class that asks for a number is told 0.
 
     Args:
         every_row: the shape of all tokens before all experts.
+        vocabulary: numbers of a row of logits.
     """
 
-    def __init__(self, every_row: tuple[int, ...]) -> None:
+    def __init__(self, every_row: tuple[int, ...], vocabulary: int) -> None:
         super().__init__()
-        self._every_row = every_row
-        self.plain_softmax = self.joins_rotated = self.dense_experts = False
+        self._every_row, self._vocabulary = every_row, vocabulary
+        self.plain_softmax = self.joins_rotated = self.dense_experts = self.scales_logits = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -74,6 +78,8 @@ class _Watched(TorchDispatchMode):  # type: ignore[misc]
             self.joins_rotated |= any(not one.numel() for one in args[0])
         elif func is torch.ops.aten.bmm.default:
             self.dense_experts |= args[0].shape == self._every_row
+        elif func in _MULTIPLY:
+            self.scales_logits |= args[0].shape[-1:] == (self._vocabulary,)
         return func(*args, **(kwargs or {}))
 
 
@@ -99,6 +105,7 @@ def traits_of_model(model: Any, norms: list[tuple[nn.Module, int]], text: Any, f
         plain_softmax=watched.plain_softmax,
         joins_rotated=watched.joins_rotated,
         dense_experts=watched.dense_experts,
+        scales_logits=watched.scales_logits and not getattr(text, "final_logit_softcapping", None),
         extra_expert_copies=_extra_copies(model, text.hidden_size),
         position_bias=any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()),
         streams=getattr(text, "altup_num_inputs", 1),
@@ -113,7 +120,7 @@ def _drops(config: Any, names: tuple[str, ...]) -> bool:
 def _watched(model: Any, text: Any, front_end: FrontEnd | None) -> _Watched:
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)
-    encoder, decoder, watched = ids, {}, _Watched((experts, _TOKENS, text.hidden_size))
+    encoder, decoder, watched = ids, {}, _Watched((experts, _TOKENS, text.hidden_size), text.vocab_size)
     if model.config.is_encoder_decoder:
         decoder = {"decoder_input_ids": ids}
     if front_end is not None:

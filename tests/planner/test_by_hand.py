@@ -7,6 +7,7 @@ SmolLM2-135M: 30 layers, hidden 576, MLP 1,536, 9 query and 3 key heads of 64, v
 """
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
 from planner.memory.states import int8_bytes as int8_weight_bytes
 from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
-from planner.memory.step import allocator_gap_bytes, gap_of_loss
+from planner.memory.step import allocator_gap_bytes, gap_of_loss, holes_of_loss
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.options.losses import LOSSES
@@ -208,6 +209,31 @@ def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
     alone = breakdown.peak_allocated_bytes - resident - stored
     assert breakdown.peak_phase == "loss"
     assert breakdown.allocator_gap_bytes == 24 * MIB + int(0.18 * alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "stream_mib", "share"),
+    [
+        ("meta-llama/llama-3.2-1b", {"precision": "bf16-pure"}, 12, 0.34),
+        ("meta-llama/llama-3.2-1b", {"precision": "bf16-pure", "kernels": "liger"}, 12, 0.18),
+        ("meta-llama/llama-3.2-1b", {"precision": "bf16-autocast"}, 4, 0.34),
+        ("meta-llama/llama-3.2-1b", {"precision": "bf16-autocast"}, 12, 0.18),
+        ("meta-llama/llama-3.2-1b", {"method": "qlora", "quantization": "nf4"}, 18, 0.34),
+        ("meta-llama/llama-3.2-1b", {"method": "qlora", "quantization": "nf4"}, 32, 0.18),
+        ("meta-llama/llama-3.2-1b", {"method": "qlora", "quantization": "nf4", "checkpointing": 2}, 32, 0.34),
+        ("meta-llama/llama-3.2-1b", {"precision": "bf16-pure", "checkpointing": 2}, 32, 0.26),
+        ("google/gemma-2b", {"precision": "bf16-pure"}, 12, 0.18),
+        ("openai-community/gpt2-large", {"precision": "bf16-pure"}, 12, 0.18),
+        ("ibm-granite/granite-3.1-2b-base", {"precision": "bf16-pure"}, 12, 0.0),
+    ],
+)
+def test_blocks_of_logits_left_open_are_those_of_a_replay(
+    model: str, fields: dict[str, Any], stream_mib: int, share: float
+) -> None:
+    """Dry runs of 29 November 2026 on an A100, whose workspace is 8,320 KiB: two blocks (0.34), one (0.18) or none."""
+    setup, spec = TrainSetup(**{"loss": "full", "kernels": "eager", "checkpointing": 1, **fields}), load(model)
+    assert spec is not None
+    assert holes_of_loss(spec, setup, 8320 * 1024).at(stream_mib * MIB) == share
 
 
 def test_quantized_weights() -> None:

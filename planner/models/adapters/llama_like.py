@@ -48,6 +48,7 @@ class ArchitectureOptions:
     activation_default: str = "silu"
     attentions: tuple[str, ...] = _ALL
     norm_style: NormStyle = "rms"
+    scales_logits: bool = False
 
 
 def window_everywhere(fields: Fields, num_layers: int, absent: int | None = None) -> Windows:
@@ -109,7 +110,9 @@ FAMILIES: dict[str, ArchitectureOptions] = {
     "qwen3": ArchitectureOptions(
         built="Qwen3ForCausalLM", kv_heads=32, head_dim=128, bias="attention_bias", qk_norm=True, windows=window_qwen
     ),
-    "granite": ArchitectureOptions(built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
+    "granite": ArchitectureOptions(
+        built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias", scales_logits=True
+    ),
     "phi3": ArchitectureOptions(built="Phi3ForCausalLM", fused=True, windows=window_everywhere),
     "gemma": ArchitectureOptions(
         built="GemmaForCausalLM",
@@ -164,6 +167,7 @@ def build(fields: Fields, family: str = "", layer_path: str = "model.layers") ->
         attentions=knobs.attentions,
         norm_style=knobs.norm_style,
         joins_rotated=knobs.fused,
+        scales_logits=knobs.scales_logits,
     )
 
 

@@ -155,6 +155,7 @@ class Decoder:
         tied: bool = False,
         norm_style: NormStyle = "rms",
         joins_rotated: bool = False,
+        scales_logits: bool = False,
         **more: Any,
     ) -> ModelSpec:
         """The whole model: one `LayerSpec` per distinct key, in order of first appearance.
@@ -180,6 +181,7 @@ class Decoder:
             traits=Traits(
                 norm=norm_style,
                 joins_rotated=joins_rotated,
+                scales_logits=scales_logits,
                 attention_dropout=self._drops(ATTENTION_DROPOUTS),
                 residual_dropout=self._drops(RESIDUAL_DROPOUTS),
             ),
