@@ -56,8 +56,8 @@ _MULTIPLY = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[misc]
-    """Sees whether a softmax over all tokens stays in 16 bits, nothing is joined to what was rotated, every expert takes
-    every token, and logits are multiplied. A class that asks for a number is told 0.
+    """Sees whether a softmax over all tokens stays in 16 bits, nothing is joined to what was rotated, every expert
+    takes every token, and logits are multiplied. A class that asks for a number is told 0.
 
     Args:
         every_row: the shape of all tokens before all experts.

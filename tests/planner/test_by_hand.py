@@ -393,7 +393,7 @@ def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
                 replace(
                     model,
                     layer_kinds=(replace(layer, mlp=replace(layer.mlp, activation=activation)),),
-                    config={**model.config, "resid_pdrop": dropout},
+                    traits=replace(model.traits, residual_dropout=dropout > 0),
                 )
             ),
             dtypes,
