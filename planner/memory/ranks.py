@@ -24,7 +24,14 @@ from planner.memory.profiles import (
     structure_key,
 )
 from planner.memory.states import ONE_GRADIENT, RankState, halves_stay_apart
-from planner.memory.step import GAP_FLOOR_BYTES, LossMoment, allocator_gap_bytes, gap_of_loss, loss_parts
+from planner.memory.step import (
+    GAP_FLOOR_BYTES,
+    LossMoment,
+    allocator_gap_bytes,
+    fixed_segments_gap_bytes,
+    gap_of_loss,
+    loss_parts,
+)
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
@@ -148,18 +155,19 @@ class BeforeStep(NamedTuple):
     gap_bytes: int
 
 
-def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float) -> BeforeStep:
+def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float, holes_bytes: int) -> BeforeStep:
     """Of a rank's moments, with expandable segments.
 
     Args:
         of_loss: `planner.memory.step.gap_of_loss`.
+        holes_bytes: see `RankState`.
     """
     largest = max(one.size_bytes for phase in PHASES[1:-1] for one in moments[phase])
     computing = {one.of_profile: one.computing for phase in PHASES[1:-1] for one in moments[phase]}
     kept = computing[LOSS_BEGINS]
     layer = max(computing[name] for name in ("forward", FIRST, TURN)) - kept
     gap = allocator_gap_bytes(loss=computing["loss"] - kept, layer=layer, of_loss=of_loss)
-    return BeforeStep(largest, gap)
+    return BeforeStep(largest, gap + holes_bytes)
 
 
 def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
@@ -196,8 +204,11 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
         MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
         for (category, name, size), alive in found.items()
     )
-    before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing))
+    before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing), state.holes_bytes)
     at_end = largest["step"].size_bytes + temporaries
     gap = max(before.size_bytes + before.gap_bytes, at_end + GAP_FLOOR_BYTES) - max(before.size_bytes, at_end)
+    if not setup.expandable_segments:
+        kept = next(one.computing for one in moments["forward"] if one.of_profile == LOSS_BEGINS)
+        gap = fixed_segments_gap_bytes(kept=kept, **{phase: largest[phase].size_bytes for phase in PHASES[1:-1]})
     outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
     return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)

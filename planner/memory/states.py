@@ -584,6 +584,7 @@ class RankState:
         reference_forward_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`:
         of the next
             layer's weights, before it runs.
+        holes_bytes: what the allocator holds of weights that are gathered and freed again.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
         moment_bytes: what `held` adds up to at each moment beyond what is "resident".
     """
@@ -600,6 +601,7 @@ class RankState:
     loss_backward_bytes: int = 0
     reference_forward_bytes: int = 0
     arriving_bytes: int = 0
+    holes_bytes: int = 0
     host_bytes: int = 0
     moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
 

@@ -605,7 +605,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         alone, layer = _come_and_gone(moments)
         of_loss = gap_of_loss(setup.loss, setup.checkpointing)
         layer = max(layer, total_bytes(generated))
-        gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss)
+        gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss) + state.holes_bytes
     else:
         gap = fixed_segments_gap_bytes(kept=total_bytes(stored_terms(parts)) + waiting, **largest)
     outside = context_bytes(gpu) + communicator_bytes(gpu, setup)

@@ -284,7 +284,8 @@ class Family:
             micro, steps = rank.pairs[index]
             held, moments = holding[steps > 1], told[steps > 1]
             sizes = moments.at(micro, rank.chain(setup, loss, index, held.state)[0])
-            before, resident = before_step(sizes, of_loss), held.state.moment_bytes["resident"] + rank.beside
+            before = before_step(sizes, of_loss, held.state.holes_bytes)
+            resident = held.state.moment_bytes["resident"] + rank.beside
             largest = before.size_bytes + before.gap_bytes
             at_end = sizes["step"][0].size_bytes - held.state.moment_bytes["step"] + GAP_FLOOR_BYTES
             return [
@@ -311,7 +312,7 @@ class Family:
             if not self._plain:
                 more, largest, generated = self._beside(state, index, largest)
                 resident, layer = resident + more, max(layer, generated)
-            resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss)
+            resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss) + state.holes_bytes
             return [resident + states + max(largest, step) for states, step in stepping]
 
         return at

@@ -62,6 +62,16 @@ def test_a_walk_over_shards_says_what_each_setup_does() -> None:
     assert profiled > 10
 
 
+def test_weights_that_are_gathered_and_freed_leave_holes() -> None:
+    setup = TrainSetup(kernels="liger", num_gpus=8, parallel="fsdp2", checkpointing=1)
+    alone, kept, fixed = (
+        memory_of(_model(LLAMA), GPU, one)[0].breakdown.allocator_gap_bytes
+        for one in (setup, setup.replace(reshard_after_forward=False), setup.replace(expandable_segments=False))
+    )
+    assert alone - kept > 400 << 20  # a layer of 416 MiB, and a third of the table
+    assert fixed != alone
+
+
 def test_an_engine_that_takes_each_gradient_as_it_comes_has_a_layers_nowhere() -> None:
     base = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "kernels": "liger", "num_gpus": 4}
     step = {one: rank_step(_model(LLAMA), GPU, TrainSetup(**base, parallel=one)) for one in ("fsdp2", "zero3")}
