@@ -193,14 +193,14 @@ def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
 
 
 def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
-    """Whether a run that checkpoints some layers is slower than `fastest` at the smallest and the largest micro-batch,
-    whatever fits. Seconds are nearly affine in how many are checkpointed (1 % is kept for what is not)."""
+    """Whether a run that checkpoints some layers is slower than `fastest` at every micro-batch, whatever fits. Seconds
+    are nearly affine in how many are checkpointed (1 % is kept for what is not)."""
     if run.ends is None or not fastest:
         return False
-    share, pairs = math.ceil(num_layers / run.shared.checkpointing) / num_layers, (run.pairs[0], run.pairs[-1])
+    share = math.ceil(num_layers / run.shared.checkpointing) / num_layers
     for loss, optimizers in run.choices.items():
         for optimizer in optimizers:
-            none, every = (speeds.useful(one, loss).tokens_per_s(optimizer, pairs) for one in run.ends)
+            none, every = (speeds.useful(one, loss).tokens_per_s(optimizer, run.pairs) for one in run.ends)
             most = max(1 / ((1 - share) / one + share / other) for one, other in zip(none, every, strict=True))
             if most > 0.99 * fastest:
                 return False

@@ -39,7 +39,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     uv.chmod(0o755)
     monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", str(uv.parent / "python"))
-    monkeypatch.setattr(environments, "environments_path", lambda: tmp_path / "kept")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     return log
 
 

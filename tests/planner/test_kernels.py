@@ -75,11 +75,11 @@ FLASH_2: dict[str, Any] = {"attention": "flash-attention-2"}
 
 def test_flash_attention_checks_the_width_of_every_layer() -> None:
     """Gemma 4: local layers have heads of 256, global ones of 512; flash_api.cpp refuses above 256."""
-    gemma, gpu = load("google/gemma-4-E2B-it"), find_gpu("h100-sxm")
+    gemma, gpu = load("google/gemma-4-31B-it"), find_gpu("h100-sxm")
     specs = {layer.attention for layer in gemma.layer_kinds if layer.attention is not None}
     found = {one.head_dim: attention_kernel(gemma, TrainSetup(**FLASH_2), gpu, one, "bf16") for one in specs}
     assert found == {256: "flash", 512: "eager"}
-    assert "head size 256; google/gemma-4-E2B-it has layers with 512" in flash_refusal(gemma)
+    assert "head size 256; google/gemma-4-31B-it has layers with 512" in flash_refusal(gemma)
     assert supported_attentions(gemma, gpu) == ("sdpa", "eager")
 
 

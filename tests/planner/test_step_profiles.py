@@ -198,7 +198,7 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     assert found.rung is Fidelity.PROFILE
     assert found.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
     assert predict(model, GPU, setup.replace(stack="axolotl")).rung is Fidelity.PROFILE
-    for fields in ({"checkpointing": 0}, {"stack": "unsloth"}, {"num_gpus": 2, "parallel": "fsdp2"}):
+    for fields in ({"checkpointing": 0}, {"stack": "unsloth"}):
         assert predict(model, GPU, setup.replace(**fields)).rung is Fidelity.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]
