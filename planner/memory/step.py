@@ -93,7 +93,7 @@ def holes_of_loss(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> 
     than the first time. What a last norm of single operations gives lies above its fp32 temporaries, so that they do
     not (with one kernel they do), unless the workspace went into another hole: autocast leaves some as large as the
     residual stream. Over 4 bits it is the last matrix's unpacked copy whose hole takes what the norm gives, or, where
-    checkpoints are spaced, what they keep, if that is no smaller than the hole.
+    checkpoints are spaced and norms are one kernel each, what they keep, if that is no smaller than the hole.
 
     Args:
         workspace_bytes: of cuBLAS, of one thread.
@@ -108,10 +108,11 @@ def holes_of_loss(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> 
         return LossHoles(0.0, 0.0)
     if not setup.checkpointing or setup.method == "full":
         return rest
-    if not spaced and (
-        "norm" in setup.fused_parts(model.model_type) or model.traits.norm != "rms" or setup.quantization == "int8"
-    ):
+    composed = model.traits.norm == "rms" and "norm" not in setup.fused_parts(model.model_type)
+    if not spaced and (not composed or setup.quantization == "int8"):
         return rest
+    if spaced and composed and setup.four_bit:
+        return LossHoles(GAP_OF_LOSS, GAP_OF_LOSS)
     if setup.four_bit:
         linears = (one for layer in model.layer_kinds for one in layer.linears)
         unpacked = max(dequantized_bytes(one, setup, setup.compute_dtype) for one in linears)
