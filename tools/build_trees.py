@@ -12,6 +12,7 @@ import copy
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from benchmarks.speed_points import FILE, TREES
 from planner.models import catalogue
 from planner.models.adapters import has_adapter
 from planner.models.module_tree import SHIPPED, tree_digest
-from planner.setup.interchange import to_jsonable
 from probes.module_tree import spec_of_tree
 
 _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
@@ -41,12 +41,22 @@ def main() -> None:
     write(TREES, [row["config"] for row in rows if row.get("config")] + shapes)
 
 
+def _lean(value: Any) -> Any:
+    """As JSON's own types, without what is as the records have it by default."""
+    if isinstance(value, tuple):
+        return [_lean(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    pairs = ((one, getattr(value, one.name)) for one in fields(value))
+    return {one.name: _lean(own) for one, own in pairs if own != one.default}
+
+
 def write(path: Path, configs: Sequence[Mapping[str, Any]]) -> None:
     """The trees of those whose types have no adapter."""
     lines = {}
     for config in configs:
         if not has_adapter(config["model_type"]) and tree_digest(config) not in lines:
-            spec = to_jsonable(spec_of_tree(config, model_id="", source=""))
+            spec = _lean(spec_of_tree(config, model_id="", source=""))
             kept = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
             raw = copy.deepcopy(dict(config))  # transformers writes into nested objects
             saved = json.loads(AutoConfig.for_model(raw.pop("model_type"), **raw).to_json_string())
