@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.core.errors import SetupError, UsageError
 from planner.core.notes import found, risk, usual
-from planner.core.units import gib
+from planner.core.units import gib, seconds
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of
 from planner.memory.engines.host import assumed_host_bytes, host_gib
@@ -29,7 +29,7 @@ from planner.planning.decision.facts import WalkResults, merged
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node
 from planner.planning.decision.others import alternatives, in_backward
-from planner.planning.decision.policy import job_notes
+from planner.planning.decision.policy import compile_s, job_notes
 from planner.planning.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
@@ -457,6 +457,8 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     if chosen.setup.activation_offload:
         held = checkpointed_inputs_bytes(workload.model, chosen.setup)
         notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU"))
+    if chosen.setup.compile:
+        notes.append(usual(f"torch.compile takes about {seconds(compile_s(workload.model))} before the first step"))
     if not chosen.setup.packing:
         long = f"{workload.seq_len_tokens} tokens long (the worst batch)"
         notes.append(usual(f"every sequence is taken to be {long}; shorter ones need less memory"))

@@ -125,7 +125,7 @@ def test_compile_is_open_where_compiled_runs_were_compared_and_it_gains_more_tha
 ) -> None:
     setup = TrainSetup(**fields)
     for gain, enough in ((policy.COMPILE_WORTH - 0.01, False), (policy.COMPILE_WORTH + 0.01, True)):
-        monkeypatch.setattr(policy, "compile_gain", lambda *_, gain=gain: gain)
+        monkeypatch.setattr(policy, "compiled_and_not", lambda *_, gain=gain: (100.0 * (1 + gain), 100.0))
         assert (policy.compile_left_out(workload(gpu), setup) == "") == (compared and enough)
 
 
@@ -135,7 +135,18 @@ def test_compiles_gain_is_over_the_fastest_kernels_without(monkeypatch: pytest.M
         return SimpleNamespace(at=lambda micro, steps: (0.0, speed))
 
     monkeypatch.setattr(policy, "speed_profile", speeds)
-    assert policy.compile_gain(workload(), TrainSetup()) == pytest.approx(0.5)
+    assert policy.compiled_and_not(workload(), TrainSetup()) == (150.0, 100.0)
+
+
+def test_compile_is_left_out_of_jobs_that_it_saves_less_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "compiled_and_not", lambda *_: (2000.0, 1000.0))
+    asked = workload("h100-sxm")
+    takes_s = policy.compile_s(asked.model)
+    for saved_s, left_out in ((0.9 * takes_s, True), (1.1 * takes_s, False), (0, False)):
+        data = replace(asked.data, epoch_tokens=round(1000 * saved_s))  # of two epochs
+        why = policy.compile_left_out(replace(asked, data=data, num_epochs=2.0), TrainSetup())
+        assert bool(why) == left_out
+        assert not left_out or "saves this job" in why
 
 
 WALKED = {("axolotl",)}
