@@ -103,7 +103,7 @@ def test_a_setup_line_says_its_evaluation_and_its_links(capsys: pytest.CaptureFi
     assert run(["estimate", "--setups", str(path), "--json=full", *FAST]) == 0
     *found, wrong = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     peaks = [one["formula"]["peak_device_bytes"] for one in found]
-    assert peaks[0] == peaks[1] < peaks[2] / 10
+    assert peaks[0] == peaks[1] < peaks[2] / 9
     assert found[4]["formula"]["tokens_per_s"] < 0.6 * found[3]["formula"]["tokens_per_s"]
     assert "eval_batch" in wrong["error"]
     assert run(["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--eval-batch", "16", *FAST]) == 0

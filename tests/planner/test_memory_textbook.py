@@ -128,7 +128,7 @@ def test_what_lora_and_fsdp_save_of_an_8b() -> None:
     ddp, fsdp = (
         predicted("meta-llama/Llama-3.1-8B", "h100-sxm", num_gpus=8, parallel=one, **full) for one in ("ddp", "fsdp2")
     )
-    assert ddp.peak_device_bytes / fsdp.peak_device_bytes == pytest.approx(8.0, rel=ROUNDED)
+    assert ddp.peak_device_bytes / fsdp.peak_device_bytes == pytest.approx(7.7, rel=ROUNDED)
     spec = catalogue.load("meta-llama/Llama-3.1-8B")
     assert spec is not None
     assert spec.num_params / num_lora_params(spec, ("q_proj", "v_proj"), 4) == pytest.approx(4713, rel=ROUNDED)

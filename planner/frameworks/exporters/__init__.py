@@ -98,7 +98,8 @@ class Target:
         reason = self._unlike(setup, request.gpu)
         if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
             reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
-        reason = reason or rollouts.refusal(setup) or room.refusal(setup, request.model)
+        runs = self.as_run(setup, request.model, request.gpu)
+        reason = reason or rollouts.refusal(setup) or (runs if isinstance(runs, str) else "")
         if reason := reason or prepare.refusal(request, self.name):
             return Launch(target=self.name, refused=reason)
         found, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
