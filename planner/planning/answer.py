@@ -13,7 +13,7 @@ from planner.core.errors import SetupError, UsageError
 from planner.core.notes import found, risk, usual
 from planner.core.units import gib, seconds
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
-from planner.memory.engines import engine_of
+from planner.memory.engines import engine_of, why_not
 from planner.memory.engines.host import assumed_host_bytes, host_gib
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
@@ -211,13 +211,17 @@ def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
 
 
 def _no_such_setup(workload: Workload, layouts: Sequence[Layout]) -> dict[str, str | None]:
-    """Why a setup cannot be spread, of those that could exist on one GPU, and what to use."""
-    reasons = dict[str, str | None]()
-    for branch, layout in product(branches(workload, dimension_values(workload)), layouts):
+    """Why a setup cannot be spread, or no engine runs it, of those that could exist on one GPU, and what to use."""
+    reasons, values = dict[str, str | None](), dimension_values(workload)
+    for branch, layout in product(branches(workload, values), layouts):
         try:
-            branch.replace(**layout.fields)
+            spread = branch.replace(**layout.fields)
         except SetupError as error:
             reasons[error.message] = error.hint
+            continue
+        for loss, optimizer in product(values["loss"], values["optimizer"]):
+            refused = why_not(workload.model, spread.replace_trusted(loss=loss, optimizer=optimizer))
+            reasons |= {refused: None} if refused else {}
     return reasons
 
 

@@ -269,7 +269,8 @@ def with_autotp(settings: Settings, layout: Layout, degree: int) -> Layout:
         return layout
     if stage == "zero3" or (stage != "none" and num_gpus == degree):
         why = "DeepSpeed has it in stages 0 to 2" if stage == "zero3" else f"{degree} GPUs hold one copy, not planned"
-        raise NotPlanned(f"{settings.name}: AutoTP over {degree} GPUs beside {stage}: {why}")
+        hint = "leave autotp_size out, or take stage 1 or 2 on a multiple of its GPUs"
+        raise NotPlanned(f"{settings.name}: AutoTP over {degree} GPUs beside {stage}: {why}", hint=hint)
     settings.approximate("matrices cut by DeepSpeed's AutoTP are counted as cut by transformers' tensor parallelism")
     return {**layout, "tensor_degree": degree}
 

@@ -267,10 +267,18 @@ def test_a_small_global_batch_is_spread_by_splitting() -> None:
     assert "4 sequences" in answer(plan, "sharded").reason
 
 
-def test_what_no_engine_runs_is_an_error_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    ("fixed", "word"),
+    [
+        ({"quantization": ("int8",), "method": ("qlora",)}, "int8"),
+        ({"loss": ("liger",), "method": ("lora",)}, "Liger's fused loss"),
+        ({"optimizer": ("adamw-8bit",)}, "issue 1633"),
+    ],
+)
+def test_what_no_engine_runs_is_an_error_with_its_reason(fixed: dict[str, tuple[str, ...]], word: str) -> None:
     with pytest.raises(UsageError) as error:
-        plan_workload(job(num_gpus=8, fixed={"parallel": ("fsdp2",), "quantization": ("int8",), "method": ("qlora",)}))
-    assert "int8" in error.value.message
+        plan_workload(job(num_gpus=8, fixed={"parallel": ("fsdp2",), **fixed}))
+    assert word in error.value.message
 
 
 def test_the_default_global_batch_can_be_dealt_out() -> None:
