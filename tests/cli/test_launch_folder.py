@@ -13,7 +13,7 @@ import pytest
 from finetune_planner.cli.app import run
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm
 from planner.frameworks.exporters.folder import README, folder_files
 from planner.frameworks.exporters.gated import gate_of, gates
 from planner.models import catalogue
@@ -240,6 +240,13 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
         jobs = [file.path for export in EXPORTERS.values() for file in export(asked).files if slurm.is_job(file)]
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
+
+
+def test_a_readme_of_parts_alone_names_no_file_that_is_not_there() -> None:
+    asked = request(TrainSetup(num_gpus=2, parallel="ddp"))
+    for targets, named in ((["accelerate"], False), (["accelerate", "trl"], True)):
+        files = folder_files([EXPORTERS[name](asked) for name in targets], asked)
+        assert (prepare.NAME in {file.path for file in files}) == (prepare.NAME in files[0].text) == named
 
 
 def test_two_writers_of_one_folder_take_turns(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def _readme(
     left_out = [launch for launch in launches if launch.refused]
     if left_out:
         lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]
+    if not started:  # parts alone name no data, and write nowhere
+        return "\n".join(lines) + "\n"
     lines += ["## What to change", ""]
     where = f"`launch/{prepare.NAME}` names it" if prepare.needed(request) else "every target's file names it"
     if request.dataset is None:
