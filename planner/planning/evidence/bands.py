@@ -71,8 +71,8 @@ LAYOUT_BAND = 0.10
 11 %; -7 % of two published ZeRO-2 runs), tensor and pipeline parallelism, offloading, one process for all GPUs. With
 one GPU's band it makes 14 %, the 90th percentile against 106 published configurations, nearly all of them FSDP 1."""
 LAYOUT_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
-"""The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 1.1 % (DDP), 1.2 % (FSDP2,
-kept gathered), 4.4 % (FSDP2), 5.8 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
+"""The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 0.4 % (DDP), 0.5 % (FSDP2,
+kept gathered), 1.3 % (FSDP2), 1.0 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
 over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back before it runs out of memory. The published
 runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
 fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
