@@ -33,10 +33,9 @@ def environment(requirements: Sequence[str]) -> Path:
     own_torch = any(_name(one) == "torch" for one in words)
     borrowed = "" if own_torch else _version("torch")
     key = hashlib.sha256(json.dumps([words, sys.version, sys.prefix, borrowed]).encode()).hexdigest()[:16]
-    # Where they are kept: the user's cache directory.
-    from platformdirs import user_cache_path
+    from platformdirs import user_cache_path  # late: few make one
 
-    folder = (user_cache_path("finetune-planner") / "environments") / key
+    folder = user_cache_path("finetune-planner") / "environments" / key
     python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return python

@@ -87,7 +87,6 @@ def write_out(
         say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
     with folder_lock(folder):
-        # Writes the files; `again`: the second time for one plan.
         if not _holds_a_plan(folder):
             names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
             for name in sorted(one for one in names if (folder / one).exists()):
@@ -97,7 +96,7 @@ def write_out(
                 write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
         written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
         earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
-        if earlier and not bool(traces):
+        if earlier and not traces:  # with them it is the second time for one plan, and was said
             where = ", ".join(f"launch/{name}" for name in earlier)
             say(f"not of this plan, and left as it was: {where} in {folder}")
         for name, text in texts.items():

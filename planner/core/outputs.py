@@ -30,7 +30,6 @@ def write_whole(
         OSError: no space, no permission, a folder of that name, or a link below `inside`.
     """
     if inside is not None:
-        # Raises OSError where a folder between `inside` and `folder` is a link.
         place = inside
         for part in path.parent.relative_to(inside).parts:
             place = place / part

@@ -66,12 +66,12 @@ class NoTree(Exception):
 
 
 def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
-    """The inventory of a configuration: as it ships, or of any decoder that the installed transformers builds; the
-    first time some five seconds, then from the cache. `from_tree` where no shipped tree is of its type, so that nothing
-    of that type was compared with dry runs.
+    """The inventory of a configuration: as it ships, or of whatever the installed transformers builds of it; the first
+    time some five seconds, then from the cache. `from_tree` where no shipped tree is of its type, so that nothing of
+    that type was compared with dry runs.
 
     Raises:
-        NoTree: libraries are missing, transformers does not know the type, or its tree is no decoder of a known form.
+        NoTree: libraries are missing, transformers does not know the type, or its tree is of no known form.
     """
     spec = _shipped_tree(config) or _read_tree(config, model_type)
     return replace(spec, from_tree=model_type.removesuffix("_text") not in shipped_types())

@@ -223,8 +223,6 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"
         notes.append(risk(f"{words}; files name it as it is, and load only where its own code is installed"))
     if model.front_end is not None:
-        # What a sample is, and what the encoder does.
-        assert model.front_end is not None
         encoder = (
             "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
         )

@@ -158,10 +158,8 @@ def _runs_of(
     pairs: tuple[tuple[int, int], ...],
 ) -> Iterable[Run]:
     """The runs of a branch under one layout, by kernels and layers."""
-    layers_of, ranks = (
-        sorted(own_layers(setup, values), key=lambda layers: min(2, layers["checkpointing"])),
-        list[Rank](),
-    )
+    ranks = list[Rank]()
+    layers_of = sorted(own_layers(setup, values), key=lambda layers: min(2, layers["checkpointing"]))  # ends come first
     found: dict[tuple[Any, ...], Run] = {}
     expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():

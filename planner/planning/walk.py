@@ -65,6 +65,8 @@ def walk(
     Args:
         known: what other walks of the same model computed.
         limit: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
+        sure: the peak up to which a point surely fits; where one without checkpoints does, checkpoints of some layers
+            that are slower than it at every micro-batch are left out.
     """
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1

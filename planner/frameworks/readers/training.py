@@ -101,7 +101,6 @@ def find(program: Program, name: str) -> Training:
             program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
         )
     if found.trainer is not None:
-        # Refuses a trainer that only measures, or is nobody's that is known.
         trainer = found.trainer
         if not program.trained and measures(program, trainer):
             raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
