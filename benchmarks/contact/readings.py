@@ -27,6 +27,7 @@ ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
 """[seqs, heads, tokens, head size]."""
 LEFT_FREE_BYTES = 2 * MIB
 REFUSAL_S = 15.0
+SUSTAINED_S, SUSTAINED_SHAPE = 30.0, (8192, 4096, 14336)
 
 TINY = {
     "model_type": "llama",
@@ -295,6 +296,33 @@ def rates() -> Iterator[Reading]:
     yield microbenchmark(DEVICE)
 
 
+def sustained() -> Iterator[Reading]:
+    """An 8B's matrix products for half a minute: rate, watts, clocks and degrees twice a second. Prices are of
+    seconds, jobs of hours."""
+    import torch
+
+    tokens, inner, outer = SUSTAINED_SHAPE
+    one, two = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer)))
+    with nvml() as module:
+        handle = device_handle(module, DEVICE) if module is not None else None
+        began, calls = time.monotonic(), 0
+        since = began
+        while since - began < SUSTAINED_S:
+            for _ in range(20):
+                one @ two
+            torch.cuda.synchronize()
+            calls, now = calls + 20, time.monotonic()
+            if now - since < 0.5:
+                continue
+            found: Reading = {"s": now - began, "flops_per_s": 2 * tokens * inner * outer * calls / (now - since)}
+            if handle is not None:
+                found["watts"] = module.nvmlDeviceGetPowerUsage(handle) / 1000
+                found["sm_mhz"] = module.nvmlDeviceGetClockInfo(handle, module.NVML_CLOCK_SM)
+                found["celsius"] = module.nvmlDeviceGetTemperature(handle, module.NVML_TEMPERATURE_GPU)
+            yield found
+            since, calls = now, 0
+
+
 def trainer() -> Iterator[Reading]:
     """The trainer's own host time."""
     from benchmarks.contact.trainer_time import trainer_host_times
@@ -309,6 +337,7 @@ READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
     "refusals": refusals,
     "attention": attention,
     "rates": rates,
+    "sustained": sustained,
     "traces": traces,
 }
 LIMITS_S = {
@@ -318,6 +347,7 @@ LIMITS_S = {
     "refusals": 35.0,
     "attention": 12.0,
     "rates": 15.0,
+    "sustained": 35.0,
     "traces": 55.0,
 }
 """What each reading may take once the libraries are imported."""

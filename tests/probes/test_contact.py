@@ -1,5 +1,6 @@
 """The contact with a lent GPU: children in turn, readings in forks, profiles condensed, all on a CPU."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -165,6 +166,19 @@ def test_known_allocations_stand_beside_the_drivers_view(monkeypatch: pytest.Mon
     assert grown[-1]["v2_used_bytes"] == 64 * MIB + GIB + 5 * GIB
     assert grown[-1]["used_bytes"] - grown[-1]["v2_used_bytes"] == 600 * MIB
     assert json.loads(json.dumps(found)) == found
+
+
+def test_products_go_on_as_long_as_asked_and_say_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(contact_readings, "DEVICE", "cpu")
+    monkeypatch.setattr(contact_readings, "SUSTAINED_SHAPE", (8, 4, 16))
+    monkeypatch.setattr(contact_readings, "nvml", lambda: contextlib.nullcontext(None))
+    monkeypatch.setattr("benchmarks.contact.readings.time.monotonic", lambda: 0.2 * next(clock))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = list(contact_readings.sustained())
+    assert len(found) == 50
+    assert found[-1]["s"] >= contact_readings.SUSTAINED_S
+    assert {round(one["flops_per_s"]) for one in found} == {round(2 * 8 * 4 * 16 * 60 / 0.6)}
 
 
 def test_a_refusal_is_recorded_with_what_the_classifier_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
