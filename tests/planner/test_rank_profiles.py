@@ -17,6 +17,7 @@ from planner.memory.ranks import rank_step
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
+from planner.planning.decision.facts import Limits
 from planner.planning.decision.layouts import layouts
 from planner.planning.evidence.bands import memory_band, profile_band
 from planner.planning.walk import walk
@@ -100,3 +101,12 @@ def test_the_band_of_a_sharded_rank_is_narrower_by_its_profile() -> None:
     model, setup = _model(LLAMA), TrainSetup(num_gpus=4, parallel="fsdp2")
     assert profile_band(setup) < memory_band(model, setup)
     assert profile_band(setup.replace(parallel="zero2")) == memory_band(model, setup.replace(parallel="zero2"))
+
+
+@pytest.mark.parametrize(("kernels", "band"), [("liger", 0.06), ("fused", 0.08)])
+def test_the_reserve_of_a_walked_rank_is_its_profiles_where_it_has_one(kernels: str, band: float) -> None:
+    """Fused adapters are in fp32, of which no rank has a profile."""
+    setup = TrainSetup(num_gpus=8, parallel="fsdp2", kernels=kernels, checkpointing=1, stack="axolotl")
+    limits = Limits(_model(LLAMA), 76 << 30, gpu=GPU)
+    assert limits.bytes_with_margin(setup) == pytest.approx((76 << 30) / (1 + band))
+    assert memory_of(_model(LLAMA), GPU, setup)[0].breakdown.profiled == (band < 0.08)
