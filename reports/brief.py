@@ -57,7 +57,7 @@ def render_brief(
         yield head
         yield besides[beside]
         yield partial(_notes, notes=notes[:shown])
-        yield partial(_end, answer=answer, left=len(notes) - shown, command=next_command, launches=launches)
+        yield partial(_end, left=len(notes) - shown, command=next_command, launches=launches)
 
     @cache
     def lines(part: Part) -> int:
@@ -107,7 +107,6 @@ def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
     elif answer.remedies and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
-        # A few changes that would make it fit, smallest change first.
         for remedy in [one for one in answer.remedies if one.fits][:number]:
             page.line(f"→ {clean(remedy.action)}")
 
@@ -117,7 +116,7 @@ def _notes(page: Page, notes: Sequence[str]) -> None:
         page.line(f"· {note}")
 
 
-def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: Sequence[str]) -> None:
+def _end(page: Page, left: int, command: str, launches: Sequence[str]) -> None:
     """What to know of the launch files, and what to type next; `left`: notes that are not shown."""
     page.line()
     for sentence in launches:

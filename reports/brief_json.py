@@ -49,7 +49,7 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = Non
         short = _cut(document, length, without)
         if len(json.dumps(short, ensure_ascii=False, indent=indent).encode(errors="replace")) <= max_bytes:
             return short
-    # What stands there, each part that is no single value as the number of its entries.
+    # too long at any length: each part that is no single value as the number of its entries
     if isinstance(document, Mapping):
         parts = {key: one for key, one in document.items() if one not in (None, [], {})}
         return {key: {LEFT_OUT: len(one)} if isinstance(one, (Mapping, list)) else one for key, one in parts.items()}

@@ -168,7 +168,7 @@ def answer_schema(*, whole: bool = True) -> Schema:
     answers = list(map(short.of, TYPES))
     if whole:
         candidate: Schema = {"$ref": "#/$defs/Candidate"}
-        # `reports.plan_json.candidate_to_dict`.
+        # as `reports.plan_json.candidate_to_dict` writes it
         write.of(TrainSetup)
         write.defs["Rung"] = _rung(write)
         setup = write.defs["Setup"]

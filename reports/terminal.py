@@ -51,7 +51,6 @@ def render_plan(
     page, workload = Page(console), answer.workload
     again = default_next_command(answer, also) if isinstance(answer, Plan) else ""
     if "all" not in show:
-        # The tree ("why") and every term ("memory") before the short answer.
         if "why" in show:
             _tree(page, answer.tree)
             page.line(text.space_sentence(answer))

@@ -53,7 +53,6 @@ def confirm(
         if target is not None:
             raise UsageError("--run runs a target's own file, --target reads a setup from one", hint="give one of them")
         how = HowToRun(num_steps=enough_steps(steps), limit_s=limit, device=device, store=store)
-        # Runs the launch files of these targets one after another; the worst exit code.
         found: dict[str, Confirmation] = {}
         for name in dict.fromkeys(run):
             found[name] = run_target(directory, read_plan_json(directory), name, how)[0]
@@ -115,7 +114,6 @@ def _own_step(
 
     line = ProgressLine()
     line.say("reading the plan")
-    # The plan that was written there.
     plan = plan_from_dict(read_plan_json(directory))
     if isinstance(plan, NoPlan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")

@@ -81,7 +81,6 @@ class FollowOptions:
             )
         if card.compute_capability is None:
             raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
-        # Width and height.
         width, _, height = data.image_size.partition("x")
         if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
             raise UsageError(

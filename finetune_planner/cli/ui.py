@@ -90,7 +90,6 @@ def ui(
     if table_folder is not None:
         if static is None or model or gpu or data.dataset:
             raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
-        # The page of a table's plans.
         from finetune_planner.app.bulk import read_table  # late: with pyarrow
         from reports.table_page import table_site
 

@@ -355,7 +355,6 @@ def _named(text: str) -> GpuSpec:
         spec, others = _with_size(key, gib), ", ".join(one for one in could_be if one != key)[:120]
         return replace(spec, taken_as=f"{text!r}: taken as {spec.name}, {key}" + (f" (not {others})" if others else ""))
     if could_be and not agreeing:
-        # That no card of this name has the memory that stands in it.
         has = "; ".join(
             f"{key} has {' or '.join(f'{size:g}' for size in _marketed_gib(_rows()[key]))} GB" for key in could_be[:4]
         )

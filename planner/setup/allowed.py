@@ -238,7 +238,6 @@ def check(setup: SetupValues) -> None:
     else:
         _check_adapter(setup)
     if is_layout(setup):
-        # Refuses a layout that no job can have.
         _check_degrees(setup)
         _check_sharing(setup)
         _check_context(setup)
@@ -325,7 +324,6 @@ def _check_base(setup: SetupValues) -> None:
             hint="switch checkpointing on",
         )
     if setup.selective_checkpointing:
-        # What keeping the attention of checkpointed layers needs.
         other = {
             "checkpointing off": not setup.checkpointing,
             "activation_offload": setup.activation_offload,
@@ -409,7 +407,6 @@ def _check_adapter(setup: SetupValues) -> None:
     if setup.kbit_fp32_cast and setup.method != "qlora":
         raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {setup.method!r}")
     if "lora" in _KERNELS[setup.kernels].parts:
-        # What kernels that fuse LoRA take.
         if not isinstance(setup.lora_targets, str):
             raise SetupError(
                 f"kernels {setup.kernels!r} take attention or all linear layers whole, got lora_targets "

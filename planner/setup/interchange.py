@@ -58,7 +58,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if unknown:
         raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
     clean = dict(values)
-    # Writes in what the method, the objective and the adapter bring along.
+    # what the method, the objective and the adapter bring along
     method = clean.get("method", "lora")
     if method == "full":
         clean["lora_rank"] = clean.get("lora_rank") or 0

@@ -189,7 +189,7 @@ OF_LAUNCHER = ("num_gpus", "parallel")
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
-    # Whether a mapping is a scheduler's task file.
+    # a scheduler's task file
     if any(marks <= set(parsed.values) for marks in MARKS):
         try:
             return launches.first(script_of(parsed.values), around)

@@ -301,7 +301,6 @@ def read_accelerate(settings: Settings) -> ReadConfig:
     """
     missing, base = _base(settings)
     settings.note_unknown(schema.accepted("accelerate"), ACCELERATE)
-    # How it launches.
     word = settings.raw("distributed_type")
     kind = "NO" if word is False else settings.text("distributed_type", "NO").upper()
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
