@@ -151,8 +151,8 @@ class BriefChange:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefCheck:
-    """The verdict on a file, the setup that it means, its figures, what single changes would give, and the file that
-    `--fix` wrote."""
+    """The verdict on a file, the setup that it means, its figures, what single changes and several `together` would
+    give, and the file that `--fix` wrote."""
 
     schema_version: int
     kind: Literal["check"]
@@ -165,6 +165,7 @@ class BriefCheck:
     memory: BriefMemory
     speed: BriefSpeed
     changes: tuple[BriefChange, ...]
+    together: Mapping[str, Any] | None
     fix: Mapping[str, Any] | None
     unknown_keys: tuple[str, ...]
     assumptions: tuple[str, ...]

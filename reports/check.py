@@ -36,8 +36,18 @@ DEFAULT = "default of "
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}
 
 
-def render_check(result: CheckResult, fixed: Mapping[str, Any] | None, console: Console) -> None:
-    """The whole answer; `fixed`: how --fix ended, where it was asked for."""
+def render_check(
+    result: CheckResult,
+    fixed: Mapping[str, Any] | None,
+    console: Console,
+    together: Mapping[str, Any] | None = None,
+) -> None:
+    """The whole answer.
+
+    Args:
+        fixed: how --fix ended, where it was asked for.
+        together: several changes after which it fits, where no single one is enough.
+    """
     page, config, prediction = Page(console), result.config, result.prediction
     rung = prediction.rung.value.replace("_", " ")
     page.line(clean(f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}"), style="bold")
@@ -59,6 +69,10 @@ def render_check(result: CheckResult, fixed: Mapping[str, Any] | None, console: 
         _table(page, [_change_cells(one) for one in result.changes[:SHOWN]], right=[1, 3])
         if any(one.changes_training for one in result.changes[:SHOWN]):
             page.line("*: changes the training", style="dim", indent=2)
+    if together is not None:
+        page.line(clean(f"together: {'; '.join(together['changes'])}"), indent=2)
+        by = "--fix writes them" if together["in_place"] else "this file's form does not take them"
+        page.line(f"{gib(together['peak_device_bytes'])}, fits ({by})", indent=4)
     for title, notes in (
         ("Assumed", config.assumptions),
         ("Not followed exactly (the error band is wider)", config.approximations),

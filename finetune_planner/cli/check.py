@@ -146,11 +146,28 @@ def check(
     )
     verify = _by_dry_run(result, spec, predict, limits) if not answer.no_dry_run else None
     fixed = _fixed(file, target, result, spec, predict, request, limits, verify) if target else None
+    together = None if target else _together(result, spec, predict)
     if answer.as_json:
-        print_json(as_document(result, fixed))
+        print_json(as_document(result, fixed, together))
     else:
-        render_check(result, fixed, console())
+        render_check(result, fixed, console(), together)
     return result.exit_code
+
+
+def _together(result: CheckResult, spec: ModelSpec, predict: Predict) -> dict[str, Any] | None:
+    """Several changes after which a config fits that no single one makes fit as it trains; what --fix would write, and
+    prove by a dry run."""
+    if any(one.verdict is Verdict.FITS and not one.changes_training for one in result.changes):
+        return None
+    found = improve(result, spec, predict) if result.verdict is not Verdict.FITS else None
+    if found is None or found.verdict is not Verdict.FITS or len(found.labels) < 2:
+        return None
+    return {
+        "changes": list(found.labels),
+        "in_place": not found.elsewhere,
+        "peak_device_bytes": found.after.peak_device_bytes,
+        "tokens_per_s": found.after.tokens_per_s,
+    }
 
 
 def _by_dry_run(result: CheckResult, spec: ModelSpec, predict: Predict, limits: options.Memory) -> Verify:

@@ -281,8 +281,14 @@ def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpe
     return corrected
 
 
-def as_document(result: CheckResult, fixed: dict[str, Any] | None) -> dict[str, Any]:
-    """The JSON form of a check."""
+def as_document(
+    result: CheckResult, fixed: dict[str, Any] | None, together: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The JSON form of a check.
+
+    Args:
+        together: several changes after which it fits, where no single one is enough.
+    """
     config, prediction = result.config, result.prediction
     return {
         "schema_version": SCHEMA_VERSION,
@@ -306,6 +312,7 @@ def as_document(result: CheckResult, fixed: dict[str, Any] | None) -> dict[str, 
         "approximations": list(config.approximations),
         "notes": list(result.notes),
         "changes": [_change(one) for one in result.changes],
+        "together": together,
         "fix": fixed,
     }
 

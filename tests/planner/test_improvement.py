@@ -392,3 +392,23 @@ def test_a_smaller_evaluation_alone_is_what_is_changed_where_it_suffices(key: st
     assert found.setup == result.config.setup
     assert edits_of(result.config, found) == {"per_device_eval_batch_size": 1}
     assert len(ended(more, 7)[1].labels) > 1  # where the step itself is too large more is changed
+
+
+def test_changes_that_are_enough_together_are_said_where_no_single_one_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(LORA.replace("4096", "8192"))
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run"]
+    enough = {}
+    for memory in ("10", "60"):
+        run([*words, "--memory-gib", memory, "--json"])
+        enough[memory] = json.loads(capsys.readouterr().out).get("together")
+    assert enough["60"] is None  # one change is enough
+    assert len(enough["10"]["changes"]) > 1
+    assert enough["10"]["peak_device_bytes"] < 10 * GIB
+    run([*words, "--memory-gib", "10"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"together: {'; '.join(enough['10']['changes'])}" in shown
+    run([*words, "--memory-gib", "10", "--fix", "--json"])
+    assert json.loads(capsys.readouterr().out)["fix"]["changes"] == enough["10"]["changes"]
