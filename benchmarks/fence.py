@@ -215,7 +215,8 @@ def main() -> None:
     parser.add_argument("--request", default="", help="only requests whose title has this text")
     parser.add_argument("--write", action="store_true", help="write the table into docs/choices.md")
     args = parser.parse_args()
-    lines = ["| wish | chosen | tokens/s | best | share | the best differs in | left out |", "|---|---" * 3 + "|---|"]
+    head = "| request | chosen | tokens/s | best | share | the best differs in | left out |"
+    lines = [head, "|---|---" * 3 + "|---|"]
     print("\n".join(lines), flush=True)
     shares, start, walked = [], time.process_time(), 0
     for asked in WISHES:

@@ -84,7 +84,7 @@ def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
 
 def table() -> str:
     """All of them, with the table's head."""
-    head = "| model / card, wish | taken | speed, memory | because |\n|---|---|---|---|\n"
+    head = "| model / card, option | taken | speed, memory | because |\n|---|---|---|---|\n"
     return head + "".join(f"{row(*one)}\n" for one in PLANS)
 
 

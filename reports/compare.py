@@ -23,12 +23,12 @@ Named = tuple[str, Plan | NoPlan]
 
 def plan_labels(named: Sequence[Named]) -> list[str]:
     """A short label for each plan: what differs between them (model, GPU, sequence length), or their names."""
-    wishes = [plan.workload for _, plan in named]
+    workloads = [plan.workload for _, plan in named]
     columns: list[list[str]] = [
-        [clean(workload.model.model_id) for workload in wishes],
-        [gpus_words(workload) for workload in wishes],
-        [f"{workload.seq_len_tokens:,} tokens" for workload in wishes],
-        [f"batch {workload.global_batch_seqs}" for workload in wishes],
+        [clean(workload.model.model_id) for workload in workloads],
+        [gpus_words(workload) for workload in workloads],
+        [f"{workload.seq_len_tokens:,} tokens" for workload in workloads],
+        [f"batch {workload.global_batch_seqs}" for workload in workloads],
     ]
     differing = [column for column in columns if len(set(column)) > 1]
     labels = [", ".join(parts) for parts in zip(*differing, strict=True)] if differing else [""] * len(named)

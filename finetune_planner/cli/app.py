@@ -48,7 +48,7 @@ COMMANDS = {
     "compare": Command("report", "compare", "Several plans side by side."),
     "which-gpu": Command("tables", "which_gpu", "Rank the GPU table for a model."),
     "compare-adapters": Command("tables", "compare_adapters", "Every kind of adapter in LoRA's place."),
-    "compare-targets": Command("tables", "compare_targets", "Which program runs a wish fastest."),
+    "compare-targets": Command("tables", "compare_targets", "Which program runs a job fastest."),
     "which-model": Command("tables", "which_model", "What a card can fine-tune, how long, how fast."),
     "table": Command("bulk", "table", "Every model x card x length x method, to Parquet."),
     "init": Command("init", "init", "Five questions, then a plan and the command that made it."),

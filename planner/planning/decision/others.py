@@ -285,7 +285,7 @@ def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Ite
 
 def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
-    wishes = [("target", replace(workload, targets=()))] if workload.targets else []
+    requests = [("target", replace(workload, targets=()))] if workload.targets else []
     layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
     wanted = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
     for name in (*layout, *wanted, "activation_offload", "selective_checkpointing"):
@@ -293,8 +293,8 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
             flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
-            wishes.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
-    for flag, request in wishes:
+            requests.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
+    for flag, request in requests:
         if found := _fitting(request, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
             yield found
             return
