@@ -1,7 +1,8 @@
 """What transformers' classes do in their own way where it changes memory, seen by running them."""
 
 import copy
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -83,10 +84,17 @@ class _Watched(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-def traits_of_model(model: Any, norms: list[tuple[nn.Module, int]], text: Any, front_end: FrontEnd | None) -> Traits:
+def traits_of_model(
+    model: Any,
+    layers: Sequence[nn.Module],
+    norms: list[tuple[nn.Module, int]],
+    text: Any,
+    front_end: FrontEnd | None,
+) -> Traits:
     """The traits of a model on meta tensors, in 16 bits with eager attention.
 
     Args:
+        layers: of all stacks.
         norms: of its layers, each with its size.
     """
     kinds = [norm_kind(*one) for one in norms]
@@ -97,7 +105,7 @@ def traits_of_model(model: Any, norms: list[tuple[nn.Module, int]], text: Any, f
             with suppress(TypeError, AttributeError, RuntimeError):
                 style = norm_style(*one)
                 break
-    watched = _watched(model, text, front_end)
+    watched = _watched(model, layers, text, front_end)
     return Traits(
         norm=style,
         attention_dropout=_drops(text, ATTENTION_DROPOUTS),
@@ -117,7 +125,7 @@ def _drops(config: Any, names: tuple[str, ...]) -> bool:
     return next((one > 0 for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)), False)
 
 
-def _watched(model: Any, text: Any, front_end: FrontEnd | None) -> _Watched:
+def _watched(model: Any, layers: Sequence[nn.Module], text: Any, front_end: FrontEnd | None) -> _Watched:
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)
     encoder, decoder, watched = ids, {}, _Watched((experts, _TOKENS, text.hidden_size), text.vocab_size)
@@ -125,9 +133,31 @@ def _watched(model: Any, text: Any, front_end: FrontEnd | None) -> _Watched:
         decoder = {"decoder_input_ids": ids}
     if front_end is not None:
         encoder = torch.zeros(1, front_end.mel_bins, front_end.frames, dtype=torch.bfloat16, device="meta")
-    with suppress(Exception), torch.no_grad(), watched:  # beyond its attention some class needs true values
+    with _alike_once(layers), suppress(Exception), torch.no_grad(), watched:  # some class needs true values
         model(encoder, **decoder)
     return watched
+
+
+@contextmanager
+def _alike_once(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Of layers that are built alike the first is run, the others give what it gave."""
+    first: dict[str, list[Any]] = {}
+    handles, replaced = [], list[nn.Module]()
+    for layer in layers:
+        given = first.get(repr(layer))
+        if given is None:
+            given = first[repr(layer)] = []
+            handles.append(layer.register_forward_hook(lambda _module, _inputs, out, given=given: given.append(out)))
+        elif "forward" not in vars(layer):
+            layer.forward = lambda *_, given=given, **__: given[-1]
+            replaced.append(layer)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer in replaced:
+            del layer.forward
 
 
 def _extra_copies(model: Any, hidden: int) -> int:

@@ -91,7 +91,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         **_outside(model, inside, [path for path, _ in stacks], hidden, unseen),
         is_encoder_decoder=halves,
         front_end=front_end,
-        traits=traits_of_model(model, norms, text, front_end),
+        traits=traits_of_model(model, [one for _, layers in stacks for one in layers], norms, text, front_end),
         logit_softcap=bool(_first(text, "final_logit_softcapping")),
         attentions=_attentions(model, text),
         lacks=tuple(_lacking(model, head, hidden)),
