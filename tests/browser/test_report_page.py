@@ -26,6 +26,7 @@ from tests.browser.conftest import Browser
 from tests.planner.helpers import plan_request as request_of
 from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.test_markdown import full_extras
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -304,6 +305,7 @@ def test_page_prints(browser: Browser, page: Path) -> None:
     assert browser.js("return document.documentElement.dataset.theme || 'auto'") == "auto"
 
 
+@pytest.mark.skipif(not WHOLE, reason="8 CPU seconds; one plan's page prints above (TESTS_WHOLE=1)")
 def test_real_plans_print_on_seven_pages_and_four_compare_on_a_few_screens(browser: Browser, tmp_path: Path) -> None:
     """Pages of A4; 6,000 px at 1,280 and on a phone. What is closed comes back with a link to it."""
     wishes: list[tuple[str, str, dict[str, Any]]] = [

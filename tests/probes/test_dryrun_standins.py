@@ -85,6 +85,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == standins.EXIT_NEEDE
 
 
 @pytest.mark.processes
+@pytest.mark.skipif(not WHOLE, reason="5 CPU seconds; every dry run of a plan goes the same way (TESTS_WHOLE=1)")
 def test_a_run_with_stand_ins_loads_none_of_them_and_finds_the_same() -> None:
     """And a process in which the real module is needed ends, whatever a library would make of an exception."""
     needed = "".join(_FORK.format(code="\n".join(code.split("; ")), what=what) for what, code in NEEDED.items())

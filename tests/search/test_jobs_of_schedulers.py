@@ -47,7 +47,7 @@ def workers_of(scheduler: str) -> list[tuple[list[str], dict[str, str]]]:
     return [(["bash", "-ec", lines], {rank: number}) for number in "01"]
 
 
-@pytest.mark.parametrize("scheduler", some(["submitit", "skypilot", "kubernetes", "dstack"], 2))
+@pytest.mark.parametrize("scheduler", some(["submitit", "skypilot", "kubernetes", "dstack"], 4))
 def test_two_workers_share_a_search(scheduler: str, tmp_path: Path) -> None:
     """Nothing is measured twice, both give one answer, and it holds what either measured."""
     pytest.importorskip("submitit")
