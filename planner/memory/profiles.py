@@ -560,6 +560,46 @@ def step_of(
     return step if step.complete else None
 
 
+class StepTerms:
+    """The terms of a step that a profile tells: what is alive in several phases at one size stands once.
+
+    Args:
+        state: for the optimizer's states and temporaries.
+    """
+
+    def __init__(self, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> None:
+        self._gpu, self._setup = gpu, setup
+        self._found: dict[tuple[Category, str, int], list[Phase]] = {}
+        self._states, self.temporaries = state.optimizer_bytes(setup.optimizer)
+
+    def add(self, category: str, name: str, size: int, *alive: Phase) -> None:
+        """What is alive in some phases."""
+        if size > 0:
+            self._found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
+
+    def add_held(self, held: Iterable[Held]) -> None:
+        """What an engine holds all along, cuBLAS's workspaces and the optimizer's states."""
+        for one in held:
+            self.add(one.category, one.name, one.size_bytes, *PHASES)
+        self.add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(self._gpu), *PHASES[1:])
+        self.add("optimizer", f"states of {self._setup.optimizer}", self._states, *PHASES[1:])
+
+    def breakdown(self, gap_bytes: int) -> MemoryBreakdown:
+        """All of them, with what the allocator holds beyond live tensors at the peak."""
+        self.add("optimizer", f"temporaries of {self._setup.optimizer}", self.temporaries, "step")
+        terms = tuple(
+            MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
+            for (category, name, size), alive in self._found.items()
+        )
+        outside = context_bytes(self._gpu) + communicator_bytes(self._gpu, self._setup)
+        return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap_bytes, context_bytes=outside, profiled=True)
+
+
+def gap_until_step(before: int, gap: int, at_end: int) -> int:
+    """What the allocator holds at the peak of a step, of its highest moment before the optimizer's and of that."""
+    return max(before + gap, at_end + GAP_FLOOR_BYTES) - max(before, at_end)
+
+
 def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
     """The terms of one setup on one GPU, or on a rank of DDP.
 
@@ -567,29 +607,13 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
         state: what it holds, for the optimizer's states and temporaries and for DDP's buckets.
     """
     micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
-    states, temporaries = state.optimizer_bytes(setup.optimizer)
-    found: dict[tuple[Category, str, int], list[Phase]] = {}
-
-    def add(category: str, name: str, size: int, *alive: Phase) -> None:
-        if size > 0:
-            found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
-
+    terms = StepTerms(gpu, setup, state)
     sizes = dict(zip(PHASES, step.bytes_at(micro, *PHASES, accumulated=accumulated), strict=True))
     for phase in PHASES:
         for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
-            add(category, name, size, phase)
-    for one in _buckets(state):
-        add(one.category, one.name, one.size_bytes, *PHASES)
-    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu), *PHASES[1:])
-    add("optimizer", f"states of {setup.optimizer}", states, *PHASES[1:])
-    add("optimizer", f"temporaries of {setup.optimizer}", temporaries, "step")
-    terms = tuple(
-        MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
-        for (category, name, size), alive in found.items()
-    )
-    gap = _gap_bytes(step, setup, sizes, temporaries)
-    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
-    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)
+            terms.add(category, name, size, phase)
+    terms.add_held(_buckets(state))
+    return terms.breakdown(_gap_bytes(step, setup, sizes, terms.temporaries))
 
 
 def _buckets(state: RankState) -> list[Held]:
@@ -605,8 +629,7 @@ def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], 
         dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
         return fixed_segments_gap_bytes(kept=max(0, kept), **dynamic)
     largest, gap = step.before_step(micro, accumulated=setup.adds_gradients)
-    at_end = sizes["step"] + temporaries
-    return max(largest + gap, at_end + GAP_FLOOR_BYTES) - max(largest, at_end)
+    return gap_until_step(largest, gap, sizes["step"] + temporaries)
 
 
 def profiled_peaks(

@@ -18,6 +18,8 @@ from planner.memory.profiles import (
     Piece,
     ProfiledStep,
     StepProfile,
+    StepTerms,
+    gap_until_step,
     profiled_kind,
     rank_profiles_of,
     step_of,
@@ -25,19 +27,17 @@ from planner.memory.profiles import (
 )
 from planner.memory.states import ONE_GRADIENT, RankState, halves_stay_apart
 from planner.memory.step import (
-    GAP_FLOOR_BYTES,
     LossMoment,
     allocator_gap_bytes,
     fixed_segments_gap_bytes,
     gap_of_loss,
     loss_parts,
 )
-from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
 from planner.options.losses import LossChain
 from planner.setup import TrainSetup
-from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
+from planner.setup.memory_terms import PHASES, MemoryBreakdown, Phase
 
 _MOMENTS: Mapping[Phase, tuple[tuple[str, str], ...]] = {
     "forward": (("forward", "forward"), (LOSS_BEGINS, "gather"), ("step", "start")),
@@ -175,40 +175,24 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
     micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
     chain = loss_parts(state.part.model, state.setup)
     moments = RankMoments(step, state, accumulated=accumulated).at(micro, chain)
-    found: dict[tuple[Category, str, int], list[Phase]] = {}
-
-    def add(category: str, name: str, size: int, *alive: Phase) -> None:
-        if size > 0:
-            found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
-
-    states, temporaries = state.optimizer_bytes(setup.optimizer)
-    for one in state.held:
-        if one.resident:
-            add(one.category, one.name, one.size_bytes, *PHASES)
-    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu), *PHASES[1:])
-    add("optimizer", f"states of {setup.optimizer}", states, *PHASES[1:])
+    terms = StepTerms(gpu, setup, state)
+    terms.add_held(one for one in state.held if one.resident)
     largest = {phase: max(each, key=lambda one: one.size_bytes) for phase, each in moments.items()}
     for phase, moment in largest.items():
         groups = step.groups_at(moment.of_profile, micro, accumulated=accumulated)
         groups[max(groups, key=lambda group: groups[group])] += moment.computing - sum(groups.values())
         for (category, name), size in groups.items():
-            add(category, name, size, phase)
+            terms.add(category, name, size, phase)
         beside = moment.size_bytes - moment.computing
         for one in state.held:
             if moment.of_engine in one.moments and not one.resident and one.name != ONE_GRADIENT:
-                add(one.category, one.name, one.size_bytes, phase)
+                terms.add(one.category, one.name, one.size_bytes, phase)
                 beside -= one.size_bytes
-        add("weights", "weights and buffers beside the loss", beside, phase)
-    add("optimizer", f"temporaries of {setup.optimizer}", temporaries, "step")
-    terms = tuple(
-        MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
-        for (category, name, size), alive in found.items()
-    )
-    before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing), state.holes_bytes)
-    at_end = largest["step"].size_bytes + temporaries
-    gap = max(before.size_bytes + before.gap_bytes, at_end + GAP_FLOOR_BYTES) - max(before.size_bytes, at_end)
-    if not setup.expandable_segments:
-        kept = next(one.computing for one in moments["forward"] if one.of_profile == LOSS_BEGINS)
-        gap = fixed_segments_gap_bytes(kept=kept, **{phase: largest[phase].size_bytes for phase in PHASES[1:-1]})
-    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
-    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)
+        terms.add("weights", "weights and buffers beside the loss", beside, phase)
+    if setup.expandable_segments:
+        before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing), state.holes_bytes)
+        at_end = largest["step"].size_bytes + terms.temporaries
+        return terms.breakdown(gap_until_step(before.size_bytes, before.gap_bytes, at_end))
+    kept = next(one.computing for one in moments["forward"] if one.of_profile == LOSS_BEGINS)
+    dynamic = {phase: largest[phase].size_bytes for phase in PHASES[1:-1]}
+    return terms.breakdown(fixed_segments_gap_bytes(kept=kept, **dynamic))

@@ -101,6 +101,7 @@ class _Speeds:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._known: dict[tuple[int, str], Speeds] = {}
+        self._useful: dict[tuple[int, str], Speeds] = {}
         self._alike: dict[tuple[object, ...], Speeds] = {}
 
     def of_rows(self, run: Run, loss: str) -> Speeds:
@@ -117,8 +118,12 @@ class _Speeds:
 
     def useful(self, run: Run, loss: str) -> Speeds:
         """Tokens/s that are the samples' own."""
-        known = self._workload.data.real_fractions
-        return useful_speeds(self._workload, run.whole(loss)) if known else self.of_rows(run, loss)
+        if not self._workload.data.real_fractions:
+            return self.of_rows(run, loss)
+        found = self._useful.get((id(run), loss))
+        if found is None:
+            found = self._useful[id(run), loss] = useful_speeds(self._workload, run.whole(loss))
+        return found
 
 
 def _walk(

@@ -27,12 +27,13 @@ def moments_of_rank(trace: Trace, every: int) -> Trace:
     sections = [*_first_micro_batch(trace)]
     backward = [items for name, items in sections if name.startswith("backward")]
     layers = [items for name, items in sections if name.startswith("backward/")]  # a run of the full depth
-    layers = [_reduced(trace, one) for one in layers or [[one] for one in max(backward, key=len)]]
+    longest = max(backward, key=len)
+    layers = [_reduced(trace, one) for one in layers or [[one] for one in longest]]
     end, inside, before = len(layers) - 1, False, list[Item]()
     at_end = max(1, end - max(2, every))
     found: list[Item] = []
     for name, items in sections:
-        if name.startswith("backward/") or (name == "backward" and items is max(backward, key=len)):
+        if name.startswith("backward/") or (name == "backward" and items is longest):
             if not inside:
                 found += [*_gradients(trace, before), Phase(HEAD), Phase(FIRST), *layers[0]]
                 found += [Phase(TURN), *chain(*layers[1:at_end]), Phase(LAST), *chain(*layers[at_end:end])]
