@@ -7,17 +7,23 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workload import Workload
 from planner.models import catalogue
+from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
 from planner.planning.plan_request import PlanRequest
 from planner.planning.runs import WalkCache
 
 
+def loaded(name: str) -> ModelSpec:
+    """A model of the catalogue."""
+    found = catalogue.load(name)
+    assert found is not None
+    return found
+
+
 def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any) -> Workload:
     """A workload as the command line would make it."""
-    spec = catalogue.load(model)
-    assert spec is not None
     cluster = options.pop("cluster", None)
-    return PlanRequest(**options).workload(spec, find_gpu(gpu), cluster)
+    return PlanRequest(**options).workload(loaded(model), find_gpu(gpu), cluster)
 
 
 def known_of(workload: Workload) -> WalkCache:

@@ -25,6 +25,7 @@ from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.allowed import TARGET_SETS
 from tests.launch.tiny_models import TYPES, kind_of
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import fewer_setups, request
 
 SETUPS = fewer_setups()
@@ -223,13 +224,6 @@ def test_llamafactory_adapts_the_planned_matrices_or_nothing_is_written(name: st
         assert written in launch.refused
     else:
         assert yaml.safe_load(launch.files[0].text)["lora_target"] == written
-
-
-def loaded(name: str) -> ModelSpec:
-    """A catalogue model."""
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])

@@ -9,8 +9,6 @@ from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.options.stacks import written_by
 from planner.planning.answer import plan_workload
 from planner.planning.expressed import as_run, unwritten
@@ -22,6 +20,7 @@ from planner.setup import TrainSetup
 from planner.setup.allowed import ATTENTIONS, KERNEL_FAMILIES
 from planner.setup.interchange import to_jsonable
 from reports.rows import notes_of
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request, setups
 from tests.whole import paired
 
@@ -29,16 +28,10 @@ ONE_GPU_TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
-def model_of(name: str) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
-
-
 def plan_request(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed: tuple[object, ...]) -> Workload:
     card = find_gpu(gpu)
     return Workload(
-        model=model_of(name),
+        model=loaded(name),
         gpu=card,
         memory_bytes=card.memory_bytes,
         headroom_bytes=default_headroom_bytes(card.memory_bytes),
@@ -67,7 +60,7 @@ def test_what_a_target_makes_of_a_setup_it_runs_as_it_is(target: str) -> None:
 
 @pytest.mark.parametrize("target", sorted(EXPORTERS))
 def test_a_target_refuses_and_differs_as_its_files_say(target: str) -> None:
-    model = model_of("Qwen/Qwen3-8B")
+    model = loaded("Qwen/Qwen3-8B")
     for setup in setups()[::7]:
         launch, runs = EXPORTERS[target](request(setup, model=model)), TARGETS[target].as_run(setup, model)
         assert runs == (launch.refused or launch.runs_as(setup))

@@ -38,27 +38,21 @@ from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dic
 from planner.setup.packages import TESTED
 from planner.speed import speed_profile
 from planner.speed.roofline import throughput_profile
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request
 from tests.planner.launch_sweep import request
 
 GPU = find_gpu("rtx-4090")
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
-def load(name: str) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
-
-
 def unprofiled() -> ModelSpec:
     """Llama-3.1-8B as the closed forms see it: with a key of its own it has no profile and no program."""
-    model = load(LLAMA)
+    model = loaded(LLAMA)
     return replace(model, config={**model.config, "attention_dropout": 1e-9})
 
 
 def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
-    return activation_parts(load(name), GPU, setup).stored
+    return activation_parts(loaded(name), GPU, setup).stored
 
 
 def test_liger_keeps_what_its_functions_save() -> None:
@@ -96,7 +90,7 @@ def test_fewer_and_larger_kernels_need_no_more_memory_and_time(precision: str, c
     from planner.memory.model import predict_memory
 
     for name in (LLAMA, "qwen/qwen3-8b", "google/gemma-2-9b"):
-        model = load(name)
+        model = loaded(name)
         peaks, speeds = [], []
         for kernels in KERNELS:
             setup = TrainSetup(kernels=kernels, precision=precision, checkpointing=checkpointing, loss="chunked")
@@ -132,7 +126,7 @@ def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> 
     ],
 )
 def test_a_card_without_the_kernels_is_named(gpu: str, kernels: str, word: str) -> None:
-    reason = missing_kernels(load(LLAMA), find_gpu(gpu), TrainSetup(kernels=kernels))
+    reason = missing_kernels(loaded(LLAMA), find_gpu(gpu), TrainSetup(kernels=kernels))
     assert word in reason
     assert bool(reason) == bool(word)
 
@@ -162,7 +156,7 @@ def test_the_interchange_key_is_there_only_where_it_says_something() -> None:
 
 
 def text_of(target: str, model: str = LLAMA, **fields: Any) -> str:
-    launch = EXPORTERS[target](request(TrainSetup(**fields), model=load(model)))
+    launch = EXPORTERS[target](request(TrainSetup(**fields), model=loaded(model)))
     assert launch.files, launch.refused
     return launch.files[0].text
 
@@ -198,11 +192,11 @@ def test_launch_files_switch_on_what_was_planned(
 
 def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_line() -> None:
     for target in ("hf", "trl", "llamafactory"):
-        launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=load(LLAMA)))
+        launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=loaded(LLAMA)))
         assert "--target axolotl" in launch.refused
     from planner.frameworks.exporters.install import install_calls
 
-    planned = request(TrainSetup(kernels="liger", loss="chunked"), model=load(LLAMA))
+    planned = request(TrainSetup(kernels="liger", loss="chunked"), model=loaded(LLAMA))
     assert f"liger-kernel=={TESTED[LIGER]}" in install_calls(EXPORTERS["trl"](planned), planned)[0]
     pinned_by_axolotl = install_calls(EXPORTERS["axolotl"](planned), planned)[0]
     assert not any("liger" in one for one in pinned_by_axolotl)
@@ -225,12 +219,12 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     ],
 )  # fmt: skip
 def test_files_are_read_as_what_they_switch_on(text: str, name: str, kernels: str, loss: str) -> None:
-    setup = read_text(text, name, model=load(LLAMA)).setup
+    setup = read_text(text, name, model=loaded(LLAMA)).setup
     assert (setup.kernels, setup.loss) == (kernels, loss)
 
 
 def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and_a_note() -> None:
-    read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=load("openai-community/gpt2"))
+    read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=loaded("openai-community/gpt2"))
     assert read.setup.kernels == "eager"
     assert any("no layer kernels for gpt2" in one for one in read.assumptions)
 
@@ -265,8 +259,8 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
         assert alone.replace(**change).compiled
     eager = alone.replace(compile=False)
     assert (
-        predict_memory(load(LLAMA), GPU, alone).peak_device_bytes
-        == predict_memory(load(LLAMA), GPU, eager).peak_device_bytes
+        predict_memory(loaded(LLAMA), GPU, alone).peak_device_bytes
+        == predict_memory(loaded(LLAMA), GPU, eager).peak_device_bytes
     )
     both = [speed_profile(unprofiled(), GPU, one).step_time(one) for one in (alone, eager)]
     assert both[0].step_time_s == both[1].step_time_s
@@ -378,7 +372,7 @@ def test_the_flags_reach_the_setup(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_offloaded_checkpoints_leave_two_inputs_on_the_device() -> None:
     """By hand: 32 inputs of 1,024 tokens x 4,096 x 2 bytes become two; the recomputed layer gets its own back."""
     setup = TrainSetup(seq_len_tokens=1024)
-    here, away = (activation_parts(load(LLAMA), GPU, setup.replace(activation_offload=off)) for off in (False, True))
+    here, away = (activation_parts(loaded(LLAMA), GPU, setup.replace(activation_offload=off)) for off in (False, True))
     one = 2 * 1024 * 4096
     assert (here.stored["inputs"], away.stored["inputs"]) == (32 * one, 2 * one)
     assert away.recomputed - here.recomputed == one
@@ -415,10 +409,10 @@ def test_offloading_is_refused_where_nothing_is_checkpointed_or_an_engine_does_i
     ],
 )
 def test_every_tool_says_offloading_in_its_words_and_is_read_back(target: str, line: str) -> None:
-    launch = EXPORTERS[target](request(TrainSetup(activation_offload=True), model=load(LLAMA)))
+    launch = EXPORTERS[target](request(TrainSetup(activation_offload=True), model=loaded(LLAMA)))
     text = launch.files[0].text
     assert line in text
-    assert read_text(text, Path(launch.files[0].path).name, model=load(LLAMA)).setup.activation_offload
+    assert read_text(text, Path(launch.files[0].path).name, model=loaded(LLAMA)).setup.activation_offload
 
 
 def test_offloading_is_walked_where_checkpoints_are_large() -> None:
@@ -484,9 +478,9 @@ def test_a_gain_above_every_measured_one_widens_the_band() -> None:
 
 
 def test_axolotl_writes_and_reads_every_nth_layer() -> None:
-    launch = EXPORTERS["axolotl"](request(TrainSetup(checkpointing=4), model=load(LLAMA)))
+    launch = EXPORTERS["axolotl"](request(TrainSetup(checkpointing=4), model=loaded(LLAMA)))
     assert "every_n_layers: 4" in launch.files[0].text
-    assert read_text(launch.files[0].text, "axolotl.yaml", model=load(LLAMA)).setup.checkpointing == 4
+    assert read_text(launch.files[0].text, "axolotl.yaml", model=loaded(LLAMA)).setup.checkpointing == 4
 
 
 def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> None:
@@ -495,7 +489,7 @@ def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> 
     plain = TrainSetup(seq_len_tokens=4096)
     kept = plain.replace(selective_checkpointing=True)
     one = 4096 * (2 * 4096 + 4 * 32)
-    before, after = (activation_parts(load(LLAMA), GPU, setup) for setup in (plain, kept))
+    before, after = (activation_parts(loaded(LLAMA), GPU, setup) for setup in (plain, kept))
     assert after.stored["attention"] - before.stored["attention"] == 32 * one
     assert before.recomputed - after.recomputed == one
     again = [speed_profile(unprofiled(), GPU, setup).step_time(setup).parts_s for setup in (plain, kept)]
@@ -507,7 +501,7 @@ def test_torchtitans_selective_checkpointing_multiplies_no_second_product_again(
     """Llama's layer has seven products, q, k, v, o, gate, up, down: every second from q on is kept; of the others full
     fine-tuning would have stopped before the last. Dry runs of 2 x 4,096 tokens on an H100 are 70 and 121 ms shorter by
     it and by attention's, which is kept too."""
-    model, gpu = load(LLAMA), find_gpu("h100-sxm")
+    model, gpu = loaded(LLAMA), find_gpu("h100-sxm")
     full, lora = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"precision": "bf16-pure"}
     for fields, shorter in ((full, 0.078), (lora, 0.126)):
         plain = TrainSetup(stack="torchtitan", loss="full", micro_batch_seqs=2, seq_len_tokens=4096, **fields)
@@ -522,7 +516,9 @@ def test_packed_samples_are_one_row_to_sdpa() -> None:
     packed = TrainSetup(packing=True, seq_len_tokens=2048)
     for changes, times in (({}, 16), ({"attention": "flash-attention-2"}, 4), ({"stack": "torchtune"}, 4)):
         setups = [packed.replace(micro_batch_seqs=seqs, **changes) for seqs in (1, 4)]
-        one, four = (throughput_profile(load(LLAMA), GPU, each).step_time(each).parts_s["attention"] for each in setups)
+        one, four = (
+            throughput_profile(loaded(LLAMA), GPU, each).step_time(each).parts_s["attention"] for each in setups
+        )
         assert four == pytest.approx(times * one)
 
 
@@ -534,9 +530,9 @@ def test_selective_checkpointing_is_refused_where_nothing_would_be_kept() -> Non
 
 @pytest.mark.parametrize(("target", "line"), [("trl", "selective: true"), ("axolotl", "selective_checkpointing: true")])
 def test_selective_checkpointing_is_written_and_read_back(target: str, line: str) -> None:
-    launch = EXPORTERS[target](request(TrainSetup(selective_checkpointing=True), model=load(LLAMA)))
+    launch = EXPORTERS[target](request(TrainSetup(selective_checkpointing=True), model=loaded(LLAMA)))
     assert line in launch.files[0].text
-    assert read_text(launch.files[0].text, f"{target}.yaml", model=load(LLAMA)).setup.selective_checkpointing
+    assert read_text(launch.files[0].text, f"{target}.yaml", model=loaded(LLAMA)).setup.selective_checkpointing
 
 
 def test_selective_checkpointing_is_walked_for_long_sequences() -> None:

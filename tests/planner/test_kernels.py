@@ -16,24 +16,18 @@ from planner.memory.attention_kernels import (
     supported_attentions,
 )
 from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
 
 
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
-
-
 def kernel(name: str, gpu: str, dtype: str, **setup: object) -> str:
-    model = load(name)
+    model = loaded(name)
     attention = model.layer_kinds[0].attention
     assert attention is not None
     return attention_kernel(model, TrainSetup(**setup), find_gpu(gpu), attention, dtype)
@@ -75,7 +69,7 @@ FLASH_2: dict[str, Any] = {"attention": "flash-attention-2"}
 
 def test_flash_attention_checks_the_width_of_every_layer() -> None:
     """Gemma 4: local layers have heads of 256, global ones of 512; flash_api.cpp refuses above 256."""
-    gemma, gpu = load("google/gemma-4-31B-it"), find_gpu("h100-sxm")
+    gemma, gpu = loaded("google/gemma-4-31B-it"), find_gpu("h100-sxm")
     specs = {layer.attention for layer in gemma.layer_kinds if layer.attention is not None}
     found = {one.head_dim: attention_kernel(gemma, TrainSetup(**FLASH_2), gpu, one, "bf16") for one in specs}
     assert found == {256: "flash", 512: "eager"}
@@ -85,7 +79,7 @@ def test_flash_attention_checks_the_width_of_every_layer() -> None:
 
 def test_attention_sinks_need_a_kernel_with_their_gradient() -> None:
     """FA2 has none, vLLM's FA3 forward only; FA4 has it (flash_attn/cute/interface.py _flash_attn_bwd)."""
-    oss = load("openai/gpt-oss-20b")
+    oss = loaded("openai/gpt-oss-20b")
     assert [name for name in FLASH if not flash_refusal(oss, name)] == ["flash_attention_4"]
     assert supported_attentions(oss, find_gpu("h100-sxm")) == ("eager",)
     assert "sinks" in missing_kernels(oss, find_gpu("h100-sxm"), TrainSetup(**FLASH_2))
@@ -95,14 +89,14 @@ def test_attention_sinks_need_a_kernel_with_their_gradient() -> None:
                                                   ("openai/gpt-oss-20b", "flash-attention-2"),
                                                   ("google/gemma-2-2b", "sdpa")])  # fmt: skip
 def test_an_attention_that_cannot_train_the_model_cannot_be_asked_for(model: str, attention: str) -> None:
-    spec, gpu = load(model), find_gpu("a100-80gb")
+    spec, gpu = loaded(model), find_gpu("a100-80gb")
     with pytest.raises(UsageError, match="--attention cannot be kept"):
         dimension_values(PlanRequest(fixed={"attention": [attention]}).workload(spec, gpu))
 
 
 def test_no_plan_of_the_catalogue_has_an_attention_that_cannot_train_it() -> None:
     for entry in catalogue.entries():
-        model = load(entry.model_id)
+        model = loaded(entry.model_id)
         for gpu in ("t4", "rtx-4090", "h100-sxm"):
             for attention in supported_attentions(model, find_gpu(gpu)):
                 assert not missing_kernels(model, find_gpu(gpu), TrainSetup(attention=attention))
@@ -118,7 +112,7 @@ def test_masked_when_packed_or_the_window_is_no_longer_than_the_sequence() -> No
     """transformers skips the mask only where the keys are fewer than the window (`_ignore_causal_mask_sdpa`)."""
     attention = next(
         layer.attention
-        for layer in load("google/gemma-3-1b-it").layer_kinds
+        for layer in loaded("google/gemma-3-1b-it").layer_kinds
         if layer.attention is not None and layer.attention.window_tokens == 512
     )
     assert not masked(TrainSetup(seq_len_tokens=511), attention)
@@ -127,11 +121,11 @@ def test_masked_when_packed_or_the_window_is_no_longer_than_the_sequence() -> No
 
 
 def test_supported_attentions_follow_the_class_and_the_card() -> None:
-    llama, t4, a100 = load("meta-llama/llama-3.1-8b"), find_gpu("t4"), find_gpu("a100-80gb")
+    llama, t4, a100 = loaded("meta-llama/llama-3.1-8b"), find_gpu("t4"), find_gpu("a100-80gb")
     assert supported_attentions(llama, a100) == ("sdpa", "flash-attention-2", "eager")
     assert supported_attentions(llama, t4) == ("sdpa", "eager")
-    assert supported_attentions(load("google/gemma-2-2b"), a100) == ("flash-attention-2", "eager")
-    assert supported_attentions(load("bigscience/bloom-560m"), a100) == ("eager",)
+    assert supported_attentions(loaded("google/gemma-2-2b"), a100) == ("flash-attention-2", "eager")
+    assert supported_attentions(loaded("bigscience/bloom-560m"), a100) == ("eager",)
 
 
 def test_apple_gpus_train_with_the_math_kernel() -> None:
@@ -157,7 +151,7 @@ def test_apple_gpus_train_with_the_math_kernel() -> None:
     ],
 )
 def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], word: str) -> None:
-    reason = missing_kernels(load("meta-llama/llama-3.1-8b"), find_gpu(gpu), TrainSetup(**setup))
+    reason = missing_kernels(loaded("meta-llama/llama-3.1-8b"), find_gpu(gpu), TrainSetup(**setup))
     assert word in reason
     assert bool(reason) == bool(word)
 
@@ -165,7 +159,7 @@ def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
 def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: str) -> None:
     for entry in catalogue.entries():
-        model = load(entry.model_id)
+        model = loaded(entry.model_id)
         for attention in ("eager", "sdpa", "flash-attention-2"):
             setup = TrainSetup(attention=attention, loss="chunked")
             refused = EXPORTERS[target](request(setup, model=model)).refused
@@ -189,7 +183,7 @@ def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings
 
 def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
     """Axolotl docs/attention.qmd: recommended for Turing GPUs or below; SDPA has a mask there, or holds scores."""
-    model, gpu = load("meta-llama/llama-3.1-8b"), find_gpu("t4")
+    model, gpu = loaded("meta-llama/llama-3.1-8b"), find_gpu("t4")
     fixed = {"packing": (True,), "method": ("qlora",)}
     workload = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32, targets=("axolotl",)).workload(model, gpu)
     assert "xformers" in dimension_values(workload)["attention"]
@@ -211,7 +205,7 @@ def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
 
 def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     """Unsloth publishes for LoRA of gpt-oss-20b on 80 GB: about 9K tokens by eager attention, 60K by FlexAttention."""
-    gpt_oss, gpu = load("openai/gpt-oss-20b"), find_gpu("h100-sxm")
+    gpt_oss, gpu = loaded("openai/gpt-oss-20b"), find_gpu("h100-sxm")
     fixed = {"attention": ("flex-attention",)}
     long = plan_workload(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
     assert isinstance(long, Plan)
@@ -220,6 +214,6 @@ def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     assert isinstance(refused, NoPlan)
     assert "--attention flex-attention" in refused.remedies[0].action
     with pytest.raises(UsageError, match="attention sinks"):
-        plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/llama-3.1-8b"), gpu))
+        plan_workload(PlanRequest(fixed=fixed).workload(loaded("meta-llama/llama-3.1-8b"), gpu))
     launch = EXPORTERS["hf"](request(long.chosen.setup, model=gpt_oss))
     assert any("flex_attention" in file.text for file in launch.files)

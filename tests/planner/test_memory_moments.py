@@ -9,18 +9,12 @@ from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.memory.states import backward_gradients, halves_stay_apart, trained_parameters
 from planner.memory.step import computing, loss_parts
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 
 A100 = find_gpu("a100-80gb")
 FULL = {"method": "full", "lora_rank": 0}
-
-
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
 
 
 def dtypes(**fields: object) -> DtypePolicy:
@@ -44,18 +38,18 @@ def dtypes(**fields: object) -> DtypePolicy:
 )
 def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept: int, backward: int) -> None:
     types = dtypes(**fields)
-    found = eager_scores(types, load(name).traits, types.attention_input)
+    found = eager_scores(types, loaded(name).traits, types.attention_input)
     assert (found.kept, found.backward) == (kept, backward)
 
 
 def test_math_kernel_keeps_one_fp32_matrix() -> None:
-    found = math_scores(load("meta-llama/llama-3.1-8b").traits)
+    found = math_scores(loaded("meta-llama/llama-3.1-8b").traits)
     assert (found.kept, found.backward) == (4, 12)
 
 
 def test_the_cast_head_is_counted_once_whatever_the_loss() -> None:
     """Gemma-2B with the k-bit cast: one bf16 copy of 256000 x 2048; Liger adds its chunk and two hidden gradients."""
-    model = load("google/gemma-2b")
+    model = loaded("google/gemma-2b")
     head = 2 * 256000 * 2048
     assert model.head is not None
     assert model.head.num_weights == 256000 * 2048
@@ -69,7 +63,7 @@ def test_the_cast_head_is_counted_once_whatever_the_loss() -> None:
 
 def test_int8_inputs_of_a_parallel_block_are_kept_once() -> None:
     """Phi's attention and MLP read the same normed input: h = 2048, i = 8192, fp32 stream, per token and layer."""
-    model = load("microsoft/phi-1_5")
+    model = loaded("microsoft/phi-1_5")
     setup = TrainSetup(method="qlora", quantization="int8", seq_len_tokens=1000)
     pinned = activation_parts(model, A100, setup).stored["pinned"] / 1000 / model.num_layers
     # the shared input (fp32), the attention's output (bf16), the activated MLP (fp32)
@@ -77,7 +71,7 @@ def test_int8_inputs_of_a_parallel_block_are_kept_once() -> None:
 
 
 def test_a_tied_embeddings_halves_stay_apart_without_a_cast() -> None:
-    tied, untied = load("qwen/qwen2.5-0.5b"), load("qwen/qwen2.5-7b")
+    tied, untied = loaded("qwen/qwen2.5-0.5b"), loaded("qwen/qwen2.5-7b")
     pure = TrainSetup(**FULL, precision="bf16-pure")  # type: ignore[arg-type]
     assert halves_stay_apart(tied, pure)
     assert not halves_stay_apart(untied, pure)
@@ -88,7 +82,7 @@ def test_a_tied_embeddings_halves_stay_apart_without_a_cast() -> None:
 @pytest.mark.parametrize(("name", "copies"), [("qwen/qwen2.5-0.5b", 1), ("qwen/qwen2.5-7b", 0)])
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_the_embeddings_gradient_comes_last_and_alone(name: str, copies: int, accumulated: bool) -> None:
-    model = load(name)
+    model = loaded(name)
     setup = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=512, loss="chunked")  # type: ignore[arg-type]
     trained = trained_parameters(model, setup)
     assert computing(model, activation_parts(model, A100, setup))[-1].size_bytes == 0  # all activations are gone
@@ -100,7 +94,10 @@ def test_the_embeddings_gradient_comes_last_and_alone(name: str, copies: int, ac
 
 
 def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
-    model, setup = load("meta-llama/llama-3.1-8b"), TrainSetup(method="qlora", quantization="nf4", seq_len_tokens=2048)
+    model, setup = (
+        loaded("meta-llama/llama-3.1-8b"),
+        TrainSetup(method="qlora", quantization="nf4", seq_len_tokens=2048),
+    )
     parts = activation_parts(model, A100, setup)
     backward = [moment for moment in computing(model, parts) if moment.name in ("first", "last")]
     copies = {size for moment in backward for category, _, size in moment.terms if category == "dequantization"}
@@ -114,7 +111,7 @@ def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
 def test_an_encoder_decoders_backward_begins_with_all_its_activations() -> None:
     """Seldom its largest moment; without it the phase would be said to need less than it starts with."""
     setup = TrainSetup(seq_len_tokens=512, checkpointing=2, micro_batch_seqs=3, loss="chunked")
-    model = load("google-t5/t5-base")
+    model = loaded("google-t5/t5-base")
     kept = sum(activation_parts(model, A100, setup).stored.values())
     found = predict_memory(model, A100, setup)
     resident = sum(term.size_bytes for term in found.terms if "step" in term.phases and "backward" in term.phases)
@@ -126,7 +123,7 @@ def neo_layers(model: ModelSpec) -> int:
 
 
 def test_the_waiting_half_is_the_tied_tables_not_the_largest_ones() -> None:
-    model = load("google/gemma-4-e2b-it")  # its inputs of each layer are a larger table than the tied one
+    model = loaded("google/gemma-4-e2b-it")  # its inputs of each layer are a larger table than the tied one
     setup = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=512, loss="chunked")  # type: ignore[arg-type]
     trained = trained_parameters(model, setup)
     assert trained.embeddings > trained.head
@@ -138,7 +135,7 @@ def test_the_waiting_half_is_the_tied_tables_not_the_largest_ones() -> None:
 
 
 def test_a_single_head_of_keys_is_repeated_by_a_view() -> None:
-    model = load("google/gemma-3-270m")
+    model = loaded("google/gemma-3-270m")
     setup = TrainSetup(checkpointing=0, seq_len_tokens=1000)
     attention = model.layer_kinds[0].attention
     assert attention is not None
@@ -150,7 +147,7 @@ def test_a_single_head_of_keys_is_repeated_by_a_view() -> None:
 
 
 def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
-    model = load("google-t5/t5-base")
+    model = loaded("google-t5/t5-base")
     elements = 1024 * model.vocab_size
     pure = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=1024)  # type: ignore[arg-type]
     assert loss_parts(model, pure).backward_bytes == 6 * elements
@@ -158,7 +155,7 @@ def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
 
 
 def test_a_gelu_of_products_keeps_every_factor() -> None:
-    model = load("eleutherai/gpt-neox-20b")
+    model = loaded("eleutherai/gpt-neox-20b")
     setup = TrainSetup(precision="fp32", checkpointing=0, lora_targets="attention", seq_len_tokens=1000)
     kept = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
     assert kept == 7 * 4 * 4 * model.hidden_size
@@ -179,7 +176,7 @@ def test_a_gelu_of_products_keeps_every_factor() -> None:
 def test_attention_sinks_softmax_names_its_own_type(
     fields: dict[str, object], kept: int, forward: int, backward: int
 ) -> None:
-    types, model = dtypes(**fields), load("openai/gpt-oss-20b")
+    types, model = dtypes(**fields), loaded("openai/gpt-oss-20b")
     attention = model.layer_kinds[0].attention
     assert attention is not None
     assert attention.sinks
@@ -189,7 +186,7 @@ def test_attention_sinks_softmax_names_its_own_type(
 
 def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them() -> None:
     """Llama 4 Scout, 48 layers, 16 experts of 5120 x 8192 and a shared one: fp32 stacks leave bf16 copies."""
-    model = load("meta-llama/llama-4-scout-17b-16e")
+    model = loaded("meta-llama/llama-4-scout-17b-16e")
     cast = TrainSetup(
         method="qlora", quantization="nf4", kbit_fp32_cast=True, lora_targets="attention", checkpointing=0
     )

@@ -16,10 +16,9 @@ from planner.memory.states import trained_parameters
 from planner.memory.step import computing, fixed_segments_gap_bytes, loss_parts
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from tests.planner.helpers import loss_chain
+from tests.planner.helpers import loaded, loss_chain
 
 A100 = find_gpu("a100-80gb")
 TOKENS = 1000
@@ -37,14 +36,8 @@ MODELS = (
 )
 
 
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
-
-
 def stored_per_token(name: str, **fields: object) -> dict[str, float]:
-    model = load(name)
+    model = loaded(name)
     setup = TrainSetup(checkpointing=0, seq_len_tokens=TOKENS, **fields)  # type: ignore[arg-type]
     parts = activation_parts(model, A100, setup)
     return {part: size / TOKENS / model.num_layers for part, size in parts.stored.items()}
@@ -87,19 +80,19 @@ def test_composed_gelu_keeps_fp32_under_autocast() -> None:
 
 def test_quantized_layer_norm_models_have_an_fp32_stream() -> None:
     setup = TrainSetup(method="qlora", quantization="nf4", precision="bf16-autocast")
-    assert step_dtype_policy(load("openai-community/gpt2-large"), setup).residual == "fp32"
-    assert step_dtype_policy(load("meta-llama/llama-3.1-8b"), setup).residual == "bf16"
-    assert step_dtype_policy(load("allenai/olmo-7b-hf"), setup).residual == "bf16"  # its LayerNorm casts back
+    assert step_dtype_policy(loaded("openai-community/gpt2-large"), setup).residual == "fp32"
+    assert step_dtype_policy(loaded("meta-llama/llama-3.1-8b"), setup).residual == "bf16"
+    assert step_dtype_policy(loaded("allenai/olmo-7b-hf"), setup).residual == "bf16"  # its LayerNorm casts back
 
 
 def test_traits_of_known_classes() -> None:
     gpt2, gemma, star = (
-        load(name).traits for name in ("openai-community/gpt2", "google/gemma-2-2b", "bigcode/starcoder2-7b")
+        loaded(name).traits for name in ("openai-community/gpt2", "google/gemma-2-2b", "bigcode/starcoder2-7b")
     )
     assert (gpt2.norm, gpt2.attention_dropout, gpt2.residual_dropout) == ("layer", True, True)
     assert (gemma.norm, gemma.attention_dropout, gemma.residual_dropout) == ("rms-fp32", False, False)
     assert (star.attention_dropout, star.residual_dropout) == (True, True)
-    assert load("coherelabs/c4ai-command-r-v01").traits.norm == "layer-composed"
+    assert loaded("coherelabs/c4ai-command-r-v01").traits.norm == "layer-composed"
 
 
 def test_full_loss_chain_is_ten_then_twelve_bytes_per_logit() -> None:
@@ -127,18 +120,18 @@ def test_expert_adapters_have_peft_ranks() -> None:
     16 on gate_up (2048 + 2048) and rank 8 on down (1024 + 2048)."""
     setup = TrainSetup(method="lora", lora_rank=8, lora_targets="all-linear")
     layer = 4 * 8 * 4096 + 8 * (2048 + 64) + 64 * (16 * 4096 + 8 * 3072)
-    assert trained_parameters(load("allenai/olmoe-1b-7b-0924"), setup).num == 16 * layer
+    assert trained_parameters(loaded("allenai/olmoe-1b-7b-0924"), setup).num == 16 * layer
 
 
 def test_idle_towers_are_not_trained() -> None:
-    model = load("google/gemma-3-4b-it")
+    model = loaded("google/gemma-3-4b-it")
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure")
     assert 0 < trained_parameters(model, setup).num < model.num_params
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_is_the_largest_phase_of_its_terms(name: str) -> None:
-    found = predict_memory(load(name), A100, TrainSetup(method="qlora", quantization="nf4-double"))
+    found = predict_memory(loaded(name), A100, TrainSetup(method="qlora", quantization="nf4-double"))
     sums = {phase: sum(term.size_bytes for term in found.terms if phase in term.phases) for phase in found.phase_bytes}
     assert found.phase_bytes == sums
     assert found.peak_allocated_bytes == max(sums.values())
@@ -160,7 +153,7 @@ def test_peak_is_the_largest_phase_of_its_terms(name: str) -> None:
 def test_memory_never_falls(
     name: str, method: dict[str, str], attention: str, checkpointing: int, loss: str, micro: int, seq: int, rank: int
 ) -> None:
-    model = load(name)
+    model = loaded(name)
     base = TrainSetup(
         **method,  # type: ignore[arg-type]
         attention=attention, checkpointing=checkpointing, loss=loss, micro_batch_seqs=micro, seq_len_tokens=seq,
@@ -174,7 +167,7 @@ def test_memory_never_falls(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [0, 1, 2])
 def test_parts_are_affine_in_the_micro_batch(name: str, checkpointing: int) -> None:
-    model, setup = load(name), TrainSetup(checkpointing=checkpointing, seq_len_tokens=512, attention="eager")
+    model, setup = loaded(name), TrainSetup(checkpointing=checkpointing, seq_len_tokens=512, attention="eager")
     one, two, five = (activation_parts(model, A100, setup.replace(micro_batch_seqs=n)) for n in (1, 2, 5))
     for first, second, fifth in zip(*(computing(model, parts) for parts in (one, two, five)), strict=True):
         line = first.size_bytes + 4 * (second.size_bytes - first.size_bytes)
@@ -227,7 +220,7 @@ def test_modules_to_save_are_embeddings_and_heads() -> None:
 
 
 def test_only_quantized_matrices_are_unpacked() -> None:
-    model = load(MODELS[0])
+    model = loaded(MODELS[0])
     linear = model.layer_kinds[0].linears[0]
     assert dequantized_bytes(linear, TrainSetup(), "bf16") == 0
     quantized = TrainSetup(method="qlora", quantization="nf4")
@@ -235,5 +228,5 @@ def test_only_quantized_matrices_are_unpacked() -> None:
 
 
 def test_one_gpu_holds_the_first_and_the_last_layer() -> None:
-    (part,) = rank_parts(load(MODELS[0]), TrainSetup())
+    (part,) = rank_parts(loaded(MODELS[0]), TrainSetup())
     assert (part.first, part.last, part.num_ranks, part.in_flight) == (True, True, 1, 1)

@@ -11,11 +11,10 @@ from planner.core.errors import SetupError
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines.host import host_bytes_per_node
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
+from tests.planner.helpers import loaded
 
 FULL = TrainSetup(
     method="full", lora_rank=0, precision="bf16-autocast", checkpointing=1, loss="chunked", micro_batch_seqs=4,
@@ -24,16 +23,10 @@ FULL = TrainSetup(
 WAYS = (("fsdp2", "parameters"), ("zero3", "parameters"), ("zero3", "optimizer"), ("zero2", "optimizer"))
 
 
-def model(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(("parallel", "offload"), WAYS)
 def test_a_rank_of_one_holds_what_two_hold_together(parallel: str, offload: str) -> None:
     """The states on the host are all of them; on the card are fewer bytes than without, and PCIe costs time."""
-    llama, card = model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    llama, card = loaded("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
     one = FULL.replace(parallel=parallel, offload=offload)
     two = FULL.replace(parallel=parallel, offload=offload, num_gpus=2)
     assert host_bytes_per_node(llama, one, 1) == pytest.approx(host_bytes_per_node(llama, two, 1), rel=0.001)
@@ -68,7 +61,7 @@ def test_formula_and_dry_run_agree(checkpointing: int) -> None:
     pytest.importorskip("torch")
     from probes.dryrun.api import dry_run
 
-    qwen, card = model("Qwen/Qwen2.5-0.5B"), find_gpu("rtx-3060")
+    qwen, card = loaded("Qwen/Qwen2.5-0.5B"), find_gpu("rtx-3060")
     setup = FULL.replace(parallel="fsdp2", offload="parameters", micro_batch_seqs=2, checkpointing=checkpointing)
     found = dry_run(qwen, card, setup)
     assert isinstance(found, Prediction)

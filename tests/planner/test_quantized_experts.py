@@ -12,30 +12,23 @@ from planner.memory.attention_kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.memory.states import weight_bytes
 from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
 from planner.speed.roofline import CURRENT, throughput_profile
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request
 from tests.planner.launch_sweep import request
 
 QWEN, GPU = "qwen/qwen3-30b-a3b", find_gpu("rtx-4090")
 PACKED = TrainSetup(method="qlora", quantization="nf4", quantize_experts=True, lora_targets="attention")
 
 
-def load(name: str) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
-
-
 def test_experts_weigh_four_and_a_half_bits() -> None:
     """Qwen3-30B-A3B by hand: 48 layers of 128 experts, gate_up [1536, 2048] and down [2048, 768], in 16 bits or in 4
     with one fp32 scale per 64."""
-    model = load(QWEN)
+    model = loaded(QWEN)
     experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
     plain, packed = (weight_bytes(model, one)["layers"] for one in (PACKED.replace(quantize_experts=False), PACKED))
     assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
@@ -43,7 +36,7 @@ def test_experts_weigh_four_and_a_half_bits() -> None:
 
 def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
     """As above, one fp32 scale per row; Axolotl's README of GLM-4.7-Flash: about 35 GiB so, 24 in 4 bits."""
-    model = load(QWEN)
+    model = loaded(QWEN)
     rows, experts = 48 * 128 * (1536 + 2048), 48 * 128 * (1536 * 2048 + 2048 * 768)
     eight = PACKED.replace(quantization="int8")
     plain, packed = (weight_bytes(model, one)["layers"] for one in (eight.replace(quantize_experts=False), eight))
@@ -53,7 +46,7 @@ def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
 
 
 def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_time() -> None:
-    model = load(QWEN)
+    model = loaded(QWEN)
     layer = 2 * 128 * (1536 * 2048 + 2048 * 768)
     for checkpointing, layers in ((0, 48), (1, 0)):
         setup = PACKED.replace(checkpointing=checkpointing)
@@ -65,7 +58,7 @@ def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_tim
 
 
 def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> None:
-    model = load(QWEN)
+    model = loaded(QWEN)
     plain, packed = (
         speed_profile(model, GPU, one).step_time(one) for one in (PACKED.replace(quantize_experts=False), PACKED)
     )
@@ -85,7 +78,7 @@ def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> No
     ],
 )
 def test_what_cannot_run_is_named(model: str, gpu: str, setup: TrainSetup, words: str) -> None:
-    reason = missing_kernels(load(model), find_gpu(gpu), setup)
+    reason = missing_kernels(loaded(model), find_gpu(gpu), setup)
     assert words in reason
     assert bool(reason) == bool(words)
 
@@ -101,10 +94,10 @@ def test_impossible_combinations_cannot_be_built(fields: dict[str, object]) -> N
 
 
 def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by_name() -> None:
-    asked = request(PACKED.replace(loss="chunked"), model=load(QWEN))
+    asked = request(PACKED.replace(loss="chunked"), model=loaded(QWEN))
     text = EXPORTERS["axolotl"](asked).files[0].text
     assert "quantize_moe_experts: true" in text
-    assert read_text(text, "axolotl.yaml", model=load(QWEN)).setup.quantize_experts
+    assert read_text(text, "axolotl.yaml", model=loaded(QWEN)).setup.quantize_experts
     for target in ("trl", "hf", "llamafactory", "unsloth"):
         assert "Axolotl and Loggetta alone" in EXPORTERS[target](asked).refused
     assert EXPORTERS["torchtitan"](asked).refused
@@ -129,7 +122,7 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     plan = plan_workload(plan_request("openai/gpt-oss-20b"))
     assert isinstance(plan, Plan)
     assert plan.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
-    assert plan.workload.model == load("unsloth/gpt-oss-20b-bf16")
+    assert plan.workload.model == loaded("unsloth/gpt-oss-20b-bf16")
     assert plan.workload.targets == ("axolotl",)
     assert plan.chosen.setup.quantize_experts
     assert plan.chosen.verdict == "fits"
@@ -150,7 +143,7 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
 
 def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
     """transformers' grouped product is not autocast's: with fp32 masters it is several times slower, as notes say."""
-    model, card = load(QWEN), find_gpu("h200")
+    model, card = loaded(QWEN), find_gpu("h200")
     mixed = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=4, checkpointing=1)
     slow, fast = (
         throughput_profile(model, card, one, conditions=CURRENT).step_time(one)

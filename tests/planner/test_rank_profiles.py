@@ -14,8 +14,6 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of, predict_memory
 from planner.memory.profiles import GRADIENTS
 from planner.memory.ranks import rank_step
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
 from planner.planning.decision.facts import Limits
 from planner.planning.decision.layouts import layouts
@@ -23,17 +21,11 @@ from planner.planning.evidence.bands import memory_band, profile_band
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request
 
 GPU = find_gpu("a100-80gb")
 FROZEN = Path("benchmarks/data/spread_dry_runs.jsonl")
 LLAMA = "meta-llama/llama-3.1-8b"
-
-
-def _model(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(("parallel", "median", "worst"), [("fsdp2", 2e-4, 0.015), ("zero1", 2e-4, 0.03)])
@@ -42,7 +34,7 @@ def test_shipped_profiles_are_the_frozen_dry_runs(parallel: str, median: float, 
     for row in map(json.loads, FROZEN.read_text().splitlines()):
         if row["setup"]["parallel"] != parallel or "allocated" not in row:
             continue
-        model, setup = _model(row["model"]), setup_from_dict(row["setup"])
+        model, setup = loaded(row["model"]), setup_from_dict(row["setup"])
         found = memory_of(model, GPU, setup)[0].breakdown
         if found.profiled:
             errors.append(abs(found.peak_allocated_bytes / row["allocated"] - 1))
@@ -66,7 +58,7 @@ def test_a_walk_over_shards_says_what_each_setup_does() -> None:
 def test_weights_that_are_gathered_and_freed_leave_holes() -> None:
     setup = TrainSetup(kernels="liger", num_gpus=8, parallel="fsdp2", checkpointing=1)
     alone, kept, fixed = (
-        memory_of(_model(LLAMA), GPU, one)[0].breakdown.allocator_gap_bytes
+        memory_of(loaded(LLAMA), GPU, one)[0].breakdown.allocator_gap_bytes
         for one in (setup, setup.replace(reshard_after_forward=False), setup.replace(expandable_segments=False))
     )
     assert alone - kept > 400 << 20  # a layer of 416 MiB, and a third of the table
@@ -75,7 +67,7 @@ def test_weights_that_are_gathered_and_freed_leave_holes() -> None:
 
 def test_an_engine_that_takes_each_gradient_as_it_comes_has_a_layers_nowhere() -> None:
     base = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "kernels": "liger", "num_gpus": 4}
-    step = {one: rank_step(_model(LLAMA), GPU, TrainSetup(**base, parallel=one)) for one in ("fsdp2", "zero3")}
+    step = {one: rank_step(loaded(LLAMA), GPU, TrainSetup(**base, parallel=one)) for one in ("fsdp2", "zero3")}
     alive = {
         name: {group[0] for group in one.groups_at("turn", 2, accumulated=False)}
         for name, one in step.items()
@@ -94,11 +86,11 @@ def test_an_engine_that_takes_each_gradient_as_it_comes_has_a_layers_nowhere() -
     ],
 )
 def test_what_no_profile_of_ranks_shows_is_left_to_the_closed_forms(fields: dict[str, str]) -> None:
-    assert rank_step(_model(LLAMA), GPU, TrainSetup(num_gpus=4, kernels="liger", **fields)) is None
+    assert rank_step(loaded(LLAMA), GPU, TrainSetup(num_gpus=4, kernels="liger", **fields)) is None
 
 
 def test_the_band_of_a_sharded_rank_is_narrower_by_its_profile() -> None:
-    model, setup = _model(LLAMA), TrainSetup(num_gpus=4, parallel="fsdp2")
+    model, setup = loaded(LLAMA), TrainSetup(num_gpus=4, parallel="fsdp2")
     assert profile_band(setup) < memory_band(model, setup)
     assert profile_band(setup.replace(parallel="zero2")) == memory_band(model, setup.replace(parallel="zero2"))
 
@@ -107,6 +99,6 @@ def test_the_band_of_a_sharded_rank_is_narrower_by_its_profile() -> None:
 def test_the_reserve_of_a_walked_rank_is_its_profiles_where_it_has_one(kernels: str, band: float) -> None:
     """Fused adapters are in fp32, of which no rank has a profile."""
     setup = TrainSetup(num_gpus=8, parallel="fsdp2", kernels=kernels, checkpointing=1, stack="axolotl")
-    limits = Limits(_model(LLAMA), 76 << 30, gpu=GPU)
+    limits = Limits(loaded(LLAMA), 76 << 30, gpu=GPU)
     assert limits.bytes_with_margin(setup) == pytest.approx((76 << 30) / (1 + band))
-    assert memory_of(_model(LLAMA), GPU, setup)[0].breakdown.profiled == (band < 0.08)
+    assert memory_of(loaded(LLAMA), GPU, setup)[0].breakdown.profiled == (band < 0.08)

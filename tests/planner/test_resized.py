@@ -6,7 +6,6 @@ import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.memory.profiles import structure_key
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, structure_of
 from planner.setup import TrainSetup
@@ -15,6 +14,7 @@ from planner.speed.prices import needed_flops
 from planner.speed.rates import card_rates
 from planner.speed.sized import Sized, program_speed
 from planner.speed.step_program import ModelPrograms, StepProgram, flat, programs_of, spaced
+from tests.planner.helpers import loaded
 
 H100 = find_gpu("h100-sxm")
 SEQS, TOKENS, RANK = 2, 1024, 16
@@ -29,12 +29,6 @@ SHARING = (
     "microsoft/phi-2", "microsoft/Phi-4-mini-instruct", "EleutherAI/pythia-1b", "tiiuae/falcon-40b",
     "facebook/opt-350m",
 )  # fmt: skip
-
-
-def loaded(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
 
 
 def programs(model: ModelSpec) -> ModelPrograms:

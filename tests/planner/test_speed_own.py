@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from finetune_planner.cli import calibrate as command
 from planner.core.errors import UsageError
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
 from planner.speed.own import band_of, calibrate
@@ -24,6 +22,7 @@ from planner.speed.roofline import Calibration, load_calibration
 from planner.speed.roofline.calibration import calibration_from_dict
 from planner.speed.roofline.points import Point, log_errors, read_points
 from planner.speed.sized import program_speed
+from tests.planner.helpers import loaded
 
 pytest.importorskip("scipy")
 
@@ -39,18 +38,12 @@ SETUPS = (
 )
 
 
-def spec(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
-
-
 def made_by(truth: Calibration, *, models: Sequence[str] = MODELS, group: str = "") -> list[Point]:
     """Points whose speeds the given constants predict exactly."""
     points = []
     for name in models:
         for setup in SETUPS:
-            blank = Point(model=spec(name), gpu=A100, setup=setup, tokens_per_s=1.0, group=group or name)
+            blank = Point(model=loaded(name), gpu=A100, setup=setup, tokens_per_s=1.0, group=group or name)
             speed = exp(log_errors([blank], truth)[0])
             points.append(replace(blank, tokens_per_s=speed, labels={"model": name}))
     return points
@@ -86,7 +79,7 @@ def test_one_odd_row_bends_nothing() -> None:
 
 def test_programs_are_held_against_measurements_too() -> None:
     """A model that ships programs: what a card's own number says goes into them."""
-    model, h200 = spec("Qwen/Qwen3-8B"), find_gpu("h200")
+    model, h200 = loaded("Qwen/Qwen3-8B"), find_gpu("h200")
     lora = TrainSetup(micro_batch_seqs=4, seq_len_tokens=2048, lora_rank=16, kernels="liger", loss="chunked")
     full = lora.replace(method="full", precision="bf16-mixed", lora_rank=0, checkpointing=1)
     points = []
@@ -152,7 +145,7 @@ def test_read_points_takes_both_forms_and_counts_the_rest() -> None:
         json.dumps({"model": MODELS[0], "gpu": "no-such-card", "tokens_per_s": 5}),
         json.dumps({"model": MODELS[0], "gpu": "a100-80gb", "tokens_per_s": 5, "conditions": {"magic": True}}),
     ]
-    read = read_points(lines, find_model=spec, find_gpu=find_gpu)
+    read = read_points(lines, find_model=loaded, find_gpu=find_gpu)
     assert len(read.points) == len(points) + 2
     assert sum(read.left_out.values()) == 10
     assert read.left_out["measured on a CPU"] == 1

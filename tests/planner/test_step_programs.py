@@ -7,8 +7,6 @@ import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.memory.profiles import structure_key
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed import family_speeds, speed_profile
 from planner.speed.roofline import CURRENT, ThroughputProfile, throughput_profile
@@ -27,13 +25,7 @@ from planner.speed.step_program import (
     save_programs,
 )
 from planner.speed.timeline import IDLE, JOIN, QUEUE_S, Course, course_of, issue_of
-
-
-def loaded(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
-
+from tests.planner.helpers import loaded
 
 MODEL = loaded("meta-llama/Llama-3.2-1B")
 H200 = find_gpu("h200")

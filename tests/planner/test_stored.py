@@ -17,26 +17,23 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
 
 STORED = {"openai/gpt-oss-20b": "mxfp4", "openai/gpt-oss-120b": "mxfp4", "deepseek-ai/DeepSeek-V3": "fp8"}
 LORA = TrainSetup(attention="eager", loss="full")
 
 
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
-
-
 def test_the_catalogue_says_which_models_are_published_quantized() -> None:
-    found = {entry.model_id: method for entry in catalogue.entries() if (method := stored_method(load(entry.model_id)))}
+    found = {
+        entry.model_id: method for entry in catalogue.entries() if (method := stored_method(loaded(entry.model_id)))
+    }
     assert found == STORED
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_every_file_loads_them_dequantized_or_is_refused(name: str) -> None:
-    model = load(name)
+    model = loaded(name)
     wanted = dequantizing_class(model)
     assert wanted in ("Mxfp4Config", "FineGrainedFP8Config")
     script = EXPORTERS["hf"](request(LORA, model=model)).files[0].text
@@ -53,14 +50,14 @@ def test_every_file_loads_them_dequantized_or_is_refused(name: str) -> None:
 
 def test_llama_factory_forces_a_kernel_without_gradients_of_sinks() -> None:
     """LLaMA-Factory 0.9.5 model_utils/attention.py takes vllm-flash-attn3 for gpt_oss whatever flash_attn says."""
-    assert "attention sinks" in EXPORTERS["llamafactory"](request(LORA, model=load("openai/gpt-oss-20b"))).refused
-    other = EXPORTERS["llamafactory"](request(LORA, model=load("deepseek-ai/DeepSeek-V3"))).refused
+    assert "attention sinks" in EXPORTERS["llamafactory"](request(LORA, model=loaded("openai/gpt-oss-20b"))).refused
+    other = EXPORTERS["llamafactory"](request(LORA, model=loaded("deepseek-ai/DeepSeek-V3"))).refused
     assert "attention sinks" not in other
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_they_are_never_planned_with_a_quantized_base(name: str) -> None:
-    model, gpu = load(name), find_gpu("h100-sxm")
+    model, gpu = loaded(name), find_gpu("h100-sxm")
     assert dimension_values(PlanRequest().workload(model, gpu))["method"] == ("full", "lora")
     with pytest.raises(UsageError, match="cannot quantize again"):
         dimension_values(PlanRequest(fixed={"method": ["qlora"]}).workload(model, gpu))
@@ -73,7 +70,7 @@ def test_they_are_never_planned_with_a_quantized_base(name: str) -> None:
 
 def test_memory_counts_the_experts_in_16_bits() -> None:
     """20.9 B parameters: 38.96 GiB of bf16 weights, not the 12.8 GiB of the published file."""
-    model = load("openai/gpt-oss-20b")
+    model = loaded("openai/gpt-oss-20b")
     terms = predict(model, find_gpu("h100-sxm"), LORA).terms
     weights = sum(term.size_bytes for term in terms if term.name.startswith("weights"))
     assert weights == pytest.approx(2 * model.num_params, rel=1e-3)
@@ -96,7 +93,7 @@ https://github.com/vllm-project/vllm/pull/12974), and one matrix more."""
 
 
 def published(name: str, stored: dict[str, object]) -> ModelSpec:
-    config = {**load(name).config, "quantization_config": stored}
+    config = {**loaded(name).config, "quantization_config": stored}
     return spec_from_config(config, model_id=f"{name}-bnb-4bit", source="a test")
 
 
@@ -111,7 +108,7 @@ def test_what_a_4_bit_checkpoint_keeps_in_16_bits_weighs_16_bits() -> None:
     assert dynamic.num_params == plain.num_params
     assert len(dynamic.layer_kinds) == 3
     assert [index for index, kind in enumerate(dynamic.layer_order) if kind] == [1, 2]
-    assert weight_bytes(plain, setup) == weight_bytes(load("meta-llama/Llama-3.1-8B"), setup)
+    assert weight_bytes(plain, setup) == weight_bytes(loaded("meta-llama/Llama-3.1-8B"), setup)
 
 
 def test_a_name_is_no_part_of_a_number() -> None:
@@ -133,7 +130,7 @@ def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
 
 def test_a_base_of_which_nothing_is_quantized_is_not_planned_quantized() -> None:
     """Falcon's layers are a class of its own, which bitsandbytes leaves in 16 bits."""
-    falcon, gpu = load("tiiuae/falcon-7b"), find_gpu("rtx-4090")
+    falcon, gpu = loaded("tiiuae/falcon-7b"), find_gpu("rtx-4090")
     assert dimension_values(PlanRequest().workload(falcon, gpu))["quantization"] == ("none",)
     with pytest.raises(UsageError, match="quantizes no matrix of falcon"):
         dimension_values(PlanRequest(fixed={"method": ("qlora",)}).workload(falcon, gpu))
@@ -142,4 +139,4 @@ def test_a_base_of_which_nothing_is_quantized_is_not_planned_quantized() -> None
 @pytest.mark.parametrize("names", [None, "lm_head", [], [1, None, ""], ["(a+)+$"] * 6000])
 def test_a_strange_list_is_no_list(names: object) -> None:
     model = published("meta-llama/Llama-3.1-8B", {**DYNAMIC, "llm_int8_skip_modules": names})
-    assert model.layer_kinds == load("meta-llama/Llama-3.1-8B").layer_kinds
+    assert model.layer_kinds == loaded("meta-llama/Llama-3.1-8B").layer_kinds

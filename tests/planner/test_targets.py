@@ -4,7 +4,6 @@ import pytest
 
 from planner.core.errors import SetupError
 from planner.models import catalogue, matching
-from planner.models.spec import ModelSpec
 from planner.models.targets import (
     adapts_expert_stacks,
     attention_target_names,
@@ -16,14 +15,9 @@ from planner.models.targets import (
     peft_target_modules,
     unmatched_targets,
 )
+from tests.planner.helpers import loaded
 
 ALL_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
 
 
 @pytest.mark.parametrize(
@@ -38,12 +32,12 @@ def load(name: str) -> ModelSpec:
     ],
 )
 def test_num_lora_params_golden(name: str, targets: str | tuple[str, ...], rank: int, expected: int) -> None:
-    assert num_lora_params(load(name), targets, rank) == expected
+    assert num_lora_params(loaded(name), targets, rank) == expected
 
 
 def test_counts_grow_with_rank_and_with_targets() -> None:
     for name in catalogue.names():
-        model = load(name)
+        model = loaded(name)
         attention, everything = (num_lora_params(model, targets, 8) for targets in ("attention", "all-linear"))
         assert 0 < attention <= everything, name
         assert num_lora_params(model, "all-linear", 16) == 2 * everything, name
@@ -52,25 +46,25 @@ def test_counts_grow_with_rank_and_with_targets() -> None:
 def test_explicit_attention_names_adapt_what_attention_adapts() -> None:
     """But for idle encoders, whose modules may carry the same names."""
     for name in catalogue.names():
-        model = load(name)
+        model = loaded(name)
         if not model.idle_layers:
             names = attention_target_names(model)
             assert num_lora_params(model, names, 4) == num_lora_params(model, "attention", 4), name
 
 
 def test_the_seven_usual_names_are_all_linear_for_llama() -> None:
-    model = load("meta-llama/Llama-3.1-8B")
+    model = loaded("meta-llama/Llama-3.1-8B")
     assert num_lora_params(model, ALL_SEVEN, 16) == num_lora_params(model, "all-linear", 16)
 
 
 def test_attention_names_stay_unambiguous() -> None:
-    assert attention_target_names(load("gpt2")) == ("c_attn", "attn.c_proj")
-    assert attention_target_names(load("microsoft/Phi-3-mini-4k-instruct")) == ("o_proj", "qkv_proj")
-    assert attention_target_names(load("tiiuae/falcon-7b")) == ("query_key_value", "dense")
+    assert attention_target_names(loaded("gpt2")) == ("c_attn", "attn.c_proj")
+    assert attention_target_names(loaded("microsoft/Phi-3-mini-4k-instruct")) == ("o_proj", "qkv_proj")
+    assert attention_target_names(loaded("tiiuae/falcon-7b")) == ("query_key_value", "dense")
 
 
 def test_names_match_by_suffix_at_a_dot() -> None:
-    model = load("gpt2")
+    model = loaded("gpt2")
     both = num_lora_params(model, ("c_proj",), 8)
     assert num_lora_params(model, ("attn.c_proj",), 8) + num_lora_params(model, ("mlp.c_proj",), 8) == both
     with pytest.raises(SetupError):
@@ -80,19 +74,19 @@ def test_names_match_by_suffix_at_a_dot() -> None:
 
 
 def test_the_head_can_be_named_and_is_never_in_all_linear() -> None:
-    model = load("Qwen/Qwen2.5-7B")
+    model = loaded("Qwen/Qwen2.5-7B")
     head = num_lora_params(model, ("lm_head",), 8)
     assert head == 8 * (3584 + 152064)
     assert num_lora_params(model, (*ALL_SEVEN, "lm_head"), 8) == num_lora_params(model, "all-linear", 8) + head
 
 
 def test_outer_projections_belong_to_all_linear() -> None:
-    kinds = [layer.kind for layer, _, _ in lora_linears(load("facebook/opt-350m"), "all-linear")]
+    kinds = [layer.kind for layer, _, _ in lora_linears(loaded("facebook/opt-350m"), "all-linear")]
     assert kinds == ["full", "outer"]
 
 
 def test_idle_towers_are_in_all_linear_and_not_in_attention() -> None:
-    model = load("google/gemma-3-4b-it")
+    model = loaded("google/gemma-3-4b-it")
     idle = [layer for layer, _ in model.idle_layers]
     assert any(layer in idle for layer, _, _ in lora_linears(model, "all-linear"))
     assert not any(layer in idle for layer, _, _ in lora_linears(model, "attention"))
@@ -102,7 +96,7 @@ def test_idle_towers_are_in_all_linear_and_not_in_attention() -> None:
 
 
 def test_peft_target_modules_are_short_names_where_nothing_is_idle() -> None:
-    model = load("meta-llama/Llama-3.1-8B")
+    model = loaded("meta-llama/Llama-3.1-8B")
     assert peft_target_modules(model, "attention") == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert peft_target_modules(model, "all-linear") == "all-linear"
     assert peft_target_modules(model, ("q_proj",)) == ["q_proj"]
@@ -110,7 +104,7 @@ def test_peft_target_modules_are_short_names_where_nothing_is_idle() -> None:
 
 def test_all_linear_adapts_expert_stacks_of_converted_types_at_double_rank() -> None:
     """Golden: shapes printed by peft 0.21.2 for Qwen3-30B-A3B at rank 8 (2048 = 128 experts x 16)."""
-    model = load("Qwen/Qwen3-30B-A3B")
+    model = loaded("Qwen/Qwen3-30B-A3B")
     ((_, num, linears),) = lora_linears(model, "all-linear")
     assert num == 48
     stacks = {one.role: one for one in linears if one.module == "parameter"}
@@ -124,14 +118,14 @@ def test_all_linear_adapts_expert_stacks_of_converted_types_at_double_rank() -> 
 
 def test_experts_of_other_types_stay_untouched() -> None:
     for name in ("openai/gpt-oss-20b", "microsoft/Phi-3.5-MoE-instruct", "Qwen/Qwen1.5-MoE-A2.7B"):
-        assert not adapts_expert_stacks(load(name), "all-linear"), name
+        assert not adapts_expert_stacks(loaded(name), "all-linear"), name
 
 
 def test_half_of_a_fused_expert_stack_is_refused() -> None:
     with pytest.raises(SetupError, match="one half"):
-        lora_linears(load("Qwen/Qwen3-30B-A3B"), ("q_proj", "gate_proj"))
+        lora_linears(loaded("Qwen/Qwen3-30B-A3B"), ("q_proj", "gate_proj"))
     with pytest.raises(SetupError, match="one half"):
-        lora_linears(load("mistralai/Mixtral-8x7B-v0.1"), ("w1",))
+        lora_linears(loaded("mistralai/Mixtral-8x7B-v0.1"), ("w1",))
 
 
 @pytest.mark.parametrize(
@@ -149,23 +143,23 @@ def test_half_of_a_fused_expert_stack_is_refused() -> None:
 )
 def test_what_matches_nothing_or_cannot_be_adapted_is_refused(name: str, targets: str | tuple[str, ...]) -> None:
     with pytest.raises(SetupError) as error:
-        lora_linears(load(name), targets)
+        lora_linears(loaded(name), targets)
     assert error.value.hint
 
 
 def test_the_refusal_lists_what_there_is() -> None:
     with pytest.raises(SetupError) as error:
-        lora_linears(load("gpt2"), ("q_proj",))
+        lora_linears(loaded("gpt2"), ("q_proj",))
     assert "c_attn, c_proj, c_fc" in error.value.hint
-    assert "lm_head" in available_names(load("gpt2"))
-    assert "w1" in available_names(load("mistralai/Mixtral-8x7B-v0.1"))
+    assert "lm_head" in available_names(loaded("gpt2"))
+    assert "w1" in available_names(loaded("mistralai/Mixtral-8x7B-v0.1"))
 
 
 def test_unmatched_targets_are_named() -> None:
-    phi3 = load("microsoft/Phi-3-mini-4k-instruct")
+    phi3 = loaded("microsoft/Phi-3-mini-4k-instruct")
     assert unmatched_targets(phi3, ALL_SEVEN) == ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     assert unmatched_targets(phi3, "all-linear") == ()
-    assert unmatched_targets(load("Qwen/Qwen3-30B-A3B"), ALL_SEVEN) == ()
+    assert unmatched_targets(loaded("Qwen/Qwen3-30B-A3B"), ALL_SEVEN) == ()
 
 
 def test_a_pattern_that_would_match_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,12 @@ from planner.setup import TrainSetup  # noqa: E402
 from probes.stack.adapters import target_modules  # noqa: E402
 from probes.stack.build import bare_model  # noqa: E402
 from probes.stack.configs import load_config, num_layers, truncated_config  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
 from tests.planner.launch_sweep import request  # noqa: E402
 from tests.whole import some  # noqa: E402
 
 FIRST_OF_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
 DEPTH = 4
-
-
-def load(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
 
 
 def chosen(names: set[str], targets: str | list[str]) -> set[str]:
@@ -74,7 +69,7 @@ def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) 
     """204 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
     differing, refused = [], []
     for entry in some(catalogue.entries(), 3):
-        model = load(entry.model_id)
+        model = loaded(entry.model_id)
         names = emitted(model, target)
         if names is None:
             refused.append(entry.model_id)
@@ -90,7 +85,7 @@ def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) 
 def test_the_dry_run_adapts_what_was_planned(model_type: str) -> None:
     """On the module tree that transformers builds, at a depth that still has every kind of layer's names."""
     entry = FIRST_OF_TYPE[model_type]
-    spec = load(entry.model_id)
+    spec = loaded(entry.model_id)
     config = load_config(entry.config)
     config = truncated_config(config, min(DEPTH, num_layers(config)))
     model: Any = bare_model(config, torch.bfloat16, "eager")

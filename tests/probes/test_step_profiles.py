@@ -21,7 +21,6 @@ from planner.memory.profiles import (
     structure_key,
 )
 from planner.memory.rank_part import rank_parts
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
@@ -34,6 +33,7 @@ from probes.tracing.profile_builder import ProfileBuilder, asked_structures
 from probes.tracing.programs import ProgramBuilder
 from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
 from probes.tracing.structures import Span, spans
+from tests.planner.helpers import loaded
 from tests.whole import some
 
 GPU = find_gpu("a100-80gb")
@@ -41,15 +41,9 @@ SMALL = "HuggingFaceTB/SmolLM2-135M"
 POINTS = [Point(7, 1664, 24, 4096), Point(3, 1152, 40, 3456), Point(5, 2176, 56, 4096)]
 
 
-def _model(name: str) -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
-
-
 @cache
 def _builder(name: str) -> ProfileBuilder:
-    return ProfileBuilder(_model(name))
+    return ProfileBuilder(loaded(name))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +114,7 @@ def _against_dry_run(profile: StepProfile, model: ModelSpec, setup: TrainSetup) 
     ids=lambda fields: fields.get("method", "lora"),
 )
 def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, Any]) -> None:
-    model, setup = _model(SMALL), TrainSetup(**fields)
+    model, setup = loaded(SMALL), TrainSetup(**fields)
     profile = _builder(SMALL).profile(setup, GPU)
     for micro, steps, tokens, rank in ((4, 4, 2048, 8),):
         sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
@@ -132,7 +126,7 @@ def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, A
 
 def test_a_profile_of_ranks_is_the_dry_run_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a layer's gradients, which are most of what a short micro-batch's backward holds."""
-    model = _model(SMALL)
+    model = loaded(SMALL)
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", loss="chunked", num_gpus=4, parallel="fsdp2")
     setup = setup.replace(micro_batch_seqs=2, seq_len_tokens=1536)
     profile = ProfileBuilder(model, of_rank=True).profile(engine_of(setup).computes(setup), GPU)
@@ -149,7 +143,7 @@ def test_a_profile_of_ranks_is_the_dry_run_of_one(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_put_together_is_what_is_run() -> None:
     """Liger's loss behind every second layer, and a base with quantized scales, from runs of others."""
-    model, builder = _model(SMALL), ProfileBuilder(_model(SMALL))
+    model, builder = loaded(SMALL), ProfileBuilder(loaded(SMALL))
     base = TrainSetup(method="qlora", quantization="nf4", kernels="liger")
     asked = {
         str(number): (base.replace(quantization=quantization, loss=loss, checkpointing=every), GPU)
@@ -185,7 +179,7 @@ SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3
 @pytest.mark.parametrize("name", some(SHARED, 3))
 def test_shipped_profiles_are_those_of_fresh_runs(name: str) -> None:
     """One structure of each, another for each; `tools/build_profiles.py --check` takes others."""
-    model = replace(_model(name))
+    model = replace(loaded(name))
     asked = sorted(asked_structures(model, ("a100-80gb",)).items())
     setup, gpu = asked[(7 + 31 * SHARED.index(name)) % len(asked)][1]
     found = [*deviations(model, gpu, setup)]
@@ -210,7 +204,7 @@ def test_the_command_makes_profiles_for_this_user(
     for module in (profile_store, step_program):
         monkeypatch.setattr(module, "user_directory", lambda: tmp_path)
     setup = TrainSetup(loss="chunked", kernels="liger")
-    key = structure_key(_model(SMALL), GPU, setup)
+    key = structure_key(loaded(SMALL), GPU, setup)
     preferences = TrainSetup(objective="dpo", kernels="liger", micro_batch_seqs=2, seq_len_tokens=512)
 
     def asked(model: ModelSpec, cards: Any = (), plan_request: PlanRequest | None = None) -> Any:
@@ -222,7 +216,7 @@ def test_the_command_makes_profiles_for_this_user(
     few = partial(ProgramBuilder, optimizers=("adamw-fused", "adamw-8bit"))  # Adafactor's step alone takes four seconds
     monkeypatch.setattr("probes.tracing.__main__.ProgramBuilder", few)
     assert main([SMALL]) == main([SMALL, "--objective", "dpo"]) == 0
-    model = replace(_model(SMALL), model_id="a copy")
+    model = replace(loaded(SMALL), model_id="a copy")
     assert find_profile(model, GPU, setup) is not None
     made = step_program.load_programs(step_program.user_programs(model))
     assert made is not None

@@ -5,16 +5,9 @@ import pytest
 from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import activation_parts
 from planner.memory.rank_part import in_flight, rank_parts, tensor_shard
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.planner import textbook
-
-
-def _model(name: str) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
+from tests.planner.helpers import loaded
 
 
 def _pipeline(degree: int, micro_batches: int, schedule: str = "1f1b", **more: object) -> TrainSetup:
@@ -45,7 +38,7 @@ def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> 
     """OPT-6.7B, pure bf16: the part that stays whole is Megatron's 10 s b h (norm inputs 4, matrix inputs 4, masks 2).
     Of the 24/t it keeps 16/t: its ReLU's output is what the next matrix keeps anyway, where the paper's GELU keeps its
     input (8). Eager scores cost 6 a s^2 b / t, not 5: an fp32 softmax and its 16-bit copy, but no dropout on it."""
-    model = _model("facebook/opt-6.7b")
+    model = loaded("facebook/opt-6.7b")
     setup = TrainSetup(
         method="full",
         precision="bf16-pure",
@@ -68,7 +61,7 @@ def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_tensor_shards_divide_the_matrices_and_keep_the_rest(degree: int) -> None:
-    model = _model("meta-llama/llama-3.1-8b")
+    model = loaded("meta-llama/llama-3.1-8b")
     shard = tensor_shard(model, degree)
     layer, whole = shard.layer_kinds[0], model.layer_kinds[0]
     assert sum(one.num_weights for one in layer.linears) * degree == sum(one.num_weights for one in whole.linears)
@@ -81,7 +74,7 @@ def test_tensor_shards_divide_the_matrices_and_keep_the_rest(degree: int) -> Non
 
 
 def test_one_rank_is_the_model_itself() -> None:
-    model = _model("qwen/qwen2.5-1.5b")
+    model = loaded("qwen/qwen2.5-1.5b")
     (part,) = rank_parts(model, TrainSetup(num_gpus=4, parallel="ddp"))
     assert part.model is model
     assert (part.num_ranks, part.first, part.last, part.in_flight) == (4, True, True, 1)
@@ -90,7 +83,7 @@ def test_one_rank_is_the_model_itself() -> None:
 @pytest.mark.parametrize("degree", [2, 3, 5, 8])
 def test_stages_hold_the_whole_model_once(degree: int) -> None:
     """Every parameter is on exactly one stage; the remainder of the layers goes to the first ones."""
-    model = _model("meta-llama/llama-3.1-8b")
+    model = loaded("meta-llama/llama-3.1-8b")
     parts = rank_parts(model, _pipeline(degree, 8))
     assert sum(part.model.num_params for part in parts) == model.num_params
     assert sum(part.model.num_layers for part in parts) == model.num_layers
@@ -102,7 +95,7 @@ def test_stages_hold_the_whole_model_once(degree: int) -> None:
 
 
 def test_a_tied_head_is_a_second_table_on_the_last_stage() -> None:
-    model = _model("qwen/qwen2.5-1.5b")
+    model = loaded("qwen/qwen2.5-1.5b")
     first, last = rank_parts(model, TrainSetup(num_gpus=2, parallel="device-map"))
     assert model.tied
     assert not last.model.tied
@@ -120,13 +113,13 @@ def test_1f1b_holds_min_of_micro_batches_and_stages_left() -> None:
 
 
 def test_a_device_map_holds_one_micro_batch() -> None:
-    model = _model("meta-llama/llama-3.1-8b")
+    model = loaded("meta-llama/llama-3.1-8b")
     parts = rank_parts(model, TrainSetup(num_gpus=4, parallel="device-map", accumulation_steps=8))
     assert [part.in_flight for part in parts] == [1, 1, 1, 1]
     assert [part.num_ranks for part in parts] == [1, 1, 1, 1]
 
 
 def test_pipeline_copies_are_counted() -> None:
-    model = _model("meta-llama/llama-3.1-8b")
+    model = loaded("meta-llama/llama-3.1-8b")
     setup = _pipeline(2, 8, num_gpus=8, parallel="fsdp2")
     assert [part.num_ranks for part in rank_parts(model, setup)] == [4, 4]
