@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
     a child process or a traced program needs little of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES.get(name, f"{__name__}.api")), name)
-    return found
+    attribute = globals()[name] = getattr(import_module(_HOMES.get(name, f"{__name__}.api")), name)
+    return attribute

@@ -97,9 +97,9 @@ class Planned(_Answer):
         Raises:
             EnvironmentProblem: pandas is not installed.
         """
-        beside = self.answer.alternatives if isinstance(self.answer, Plan) else ()
+        alternatives = self.answer.alternatives if isinstance(self.answer, Plan) else ()
         rows = [_row("chosen" if self.fits else "nearest", self.chosen, "")]
-        rows += [_row(one.label, one.candidate, one.trade) for one in beside]
+        rows += [_row(alternative.label, alternative.candidate, alternative.trade) for alternative in alternatives]
         return _frame(rows)
 
     def write(
@@ -228,7 +228,7 @@ class Estimate(_Answer):
         from reports.rows import best_terms
 
         terms = sorted(best_terms(self.candidate).terms, key=lambda term: -term.size_bytes)
-        return _frame([{"category": one.category, "name": one.name, "size_bytes": one.size_bytes} for one in terms])
+        return _frame([{"category": term.category, "name": term.name, "size_bytes": term.size_bytes} for term in terms])
 
     def _print(self, console: "Console") -> None:
         from reports.terminal import render_estimate
@@ -314,7 +314,7 @@ class Comparison(_Answer):
     plans: tuple[tuple[str, Planned], ...]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        return [{"name": name, **one.to_dict()} for name, one in self.plans]
+        return [{"name": name, **planned.to_dict()} for name, planned in self.plans]
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """One row a plan: model, GPU, every setting, bytes, tokens/s, rung.
@@ -325,19 +325,19 @@ class Comparison(_Answer):
         return _frame(
             [
                 {
-                    "model": one.answer.workload.model.model_id,
-                    "gpu": one.answer.workload.gpu.key,
-                    **_row(name, one.chosen, ""),
-                    "fits": one.fits,
+                    "model": planned.answer.workload.model.model_id,
+                    "gpu": planned.answer.workload.gpu.key,
+                    **_row(name, planned.chosen, ""),
+                    "fits": planned.fits,
                 }
-                for name, one in self.plans
+                for name, planned in self.plans
             ]
         )
 
     def _print(self, console: "Console") -> None:
         from reports.compare import render_comparison
 
-        render_comparison([(name, one.answer) for name, one in self.plans], console)
+        render_comparison([(name, planned.answer) for name, planned in self.plans], console)
 
 
 def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:

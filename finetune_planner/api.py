@@ -116,15 +116,15 @@ def plan(
     from planner.hardware.gpus import card_and_count
 
     gpu, num_gpus = card_and_count(gpu, request.get("gpus"))
-    asked = RequestOptions(**(_options(request) | {"gpus": num_gpus}))
-    asked.fixed()  # what the request alone contradicts is said before anything is looked up
+    request_options = RequestOptions(**(_options(request) | {"gpus": num_gpus}))
+    request_options.fixed()  # what the request alone contradicts is said before anything is looked up
     names = (target,) if isinstance(target, str) else tuple(target)
     data = replace(_data(dataset), columns=columns, loss_on=loss_on).checked()
     if names:
         from finetune_planner.cli.writing import known_targets
 
         names = known_targets(names)
-    workload = workload_for(str(model), gpu, asked, data=data, targets=names, lookup=Lookup(like=like))
+    workload = workload_for(str(model), gpu, request_options, data=data, targets=names, lookup=Lookup(like=like))
     return Planned(answered(workload, dry_run=dry_run), targets=names)
 
 
@@ -162,8 +162,8 @@ def estimate(
     if "attention" not in setup:
         wanted = wanted.replace(attention=default_attention(spec))
     memory = Memory(memory_gib=memory_gib, headroom=headroom)
-    found = candidate_of(spec, card, wanted, memory, dry=dry_run)
-    return Estimate(found, spec, card, memory.of(card)[0])
+    candidate = candidate_of(spec, card, wanted, memory, dry=dry_run)
+    return Estimate(candidate, spec, card, memory.of(card)[0])
 
 
 def check(
@@ -234,9 +234,9 @@ def which_gpu(
     from finetune_planner.cli.options import Gathering, Lookup
     from finetune_planner.cli.tables import TableOptions, gpus_sheet
 
-    asked, links = _without(request, "gpus", "nodes", "interconnect")
+    request_options, links = _without(request, "gpus", "nodes", "interconnect")
     table = TableOptions(vendor=vendor, sort=sort, fitting=fitting)
-    return Table(gpus_sheet(str(model), asked, _data(dataset), table, Gathering(**links), Lookup()))
+    return Table(gpus_sheet(str(model), request_options, _data(dataset), table, Gathering(**links), Lookup()))
 
 
 def which_model(gpu: str, match: str = "", *, every: bool = False, **request: Unpack[Options]) -> Table:
@@ -252,8 +252,8 @@ def which_model(gpu: str, match: str = "", *, every: bool = False, **request: Un
     from finetune_planner.cli.tables import models_rows
     from reports.which import ModelsSheet
 
-    asked, _ = _without(request)
-    rows, job = models_rows(asked.request(), gpu, match)
+    request_options, _ = _without(request)
+    rows, job = models_rows(request_options.request(), gpu, match)
     return Table(ModelsSheet(rows, job, every))
 
 
@@ -281,11 +281,11 @@ def which_cluster(
     from finetune_planner.cli.options import Lookup
     from finetune_planner.cli.which_cluster import ClustersOptions, LimitOptions, clusters_sheet
 
-    asked, links = _without(request, "interconnect")
+    request_options, links = _without(request, "interconnect")
     cards = [gpu] if isinstance(gpu, str) else list(gpu)
     clusters = ClustersOptions(gpu=cards or None, max_gpus=max_gpus, **links)
     limits = LimitOptions(deadline=deadline, budget=budget)
-    return Table(clusters_sheet(str(model), asked, _data(dataset), limits, clusters, Lookup()))
+    return Table(clusters_sheet(str(model), request_options, _data(dataset), limits, clusters, Lookup()))
 
 
 def compare_targets(model: str | Path, gpu: str, **request: Unpack[Options]) -> Table:
@@ -297,8 +297,8 @@ def compare_targets(model: str | Path, gpu: str, **request: Unpack[Options]) -> 
     from finetune_planner.cli.options import Lookup
     from finetune_planner.cli.tables import targets_sheet
 
-    asked, _ = _without(request)
-    return Table(targets_sheet(str(model), gpu, asked, Lookup()))
+    request_options, _ = _without(request)
+    return Table(targets_sheet(str(model), gpu, request_options, Lookup()))
 
 
 def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:
@@ -308,7 +308,7 @@ def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:
         UsageError: fewer than two.
     """
     if not isinstance(plans, Mapping):
-        plans = {f"plan {number}": one for number, one in enumerate(plans, 1)}
+        plans = {f"plan {number}": planned for number, planned in enumerate(plans, 1)}
     if len(plans) < 2:
         raise UsageError("a comparison needs at least two plans", hint="compare([plan(...), plan(...)])")
     return Comparison(tuple(plans.items()))
@@ -336,13 +336,13 @@ def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
     Raises:
         UsageError: one value under two names.
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in values.items():
-        own = names.get(name, name)
-        if own in found:
-            raise UsageError(f"{own} is given twice, also as {name}", hint="give it once")
-        found[own] = value
-    return found
+        canonical_name = names.get(name, name)
+        if canonical_name in by_name:
+            raise UsageError(f"{canonical_name} is given twice, also as {name}", hint="give it once")
+        by_name[canonical_name] = value
+    return by_name
 
 
 def _data(dataset: str | Path | None) -> "DataOptions":
@@ -355,9 +355,9 @@ def _without(request: Mapping[str, Any], *names: str) -> "tuple[RequestOptions, 
     """The request, and those of its options that a command takes apart from it."""
     from finetune_planner.cli.request_options import RequestOptions
 
-    asked = _options(request)
-    apart = {name: asked.pop(name) for name in names if name in asked}
-    return RequestOptions(**asked), apart
+    options = _options(request)
+    apart = {name: options.pop(name) for name in names if name in options}
+    return RequestOptions(**options), apart
 
 
 def _options(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _taken(name: str, value: Any, kind: Any) -> Any:
     """The value of an option of this kind (`int | None`, `list[str] | None`, ...)."""
-    kind = next((one for one in get_args(kind) if one is not NoneType), kind) if get_origin(kind) is not list else kind
+    kind = next((arg for arg in get_args(kind) if arg is not NoneType), kind) if get_origin(kind) is not list else kind
     if get_origin(kind) is not list:
         return _one(name, value, kind)
     several = value if isinstance(value, (list, tuple, set, frozenset)) else [value]

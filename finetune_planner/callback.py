@@ -87,7 +87,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
         result = self.checked
         _tell(_words(result))
         if result.verdict is Verdict.DOES_NOT_FIT:
-            enough = [one.label for one in result.changes if one.verdict is Verdict.FITS]
+            enough = [change.label for change in result.changes if change.verdict is Verdict.FITS]
             best = f"would fit: {enough[0]}" if enough else "no single change makes it fit"
             if self._stop:
                 raise UsageError(_words(result), hint=best)
@@ -130,8 +130,8 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             self._config = read_config(place / "model" / "config.json")
             self._model_id = str(getattr(model.config, "_name_or_path", "") or model.config.model_type)
             (place / FILE).write_text(program(args, model, self._model_id), encoding="utf-8")
-            asked = CheckRequest.of(sets=sets, model=str(place / "model"))
-            self.checked = checked(place / FILE, self._gpu or "local", asked)[0]
+            request = CheckRequest.of(sets=sets, model=str(place / "model"))
+            self.checked = checked(place / FILE, self._gpu or "local", request)[0]
 
     def _keep(self, args: Any, state: Any) -> None:
         from finetune_planner.app.machine import open_store
@@ -167,16 +167,16 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
         fraction = (state.num_input_tokens_seen - self._tokens_before) / (steps * setup.tokens_per_step)
         speed = fraction * self.measured.tokens_per_step / self.measured.step_time_s
         predicted = self.checked.prediction
-        kept = ""
+        store_note = ""
         if self._store is not False and fraction == 1:
             path = Path(self._store) if isinstance(self._store, (str, Path)) else None
             here = self.measured.environment
-            kept = f"; kept in {open_store(path).append(record_of(request, here, self.measured))}"
+            store_note = f"; kept in {open_store(path).append(record_of(request, here, self.measured))}"
         elif fraction != 1:
-            kept = f"; not kept: its sequences held {fraction:.0%} of the tokens that were predicted for"
+            store_note = f"; not kept: its sequences held {fraction:.0%} of the tokens that were predicted for"
         _tell(
             f"taken: {gib(self.measured.peak_device_bytes)} (predicted {gib(predicted.peak_device_bytes)}), "
-            f"{speed:,.0f} tokens/s (predicted {predicted.tokens_per_s or 0:,.0f}){kept}"
+            f"{speed:,.0f} tokens/s (predicted {predicted.tokens_per_s or 0:,.0f}){store_note}"
         )
         self._report({"measured_peak_device_bytes": self.measured.peak_device_bytes, "measured_tokens_per_s": speed})
 
@@ -225,31 +225,31 @@ def program(args: Any, model: Any, model_id: str) -> str:
         parts[1] += f"from peft import {type(adapter).__name__}, get_peft_model\n"
         parts.append(call("adapter", type(adapter).__name__, _lines(settings)))
         parts.append("model = get_peft_model(model, adapter)\n")
-    known = _library_class(args).__name__
-    trainer = f"{known.removesuffix('Config')}Trainer" if known.endswith("Config") else "Trainer"
-    if known.endswith("Config"):
-        parts[1] += f"from trl import {known}, {trainer}\n"
-    parts.append(call("arguments", known, _lines(_said(args))))
+    class_name = _library_class(args).__name__
+    trainer = f"{class_name.removesuffix('Config')}Trainer" if class_name.endswith("Config") else "Trainer"
+    if class_name.endswith("Config"):
+        parts[1] += f"from trl import {class_name}, {trainer}\n"
+    parts.append(call("arguments", class_name, _lines(_said(args))))
     parts.append(f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows)\ntrainer.train()\n")
     return "".join(parts)
 
 
 def _library_class(args: Any) -> type:
     """The library's own class of these arguments, also of a program's subclass."""
-    return next(one for one in type(args).__mro__ if one.__module__.startswith(("trl.", "transformers.")))
+    return next(base for base in type(args).__mro__ if base.__module__.startswith(("trl.", "transformers.")))
 
 
 def _said(args: Any) -> dict[str, Any]:
     """The arguments that are not their defaults, as far as they are plain values; what is asked is a card's, also of a
     run that is rehearsed on the CPU."""
-    found = {}
-    for one in fields(args):
-        default = one.default if one.default is not MISSING else None
-        value = getattr(args, one.name, None)
+    arguments = {}
+    for field in fields(args):
+        default = field.default if field.default is not MISSING else None
+        value = getattr(args, field.name, None)
         value = getattr(value, "value", value)  # of an enumeration
-        if one.init and value != default and _is_plain(value) and one.name not in ("use_cpu", "no_cuda"):
-            found[one.name] = value
-    return found
+        if field.init and value != default and _is_plain(value) and field.name not in ("use_cpu", "no_cuda"):
+            arguments[field.name] = value
+    return arguments
 
 
 def _plain_fields(settings: Any, *begins: str) -> dict[str, Any]:

@@ -94,14 +94,18 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Ver
             none.
     """
     verified = dict[TrainSetup, Prediction]()
-    found = _improved(result, model, predict)
+    improved = _improved(result, model, predict)
     for _ in range(MAX_VERIFIED):
-        better = verify(found.setup) if verify is not None and found.labels and found.setup not in verified else None
+        better = (
+            verify(improved.setup)
+            if verify is not None and improved.labels and improved.setup not in verified
+            else None
+        )
         if better is None:
             break
-        verified[found.setup] = better
-        found = _improved(result, model, lambda setup: verified.get(setup) or predict(setup))
-    return found
+        verified[improved.setup] = better
+        improved = _improved(result, model, lambda setup: verified.get(setup) or predict(setup))
+    return improved
 
 
 def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
@@ -121,11 +125,11 @@ def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improv
         )
         if step.verdict is Verdict.FITS:  # a smaller evaluation suffices
             search = _Search(step, model, including(predict, step.config, model, result.gpu))
-            again = search.ending(_Tried(search.start, ()))
+            improved = search.ending(_Tried(search.start, ()))
         else:
-            again = _improved(step, model, predict)
-        labels = (evaluation_label(again.setup), *again.labels)
-        return replace(again, labels=labels, eval_seqs=again.setup.micro_batch_seqs)
+            improved = _improved(step, model, predict)
+        labels = (evaluation_label(improved.setup), *improved.labels)
+        return replace(improved, labels=labels, eval_seqs=improved.setup.micro_batch_seqs)
     search = _Search(result, model, including(predict, result.config, model, result.gpu))
     if result.verdict is Verdict.FITS:
         return search.ending(search.fastest())
@@ -189,8 +193,8 @@ class _Search:
                 within = harm(self.start, after) <= level and after.seq_len_tokens >= shortest
                 return within and config.allows(after, in_place=in_place)
 
-            if found := self._nearest(allowed, fits):
-                return found
+            if nearest := self._nearest(allowed, fits):
+                return nearest
         return None
 
     def _nearest(
@@ -199,11 +203,13 @@ class _Search:
         """The fewest changes after which it fits: of several the longest sequences, then the least harm, then speed."""
         beam, seen = [_Tried(self.start, ())], {self.start}
         for _ in range(DEPTH):
-            found = [one for tried in beam for one in self.further(tried, allowed) if one.setup not in seen]
-            seen |= {one.setup for one in found}
-            if fitting := [one for one in found if fits(one.setup)]:
+            candidates = [
+                candidate for tried in beam for candidate in self.further(tried, allowed) if candidate.setup not in seen
+            ]
+            seen |= {candidate.setup for candidate in candidates}
+            if fitting := [candidate for candidate in candidates if fits(candidate.setup)]:
                 return max(fitting, key=self._worth)
-            beam = sorted(found, key=lambda one: self.predicted(one.setup).peak_device_bytes)[:BEAM]
+            beam = sorted(candidates, key=lambda candidate: self.predicted(candidate.setup).peak_device_bytes)[:BEAM]
         return None
 
     def _worth(self, tried: _Tried) -> tuple[Any, ...]:
@@ -221,8 +227,8 @@ class _Search:
             fits = search.verdict(start) is Verdict.FITS
             tried = _Tried(start, ()) if fits else search.least_harm(in_place=False)
             if tried is not None and tried.setup.seq_len_tokens == start.seq_len_tokens:
-                found = search.ending(tried)
-                return replace(found, labels=(label, *found.labels), elsewhere=True)
+                improved = search.ending(tried)
+                return replace(improved, labels=(label, *improved.labels), elsewhere=True)
         return self.ending(_Tried(self.start, ()))
 
     def fastest(self) -> _Tried:
@@ -239,9 +245,11 @@ class _Search:
         best = _Tried(self.start, ())
         beam, seen = [best], {self.start}
         for _ in range(DEPTH):
-            found = [one for tried in beam for one in self.further(tried, allowed) if one.setup not in seen]
-            seen |= {one.setup for one in found}
-            beam = sorted(found, key=lambda one: (-speed(one), len(one.labels)))[:BEAM]
+            candidates = [
+                candidate for tried in beam for candidate in self.further(tried, allowed) if candidate.setup not in seen
+            ]
+            seen |= {candidate.setup for candidate in candidates}
+            beam = sorted(candidates, key=lambda candidate: (-speed(candidate), len(candidate.labels)))[:BEAM]
             if beam and speed(beam[0]) > speed(best) * MIN_SPEEDUP:
                 best = beam[0]
         return best

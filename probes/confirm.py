@@ -77,10 +77,10 @@ def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes
 
 def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_bytes: int) -> Confirmation:
     """Holds an outcome against a promise."""
-    held = partial(Confirmation, setup=setup, promise=promise, outcome=outcome)
+    confirmation = partial(Confirmation, setup=setup, promise=promise, outcome=outcome)
     if isinstance(outcome, ProbeFailure):
         reason = f"{outcome.kind.value}: {outcome.message}"
-        return held(memory_miss_fraction=None, speed_miss_fraction=None, kept=False, reasons=(reason,))
+        return confirmation(memory_miss_fraction=None, speed_miss_fraction=None, kept=False, reasons=(reason,))
     memory: float | None
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
@@ -99,4 +99,6 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
         reasons.append(f"memory promised {memory:+.1%} off, the band is {promise.memory_band_fraction:.1%}")
     if speed is not None and abs(speed) > promise.time_band_fraction:
         reasons.append(f"speed promised {speed:+.1%} off, the band is {promise.time_band_fraction:.1%}")
-    return held(memory_miss_fraction=memory, speed_miss_fraction=speed, kept=not reasons, reasons=tuple(reasons))
+    return confirmation(
+        memory_miss_fraction=memory, speed_miss_fraction=speed, kept=not reasons, reasons=tuple(reasons)
+    )

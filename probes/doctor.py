@@ -51,15 +51,15 @@ class Finding:
 
 
 def _judged(
-    name: str, good: bool, text: str, mend: str, *, level: Level = "warning", facts: dict[str, Any] | None = None
+    name: str, good: bool, text: str, mend: str, *, level: Level = "warning", details: dict[str, Any] | None = None
 ) -> Finding:
     """In order, or to be mended."""
-    return Finding(name=name, level="ok" if good else level, text=text, mend="" if good else mend, facts=facts or {})
+    return Finding(name=name, level="ok" if good else level, text=text, mend="" if good else mend, facts=details or {})
 
 
-def _ok(name: str, text: str, **facts: Any) -> Finding:
+def _ok(name: str, text: str, **details: Any) -> Finding:
     """In order."""
-    return Finding(name=name, level="ok", text=text, facts=facts)
+    return Finding(name=name, level="ok", text=text, facts=details)
 
 
 def examine() -> list[Finding]:
@@ -73,7 +73,7 @@ def examine() -> list[Finding]:
 
 def can_probe(findings: list[Finding]) -> bool:
     """Whether GPU probes can run here."""
-    levels = {one.name: one.level for one in findings}
+    levels = {finding.name: finding.level for finding in findings}
     needed = ("torch", "transformers", "peft", "torch on the GPU")
     driver = any(levels.get(name) == "ok" for name in ("NVIDIA driver", "AMD driver"))
     return driver and all(levels.get(name) in ("ok", "warning") for name in needed)
@@ -87,7 +87,7 @@ def _python() -> Iterator[Finding]:
         f"{version} ({sys.executable})",
         "Python 3.11 or newer is needed",
         level="missing",
-        facts={"version": version},
+        details={"version": version},
     )
 
 
@@ -127,8 +127,8 @@ def _amd_driver(module: AmdSmi) -> Finding:
         driver = module.nvmlSystemGetDriverVersion()
     except module.NVMLError:
         driver = "version unknown"
-    known = "memory, neighbours and power limit are read; why clocks are held down and how GPUs are linked are not"
-    return _ok("AMD driver", f"{driver} (amdsmi): {known}", driver=driver)
+    coverage = "memory, neighbours and power limit are read; why clocks are held down and how GPUs are linked are not"
+    return _ok("AMD driver", f"{driver} (amdsmi): {coverage}", driver=driver)
 
 
 def _gpu(device: str) -> Finding:
@@ -141,24 +141,24 @@ def _gpu(device: str) -> Finding:
             mend="check `nvidia-smi`; in a container, MIG and permissions",
         )
     used = status.used_bytes
-    facts: dict[str, Any] = {"name": status.name, "total_bytes": status.total_bytes, "used_bytes": used}
+    details: dict[str, Any] = {"name": status.name, "total_bytes": status.total_bytes, "used_bytes": used}
     text = f"{status.name}, {gib(status.total_bytes)}, {gib(used)} in use"
     with nvml() as module:
         if module is not None:
             try:
                 limit_w = module.nvmlDeviceGetPowerManagementLimit(device_handle(module, device)) / 1000.0
-                facts["power_limit_w"] = limit_w
+                details["power_limit_w"] = limit_w
                 text += f", {limit_w:.0f} W limit"
             except (module.NVMLError, LookupError):
                 pass  # hidden in some containers
     mend = "end what runs on it (nvidia-smi lists it): probes on a shared GPU measure the neighbours too"
-    return _judged(f"GPU {device}", used <= GIB, text, mend, facts=facts)
+    return _judged(f"GPU {device}", used <= GIB, text, mend, details=details)
 
 
 def _versions() -> Iterator[Finding]:
-    found = installed(TESTED_RANGES)
+    versions = installed(TESTED_RANGES)
     for name, (low, high) in TESTED_RANGES.items():
-        version = found.get(name)
+        version = versions.get(name)
         if version is None:
             optional = OPTIONAL.get(name)
             yield Finding(
@@ -170,7 +170,7 @@ def _versions() -> Iterator[Finding]:
             continue
         inside = at_least(version, low) and not at_least(version, high)
         text = version if inside else f"{version}, tested from {low} to below {high}"
-        yield _judged(name, inside, text, packages_command(f"{name}>={low},<{high}"), facts={"version": version})
+        yield _judged(name, inside, text, packages_command(f"{name}>={low},<{high}"), details={"version": version})
 
 
 def at_least(version: str, bound: str) -> bool:
@@ -191,7 +191,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
     """What torch, Triton, bitsandbytes and flash-attn really do here (`probes.doctor_torch`), tried in a child: it may
     crash or hang, and what it had found by then counts."""
-    facts: dict[str, Any] = {"problems": {}, "seconds": {}}
+    report: dict[str, Any] = {"problems": {}, "seconds": {}}
     problem = ""
     try:
         done = run(
@@ -212,36 +212,36 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
         problem = f"no answer within {TORCH_CHECK_S:.0f} s: the driver hangs"
     for line in output.splitlines():
         if line.startswith("DOCTOR"):
-            told = json.loads(line.removeprefix("DOCTOR"))
+            answer = json.loads(line.removeprefix("DOCTOR"))
             for name in ("problems", "seconds"):
-                facts[name].update(told.pop(name, {}))
-            facts.update(told)
+                report[name].update(answer.pop(name, {}))
+            report.update(answer)
     if problem:
         checks = (
             ("gpus", "bf16", "expandable", "triton", "nf4", "adam8bit", "flash", "ranks")
-            if facts.get("gpus")
+            if report.get("gpus")
             else ("gpus",)
         )
-        facts["problems"].update({name: problem for name in checks if name not in facts["seconds"]})
-    return facts
+        report["problems"].update({name: problem for name in checks if name not in report["seconds"]})
+    return report
 
 
-def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
+def torch_findings(report: dict[str, Any]) -> Iterator[Finding]:
     """What `ask_torch` came back with, judged."""
-    problems: dict[str, str] = facts.get("problems", {})
-    yield _gpus_finding(facts, problems)
-    if facts.get("bf16") is not None:
-        text = "runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU"
-        yield _judged("bf16", bool(facts["bf16"]), text, "use --precision fp16-mixed or fp16-autocast")
-    yield from _kernel_findings(facts, problems)
-    if facts.get("rocm"):
-        grows = bool(facts.get("expandable"))
-        text = f"{facts.get('built_for')}: probes run through torch.cuda"
+    problems: dict[str, str] = report.get("problems", {})
+    yield _gpus_finding(report, problems)
+    if report.get("bf16") is not None:
+        text = "runs on the hardware" if report["bf16"] else "emulated: slow on this GPU"
+        yield _judged("bf16", bool(report["bf16"]), text, "use --precision fp16-mixed or fp16-autocast")
+    yield from _kernel_findings(report, problems)
+    if report.get("rocm"):
+        grows = bool(report.get("expandable"))
+        text = f"{report.get('built_for')}: probes run through torch.cuda"
         if not grows:
             text += "; this torch ignores expandable_segments, more memory is lost to fragments"
         mend = "torch 2.12 or newer for ROCm 7 or newer grows segments"
-        yield _judged("ROCm", grows, text, mend, facts={"expandable_segments": grows})
-    works = bool(facts.get("flash"))
+        yield _judged("ROCm", grows, text, mend, details={"expandable_segments": grows})
+    works = bool(report.get("flash"))
     text = "kernels work" if works else problems.get("flash", "needs a GPU of compute capability 8.0 or newer")
     mend = "optional: pip install flash-attn --no-build-isolation; SDPA is used otherwise"
     yield _judged("flash-attn", works, text, mend)
@@ -251,26 +251,26 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
             yield _ok(extra, version, version=version)
 
 
-def _gpus_finding(facts: dict[str, Any], problems: dict[str, str]) -> Finding:
+def _gpus_finding(report: dict[str, Any], problems: dict[str, str]) -> Finding:
     """Which GPUs torch sees, or why it sees none."""
-    if gpus := facts.get("gpus"):
+    if gpus := report.get("gpus"):
         text = "; ".join(
-            f"{one['name']}, capability {one['capability'][0]}.{one['capability'][1]}, {gib(one['memory_bytes'])}"
-            for one in gpus
+            f"{gpu['name']}, capability {gpu['capability'][0]}.{gpu['capability'][1]}, {gib(gpu['memory_bytes'])}"
+            for gpu in gpus
         )
         return _ok("torch on the GPU", text, gpus=gpus)
-    built = facts.get("built_for", "")
-    said = facts.get("driver_says", "")
+    built = report.get("built_for", "")
+    driver_warning = report.get("driver_says", "")
     if "gpus" in problems:
         text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
-    elif facts.get("rocm"):
-        text = f"torch for ROCm {built} finds no GPU" + (f": {said}" if said else "")
+    elif report.get("rocm"):
+        text = f"torch for ROCm {built} finds no GPU" + (f": {driver_warning}" if driver_warning else "")
         mend = "check amd-smi, HIP_VISIBLE_DEVICES and the user's groups (render, video)"
-    elif facts.get("torch") and not built:
-        text = f"torch {facts['torch']} is a build without CUDA"
+    elif report.get("torch") and not built:
+        text = f"torch {report['torch']} is a build without CUDA"
         mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
     else:
-        text = "torch finds no GPU" + (f": {said}" if said else "")
+        text = "torch finds no GPU" + (f": {driver_warning}" if driver_warning else "")
         mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for the driver's CUDA version"
     return Finding(name="torch on the GPU", level="missing", text=text, mend=mend)
 
@@ -283,36 +283,36 @@ KERNELS = (
 """(what `ask_torch` calls it, what people do, how to mend it)."""
 
 
-def _kernel_findings(facts: dict[str, Any], problems: dict[str, str]) -> Iterator[Finding]:
+def _kernel_findings(report: dict[str, Any], problems: dict[str, str]) -> Iterator[Finding]:
     """Whether the kernels that some setups need work on the GPU."""
-    gpus = facts.get("gpus")
+    gpus = report.get("gpus")
     for key, name, mend in KERNELS:
-        works = bool(facts.get(key))
+        works = bool(report.get(key))
         untried = problems.get(key, "wrong results" if gpus else "kernels are tried on a GPU only")
-        seconds = facts.get("seconds", {}).get(key)
+        seconds = report.get("seconds", {}).get(key)
         text = f"kernels work on the GPU ({seconds or 0:.1f} s)" if works else untried
-        yield _judged(name, works or not gpus, text, mend, facts={"seconds": seconds})
+        yield _judged(name, works or not gpus, text, mend, details={"seconds": seconds})
 
 
-def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
+def several_gpus(report: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
     """How many GPUs a job may have here, how they are connected, and what their ranks would speak through.
 
     Args:
-        facts: what `ask_torch` came back with.
+        report: what `ask_torch` came back with.
         devices: as the driver shows them.
     """
-    found = topology(devices)
-    here = f"{len(devices)} here: {found.text()}" if devices else "no GPU here; --device cpu rehearses jobs over gloo"
-    connections = [[*pair, kind] for pair, kind in sorted(found.pairs.items())]
-    nvlinks = list(found.nvlinks)
+    links = topology(devices)
+    here = f"{len(devices)} here: {links.text()}" if devices else "no GPU here; --device cpu rehearses jobs over gloo"
+    connections = [[*pair, kind] for pair, kind in sorted(links.pairs.items())]
+    nvlinks = list(links.nvlinks)
     yield _ok("several GPUs", here, num_gpus=len(devices), nvlinks=nvlinks, connections=connections)
-    ranks = facts.get("ranks") or {}
+    ranks = report.get("ranks") or {}
     nccl, gloo = str(ranks.get("nccl", "")), bool(ranks.get("gloo"))
-    problem = facts.get("problems", {}).get("ranks", "this build of torch has none")
+    problem = report.get("problems", {}).get("ranks", "this build of torch has none")
     missing = len(devices) > 1 and not nccl
     text = (nccl or f"not there ({problem})") + (", gloo for the CPU" if gloo else ", and no gloo for the CPU")
     mend = "install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them"
-    yield _judged("NCCL", gloo and not missing, text, mend, facts={"nccl": nccl, "gloo": gloo})
+    yield _judged("NCCL", gloo and not missing, text, mend, details={"nccl": nccl, "gloo": gloo})
     deepspeed = library_versions().get("deepspeed")
     absent = f"not installed: ZeRO setups are planned but not probed ({packages_command('deepspeed')})"
     yield _ok("deepspeed", deepspeed or absent, version=deepspeed)
@@ -324,8 +324,8 @@ def _disk() -> Iterator[Finding]:
         writable = os.access(path, os.W_OK)
         text = f"{path}: {gib(free)} free" + ("" if writable else ", not writable")
         mend = "free some space, or set TMPDIR / change the directory"
-        facts = {"free_bytes": free, "writable": writable}
-        yield _judged(name, writable and free >= MIN_DISK_BYTES, text, mend, facts=facts)
+        details = {"free_bytes": free, "writable": writable}
+        yield _judged(name, writable and free >= MIN_DISK_BYTES, text, mend, details=details)
 
 
 def _caches() -> Iterator[Finding]:
@@ -337,4 +337,8 @@ def _caches() -> Iterator[Finding]:
 
 def findings_to_dict(findings: list[Finding]) -> dict[str, Any]:
     """The examination as JSON values."""
-    return {"schema_version": 1, "can_probe": can_probe(findings), "findings": [asdict(one) for one in findings]}
+    return {
+        "schema_version": 1,
+        "can_probe": can_probe(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }

@@ -18,20 +18,24 @@ def gpus() -> dict[str, Any]:
     """torch's version and build, what it says about the driver, and every GPU on which a product runs."""
     import torch
 
-    facts: dict[str, Any] = {"torch": torch.__version__, "built_for": torch.version.cuda or torch.version.hip or ""}
-    facts["rocm"] = bool(torch.version.hip)
-    with warnings.catch_warnings(record=True) as said:
+    answer: dict[str, Any] = {"torch": torch.__version__, "built_for": torch.version.cuda or torch.version.hip or ""}
+    answer["rocm"] = bool(torch.version.hip)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    facts["driver_says"] = "; ".join(str(one.message).strip() for one in said)
-    facts["gpus"] = []
+    answer["driver_says"] = "; ".join(str(warning.message).strip() for warning in caught)
+    answer["gpus"] = []
     for index in range(torch.cuda.device_count() if available else 0):
-        one = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         where = f"cuda:{index}"
         (torch.ones(64, 64, device=where) @ torch.ones(64, 64, device=where)).sum().item()
-        found = {"name": one.name, "capability": [one.major, one.minor], "memory_bytes": one.total_memory}
-        facts["gpus"].append(found)
-    return facts
+        gpu = {
+            "name": properties.name,
+            "capability": [properties.major, properties.minor],
+            "memory_bytes": properties.total_memory,
+        }
+        answer["gpus"].append(gpu)
+    return answer
 
 
 def bf16() -> dict[str, Any]:
@@ -48,9 +52,9 @@ def expandable() -> dict[str, Any]:
     import torch
 
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    grown = any(one.get("is_expandable") for one in torch.cuda.memory_snapshot())
-    del held
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    grown = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+    del block
     return {"expandable": grown}
 
 
@@ -107,12 +111,12 @@ def ranks() -> dict[str, Any]:
 
     if not dist.is_available():
         return {"ranks": {}}
-    found = {"gloo": dist.is_gloo_available(), "nccl": ""}
+    backends = {"gloo": dist.is_gloo_available(), "nccl": ""}
     if dist.is_nccl_available():
         import torch.cuda.nccl
 
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"ranks": found}
+        backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"ranks": backends}
 
 
 NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, expandable, triton, nf4, adam8bit, flash)
@@ -122,19 +126,19 @@ def tell(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """One check's line; an error is its answer."""
     started = time.perf_counter()
     try:
-        facts = check()
+        answer = check()
     except Exception as error:  # whatever a library raises is what the doctor wants to know
-        facts = {"problems": {check.__name__: f"{type(error).__name__}: {error}".splitlines()[0][:300]}}
-    facts["seconds"] = {check.__name__: round(time.perf_counter() - started, 2)}
-    sys.stdout.write("DOCTOR" + json.dumps(facts) + "\n")
+        answer = {"problems": {check.__name__: f"{type(error).__name__}: {error}".splitlines()[0][:300]}}
+    answer["seconds"] = {check.__name__: round(time.perf_counter() - started, 2)}
+    sys.stdout.write("DOCTOR" + json.dumps(answer) + "\n")
     sys.stdout.flush()
-    return facts
+    return answer
 
 
 def main() -> None:
     """Every check that this machine allows; bitsandbytes alone takes ten seconds to import, for nothing on a CPU."""
-    found = tell(gpus)
-    for check in NEED_GPU if found.get("gpus") else ():
+    answer = tell(gpus)
+    for check in NEED_GPU if answer.get("gpus") else ():
         tell(check)
     tell(ranks)
 

@@ -6,10 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 def installed(names: Iterable[str]) -> dict[str, str]:
     """Name -> version; what is not installed is left out."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

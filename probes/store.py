@@ -98,7 +98,7 @@ class Store:
         if last.outcome.kind is FailureKind.TIMEOUT:
             limits = last.request.get("limits", {})
             return last if limits.get("time_s", 0.0) >= time_s else None
-        crashes = [one for one in records if getattr(one.outcome, "kind", None) is FailureKind.CRASHED]
+        crashes = [record for record in records if getattr(record.outcome, "kind", None) is FailureKind.CRASHED]
         return last if len(crashes) >= MAX_CRASHES_BEFORE_FINAL else None
 
     def append(self, record: Record) -> Path:
@@ -141,14 +141,14 @@ class Store:
         other._refresh()
         if not other._records and other.num_damaged:
             raise ConfigError(f"{source} holds no line that a store wrote", hint=hint)
-        fresh, known = [], 0
+        fresh, num_present = [], 0
         for record in other.records():
             if encode_line(record) in self._seen_lines:
-                known += 1
+                num_present += 1
             else:
                 fresh.append(record)
         self.extend(fresh)
-        return len(fresh), known
+        return len(fresh), num_present
 
     def export(self, target: Path, *, keep: Callable[[Record], bool] = lambda record: True) -> int:
         """Writes the last record of each key as a new file of the same form, whole or not at all; returns how many.
@@ -233,8 +233,8 @@ class Store:
     def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
         where = f"kept in {self.damaged_path}"
         try:
-            known = set(_content(self.damaged_path).split(b"\n"))
-            fresh = [line for line, _ in damaged if line not in known]
+            existing_lines = set(_content(self.damaged_path).split(b"\n"))
+            fresh = [line for line, _ in damaged if line not in existing_lines]
             if fresh:
                 _append_bytes(self.damaged_path, b"".join(line + b"\n" for line in fresh))
         except OSError as error:

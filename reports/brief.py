@@ -49,13 +49,13 @@ def render_brief(
     number."""
     notes = notes_of(answer)
 
-    def write(page: Page, shown: int, beside: int) -> None:
-        for part in parts(shown, beside):
+    def write(page: Page, shown: int, num_alternatives: int) -> None:
+        for part in parts(shown, num_alternatives):
             part(page)
 
-    def parts(shown: int, beside: int) -> Iterator[Part]:
+    def parts(shown: int, num_alternatives: int) -> Iterator[Part]:
         yield head
-        yield besides[beside]
+        yield besides[num_alternatives]
         yield partial(_notes, notes=notes[:shown])
         yield partial(_end, left=len(notes) - shown, command=next_command, launches=launches)
 
@@ -66,21 +66,27 @@ def render_brief(
         part(Page(Console(file=file, width=console.width, height=MAX_LINES, force_terminal=False)))
         return sum(max(1, -(-len(line) // console.width)) for line in file.getvalue().splitlines())
 
-    def height(shown: int, beside: int) -> int:
-        return sum(lines(part) for part in parts(shown, beside))
+    def height(shown: int, num_alternatives: int) -> int:
+        return sum(lines(part) for part in parts(shown, num_alternatives))
 
     head: Part = partial(_head, answer=answer)
     besides: list[Part] = [partial(_instead, answer=answer, number=number) for number in range(NUM_BESIDE + 1)]
 
     urgent = sum(note.place <= Place.RISK for note in notes)
     whole = range(len(notes), urgent - 1, -1)
-    found = bisect_left(whole, True, key=lambda shown: height(shown, NUM_BESIDE) <= MAX_LINES)  # fewer are never higher
-    if found < len(whole):
-        write(Page(console), whole[found], NUM_BESIDE)
+    first_fit = bisect_left(
+        whole, True, key=lambda shown: height(shown, NUM_BESIDE) <= MAX_LINES
+    )  # fewer are never higher
+    if first_fit < len(whole):
+        write(Page(console), whole[first_fit], NUM_BESIDE)
         return
     least = int(isinstance(answer, NoPlan) and bool(answer.remedies))  # a refusal says what works
-    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in range(NUM_BESIDE, least - 1, -1)]
-    rooms += [(0, beside) for beside in range(NUM_BESIDE, -1, -1)]
+    rooms = [
+        (shown, num_alternatives)
+        for shown in range(urgent, 0, -1)
+        for num_alternatives in range(NUM_BESIDE, least - 1, -1)
+    ]
+    rooms += [(0, num_alternatives) for num_alternatives in range(NUM_BESIDE, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
@@ -107,7 +113,7 @@ def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
     elif answer.remedies and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
-        for remedy in [one for one in answer.remedies if one.fits][:number]:
+        for remedy in [change for change in answer.remedies if change.fits][:number]:
             page.line(f"→ {clean(remedy.action)}")
 
 

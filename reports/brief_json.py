@@ -51,8 +51,10 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = Non
             return short
     # too long at any length: each part that is no single value as the number of its entries
     if isinstance(document, Mapping):
-        parts = {key: one for key, one in document.items() if one not in (None, [], {})}
-        return {key: {LEFT_OUT: len(one)} if isinstance(one, (Mapping, list)) else one for key, one in parts.items()}
+        parts = {key: value for key, value in document.items() if value not in (None, [], {})}
+        return {
+            key: {LEFT_OUT: len(value)} if isinstance(value, (Mapping, list)) else value for key, value in parts.items()
+        }
     return {LEFT_OUT: len(document)} if isinstance(document, (list, tuple)) else document
 
 
@@ -241,8 +243,8 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
             for row in others
         )
     else:
-        would_fit = tuple(clean(one.action) for one in answer.remedies if one.fits)
-    found = BriefPlan(
+        would_fit = tuple(clean(remedy.action) for remedy in answer.remedies if remedy.fits)
+    short = BriefPlan(
         schema_version=SCHEMA_VERSION,
         kind=answer.kind,
         model=workload.model.model_id,
@@ -257,19 +259,22 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
         would_fit=would_fit,
         launch=tuple(
             BriefLaunch(
-                target=one.target, command=one.command, files=tuple(file.path for file in one.files), notes=one.notes
+                target=launch.target,
+                command=launch.command,
+                files=tuple(file.path for file in launch.files),
+                notes=launch.notes,
             )
-            for one in extras_from_dict(document).launch
+            for launch in extras_from_dict(document).launch
         ),
         notes=tuple(clean(note) for note in notes_of(answer)),
     )
-    return vars(found) | {"setup": asked_form(subject.setup)}
+    return vars(short) | {"setup": asked_form(subject.setup)}
 
 
 def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
     subject = candidate_from_dict(document)
     best = document.get(subject.memory_evidence.rung.value) or document["formula"]  # where a profile stands
-    own = {
+    overrides = {
         "model": document["setup"]["model"],
         "gpu": document["setup"]["gpu"],
         "verdict": subject.verdict,
@@ -279,7 +284,7 @@ def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
         "peak_phase": best["peak_phase"],
         "notes": [clean(note) for note in subject.notes],
     }
-    return _of(BriefEstimate, {"cluster": None, "over_lengths": None, **document, **own})
+    return _of(BriefEstimate, {"cluster": None, "over_lengths": None, **document, **overrides})
 
 
 def _check(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,23 +301,26 @@ def _check(document: Mapping[str, Any]) -> dict[str, Any]:
         level=prediction["rung"],
         band_fraction=prediction["time_band_fraction"],
     )
-    changes = [_of(BriefChange, one) for one in document["changes"]]
+    changes = [_of(BriefChange, change) for change in document["changes"]]
     return _of(BriefCheck, {**document, "memory": memory, "speed": speed, "changes": changes})
 
 
 def _which_gpu(document: Mapping[str, Any]) -> dict[str, Any]:
     cards = []
-    for one in document["cards"]:
-        chosen = candidate_from_dict(one["candidate"])
-        own = {"peak_device_bytes": chosen.memory_evidence.peak_device_bytes, "setup": short_setup_words(chosen.setup)}
-        cards.append(_of(BriefCard, one | own))
+    for card in document["cards"]:
+        chosen = candidate_from_dict(card["candidate"])
+        overrides = {
+            "peak_device_bytes": chosen.memory_evidence.peak_device_bytes,
+            "setup": short_setup_words(chosen.setup),
+        }
+        cards.append(_of(BriefCard, card | overrides))
     return _of(BriefWhichGpu, {**document, "cards": cards})
 
 
 def _oom(document: Mapping[str, Any]) -> dict[str, Any]:
     checked, phase = document["check"], document["phase"]
-    own = {"check": checked and _check(checked), "phase": phase and phase["name"]}
-    return _of(BriefOom, {**document["message"], **document, **own})
+    overrides = {"check": checked and _check(checked), "phase": phase and phase["name"]}
+    return _of(BriefOom, {**document["message"], **document, **overrides})
 
 
 BRIEF: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -338,7 +346,7 @@ def _answer(document: Any) -> Any:
 
 def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a short answer, in their order."""
-    return {one.name: values[one.name] for one in fields(kind)}
+    return {field.name: values[field.name] for field in fields(kind)}
 
 
 def _figures(subject: Candidate) -> dict[str, Any]:
@@ -363,10 +371,10 @@ def _figures(subject: Candidate) -> dict[str, Any]:
 def _cut(value: Any, length: int, without: frozenset[str]) -> Any:
     """Without these parts, empty ones and nulls; lists and texts at their length, numbers at 6 digits."""
     if isinstance(value, Mapping):
-        kept = {key: one for key, one in value.items() if key not in without and one not in (None, [], {})}
-        return {key: _cut(one, length, without) for key, one in kept.items()}
+        kept = {key: entry for key, entry in value.items() if key not in without and entry not in (None, [], {})}
+        return {key: _cut(entry, length, without) for key, entry in kept.items()}
     if isinstance(value, (list, tuple)):
-        head = [_cut(one, length, without) for one in value[:length]]
+        head = [_cut(element, length, without) for element in value[:length]]
         return [*head, {LEFT_OUT: len(value) - length}] if len(value) > length else head
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]}..."

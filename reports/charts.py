@@ -38,7 +38,7 @@ def memory_bars(
     """
     shown = list(candidates)[:limit]
     evidence = [best_terms(candidate) for _, candidate in shown]
-    stacks = [_stack(one) for one in evidence]
+    stacks = [_stack(prediction) for prediction in evidence]
     names = [name for name in CATEGORY_WORDS if any(stack.get(name) for stack in stacks)]
     measured = [
         candidate.probe.peak_device_bytes if isinstance(candidate.probe, Measurement) else None
@@ -50,12 +50,12 @@ def memory_bars(
     rows = [
         (
             label,
-            memory_mark(one),
+            memory_mark(prediction),
             *(gib(stack.get(name, 0)) for name in names),
-            gib(one.peak_device_bytes),
+            gib(prediction.peak_device_bytes),
             "" if probe is None else gib(probe),
         )
-        for label, one, stack, probe in zip(labels, evidence, stacks, measured, strict=True)
+        for label, prediction, stack, probe in zip(labels, evidence, stacks, measured, strict=True)
     ]
     return {
         "kind": "memory-bars",
@@ -65,7 +65,7 @@ def memory_bars(
             {"name": CATEGORY_WORDS[name], "category": name, "bytes": [stack.get(name, 0) for stack in stacks]}
             for name in names
         ],
-        "device_bytes": [one.peak_device_bytes for one in evidence],
+        "device_bytes": [prediction.peak_device_bytes for prediction in evidence],
         "measured_bytes": measured,
         "memory_bytes": memory_bytes,
         "budget_bytes": budget_bytes,
@@ -88,34 +88,34 @@ def speed_memory(plan: Plan) -> Chart:
     """Tokens/s against device peak for every ranked candidate, with the Pareto front."""
     chosen = plan.chosen
     by_setup: dict[TrainSetup, Candidate] = {}
-    for one in (chosen, *(each.candidate for each in plan.alternatives), *plan.ranked):
-        by_setup.setdefault(one.setup, one)
-    candidates = [one for one in by_setup.values() if one.tokens_per_s > 0]
-    front = pareto_front([one for one in candidates if one.fits])
+    for candidate in (chosen, *(each.candidate for each in plan.alternatives), *plan.ranked):
+        by_setup.setdefault(candidate.setup, candidate)
+    candidates = [candidate for candidate in by_setup.values() if candidate.tokens_per_s > 0]
+    front = pareto_front([candidate for candidate in candidates if candidate.fits])
     points = [
         {
-            "peak_device_bytes": one.memory_evidence.peak_device_bytes,
-            "tokens_per_s": one.tokens_per_s,
-            "method": one.setup.method,
-            "verdict": one.verdict,
-            "difference": "the plan" if one is chosen else setup_difference(chosen.setup, one.setup),
+            "peak_device_bytes": candidate.memory_evidence.peak_device_bytes,
+            "tokens_per_s": candidate.tokens_per_s,
+            "method": candidate.setup.method,
+            "verdict": candidate.verdict,
+            "difference": "the plan" if candidate is chosen else setup_difference(chosen.setup, candidate.setup),
         }
-        for one in candidates
+        for candidate in candidates
     ]
     rows = [
         (
-            "the plan" if one is chosen else setup_difference(chosen.setup, one.setup),
-            gib(one.memory_evidence.peak_device_bytes),
-            memory_mark(one.memory_evidence),
-            rate(one.tokens_per_s),
+            "the plan" if candidate is chosen else setup_difference(chosen.setup, candidate.setup),
+            gib(candidate.memory_evidence.peak_device_bytes),
+            memory_mark(candidate.memory_evidence),
+            rate(candidate.tokens_per_s),
         )
-        for one in front
+        for candidate in front
     ]
     return {
         "kind": "speed-memory",
         "title": "Speed against memory, with the Pareto front",
         "points": points,
-        "front": [[one.memory_evidence.peak_device_bytes, one.tokens_per_s] for one in front],
+        "front": [[candidate.memory_evidence.peak_device_bytes, candidate.tokens_per_s] for candidate in front],
         "memory_bytes": plan.workload.memory_bytes,
         "budget_bytes": plan.workload.budget_bytes,
         "table": table_of(("on the front", "peak", "from", "speed"), rows),
@@ -129,10 +129,10 @@ def pareto_front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """
     front: list[Candidate] = []
     fastest = 0.0
-    for one in sorted(candidates, key=lambda one: (one.memory_evidence.peak_device_bytes, -one.tokens_per_s)):
-        if one.tokens_per_s > fastest:
-            front.append(one)
-            fastest = one.tokens_per_s
+    for candidate in sorted(candidates, key=lambda each: (each.memory_evidence.peak_device_bytes, -each.tokens_per_s)):
+        if candidate.tokens_per_s > fastest:
+            front.append(candidate)
+            fastest = candidate.tokens_per_s
     return tuple(front)
 
 
@@ -173,15 +173,15 @@ def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
         "title": f"Allocated memory from loading through the traced steps (dry run{depth})",
         "points": [list(point) for point in timeline.points],
         "phases": [
-            {"name": PHASE_WORDS.get(one.name, clean(one.name)), "start": one.start, "end": one.end}
-            for one in timeline.phases
+            {"name": PHASE_WORDS.get(phase.name, clean(phase.name)), "start": phase.start, "end": phase.end}
+            for phase in timeline.phases
         ],
         "peak": [timeline.peak_event, timeline.peak_bytes],
         "memory_bytes": memory_bytes,
         "table": table_of(
             ("alive at the peak", "kind", "size"),
-            ((clean(one.name), CATEGORY_WORDS.get(one.category, clean(one.category)), gib(one.size_bytes))
-             for one in timeline.tensors),
+            ((clean(tensor.name), CATEGORY_WORDS.get(tensor.category, clean(tensor.category)), gib(tensor.size_bytes))
+             for tensor in timeline.tensors),
         ),
     }  # fmt: skip
 
@@ -234,11 +234,11 @@ def search_history(search: Mapping[str, Any]) -> Chart | None:
         feasible = bool(trial.get("feasible", speed is not None))
         if feasible and speed is not None:
             best = max(best, speed)
-        rung, reason = clean(str(trial.get("rung") or "")), clean(str(trial.get("reason") or ""))
+        level, reason = clean(str(trial.get("rung") or "")), clean(str(trial.get("reason") or ""))
         points.append(
-            {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "rung": rung}
+            {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "rung": level}
         )
-        rows.append((str(number + 1), rate(speed), "yes" if feasible else "no", rung.replace("_", " "), reason))
+        rows.append((str(number + 1), rate(speed), "yes" if feasible else "no", level.replace("_", " "), reason))
     return {
         "kind": "search-history",
         "title": "What the search tried",
@@ -250,9 +250,13 @@ def search_history(search: Mapping[str, Any]) -> Chart | None:
 def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
     """Predicted against measured for every candidate that a probe measured."""
     labelled = list(beside(plan)) if isinstance(plan, Plan) else [("nearest", plan.nearest, "")]
-    known = {candidate.setup for _, candidate, _ in labelled}
+    labelled_setups = {candidate.setup for _, candidate, _ in labelled}
     if isinstance(plan, Plan):
-        labelled += [(f"ranked {i}", one, "") for i, one in enumerate(plan.ranked, 1) if one.setup not in known]
+        labelled += [
+            (f"ranked {i}", candidate, "")
+            for i, candidate in enumerate(plan.ranked, 1)
+            if candidate.setup not in labelled_setups
+        ]
     rows = []
     for label, candidate, _ in labelled:
         if not isinstance(candidate.probe, Measurement):

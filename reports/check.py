@@ -49,9 +49,9 @@ def render_check(
         together: several changes after which it fits, where no single one is enough.
     """
     page, config, prediction = Page(console), result.config, result.prediction
-    rung = prediction.rung.value.replace("_", " ")
+    level = prediction.rung.value.replace("_", " ")
     page.line(clean(f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}"), style="bold")
-    page.line(f"{summary(result)} [{rung}]")
+    page.line(f"{summary(result)} [{level}]")
     if prediction.tokens_per_s:
         page.line(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
     page.head("Read")
@@ -59,15 +59,15 @@ def render_check(
     _table(page, rows, fixed=1)
     if defaults:
         page.line(f"default: {defaults}", style="dim", indent=2)
-    page.head("Memory", rung)
+    page.head("Memory", level)
     _table(page, [(gib(term.size_bytes), _term_words(term)) for term in prediction.terms[:SHOWN]], fixed=1, right=[0])
     if result.changes:
         page.head(
             "Faster, and still fits" if result.exit_code == 0 else "What would help, best first",
-            "formula corrected by the dry run" if rung == "dry run" else "formula",
+            "formula corrected by the dry run" if level == "dry run" else "formula",
         )
-        _table(page, [_change_cells(one) for one in result.changes[:SHOWN]], right=[1, 3])
-        if any(one.changes_training for one in result.changes[:SHOWN]):
+        _table(page, [_change_cells(change) for change in result.changes[:SHOWN]], right=[1, 3])
+        if any(change.changes_training for change in result.changes[:SHOWN]):
             page.line("*: changes the training", style="dim", indent=2)
     if together is not None:
         page.line(clean(f"together: {'; '.join(together['changes'])}"), indent=2)
@@ -90,15 +90,15 @@ def facts(result: CheckResult) -> list[tuple[str, str, str]]:
     """(name, value, where it was read) of every setting that counts; the place is empty where nobody said it."""
     config, setup = result.config, result.config.setup
     plain = TrainSetup()
-    found = [("model", clean(str(config.model_id)), short_place(config.origins.get("model", ""), config.path))]
+    settings = [("model", clean(str(config.model_id)), short_place(config.origins.get("model", ""), config.path))]
     for name in dict.fromkeys((*ALWAYS, *config.origins, *setup.__dataclass_fields__)):
         if not hasattr(setup, name) or name == "stack" or (setup.method == "full" and name in OF_ADAPTERS):
             continue
         if name in ALWAYS or name in config.origins or getattr(setup, name) != getattr(plain, name):
             label = setup.kind.size if name == "lora_rank" else NAMES.get(name, name.replace("_", " "))
             place = short_place(config.origins.get(name, ""), config.path)
-            found.append((label or "size", clean(value_words(setup, name)), clean(place)))
-    return found
+            settings.append((label or "size", clean(value_words(setup, name)), clean(place)))
+    return settings
 
 
 def value_words(setup: TrainSetup, name: str) -> str:
@@ -146,9 +146,14 @@ def _table(page: Page, rows: Sequence[Sequence[str]], *, fixed: int = 0, right: 
     page.console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _change_cells(one: Change) -> tuple[str, ...]:
-    label = f"{one.label} *" if one.changes_training else one.label
-    return label, gib(one.prediction.peak_device_bytes), VERDICTS[one.verdict.value], f"speed × {one.speedup:.2f}"
+def _change_cells(change: Change) -> tuple[str, ...]:
+    label = f"{change.label} *" if change.changes_training else change.label
+    return (
+        label,
+        gib(change.prediction.peak_device_bytes),
+        VERDICTS[change.verdict.value],
+        f"speed × {change.speedup:.2f}",
+    )
 
 
 def _term_words(term: MemoryTerm) -> str:

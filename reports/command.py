@@ -109,11 +109,11 @@ def cluster_flags(workload: Workload) -> list[str]:
 def _rollout_words(rollouts: Sequence[Rollout]) -> list[str]:
     """The options that leave just these rollouts: what all of them share beyond the defaults."""
     words = []
-    for one in fields(Rollout):
-        first, *others = dict.fromkeys(getattr(rollout, one.name) for rollout in rollouts)
-        named = one.name == "generator" and len(rollouts) == 1
-        if not others and (first != one.default or named):
-            words += _flag(one.name, first)
+    for field in fields(Rollout):
+        first, *others = dict.fromkeys(getattr(rollout, field.name) for rollout in rollouts)
+        named = field.name == "generator" and len(rollouts) == 1
+        if not others and (first != field.default or named):
+            words += _flag(field.name, first)
     return words
 
 

@@ -96,10 +96,10 @@ def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[C
         charts.append(
             bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, [rate(v) for v in speeds])
         )
-    known = [(label, cost) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
-    if known:
-        words = [f"${cost:,.3f}" for _, cost in known]
-        names, costs = [label for label, _ in known], [cost for _, cost in known]
+    priced = [(label, cost) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
+    if priced:
+        words = [f"${cost:,.3f}" for _, cost in priced]
+        names, costs = [label for label, _ in priced], [cost for _, cost in priced]
         charts.append(bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
     memory = memory_bars(list(zip(labels, candidates, strict=True)), 1, 1, limit=len(named))
     sizes = [plan.workload.memory_bytes for _, plan in named]

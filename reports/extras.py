@@ -118,7 +118,7 @@ class Extras:
     sensitivity: tuple[SensitivityPoint, ...] = ()
 
 
-EXTRA_KEYS = tuple(one.name for one in fields(Extras))
+EXTRA_KEYS = tuple(extra.name for extra in fields(Extras))
 
 
 def extras_to_dict(extras: Extras) -> dict[str, Any]:
@@ -170,16 +170,16 @@ def search_values(
     rows = []
     for number, (setup, origin, evidence, excluded) in enumerate(trials):
         failure = failure_words(evidence) if isinstance(evidence, ProbeFailure) else ""
-        known = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
-        fits = known is not None and not excluded and known.peak_device_bytes <= budget_bytes
+        usable = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
+        fits = usable is not None and not excluded and usable.peak_device_bytes <= budget_bytes
         rows.append(
             {
                 "number": number,
                 "origin": origin,
                 "setup": setup_to_dict(setup),
                 "rung": "formula" if evidence is None else evidence.rung.value,
-                "tokens_per_s": None if known is None else known.tokens_per_s,
-                "peak_device_bytes": None if known is None else known.peak_device_bytes,
+                "tokens_per_s": None if usable is None else usable.tokens_per_s,
+                "peak_device_bytes": None if usable is None else usable.peak_device_bytes,
                 "feasible": fits,
                 "reason": excluded or failure or ("" if fits else "does not fit"),
             }
@@ -214,7 +214,7 @@ def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -
     """The chosen setup's neighbours as `predict` (a rung given by the caller) sees them."""
     points = []
     for parameter, value, setup in neighbours(chosen.setup):
-        own = setup == chosen.setup
+        is_chosen = setup == chosen.setup
         candidate = predict(setup)
         points.append(
             SensitivityPoint(
@@ -225,7 +225,7 @@ def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -
                 peak_device_bytes=candidate.memory_evidence.peak_device_bytes,
                 tokens_per_s=candidate.tokens_per_s,
                 rung=candidate.memory_evidence.rung.value,
-                chosen=own,
+                chosen=is_chosen,
             )
         )
     assert all(a.parameter != b.parameter or a.value < b.value for a, b in pairwise(points))

@@ -84,7 +84,7 @@ def comparison_html(comparison: dict[str, Any], *, version: str = "") -> str:
 
 def _page(title: str, version: str, plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> str:
     drawn = [*(comparison["charts"] if comparison else ()), *(chart for view in plans for chart in view["drawn"])]
-    charts = {one["id"]: {key: value for key, value in one.items() if key != "table"} for one in drawn}
+    charts = {chart["id"]: {key: value for key, value in chart.items() if key != "table"} for chart in drawn}
     page: str = _template().render(
         title=title,
         version=version,
@@ -102,8 +102,8 @@ def _page(title: str, version: str, plans: Sequence[dict[str, Any]], comparison:
 
 def _links(plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> list[dict[str, str]]:
     if comparison:
-        own = [{"target": view["id"], "words": view["short"]} for view in plans]
-        return [{"target": "comparison-title", "words": "Comparison"}, *own]
+        links = [{"target": view["id"], "words": view["short"]} for view in plans]
+        return [{"target": "comparison-title", "words": "Comparison"}, *links]
     return [{"target": f"{plans[0]['id']}-{key}", "words": words} for key, words in plans[0]["sections"]]
 
 
@@ -161,7 +161,11 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
             {"model": workload.model.model_id, "gpu": workload.gpu.key, **asked_form(chosen.setup)}
         ),
         "rungs": _rungs(chosen),
-        "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
+        "failures": [
+            text.failure_words(evidence)
+            for _, evidence in evidence_columns(chosen)
+            if isinstance(evidence, ProbeFailure)
+        ],
         "terms": table_of(("term", "size", "of the card", "up to"), terms),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
@@ -203,7 +207,7 @@ def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
 
 def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
     charts = view["charts"]
-    known = (
+    sections = (
         ("remedies", "What would help", view["remedies"]),
         ("memory", "Memory", True),
         ("launch", "Run it" if view["launch"] else "The setup", True),
@@ -216,7 +220,7 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
         ("notes", "Notes", view["notes"]),
         ("environment", "Sources", True),
     )
-    return [(key, words) for key, words, there in known if there]
+    return [(key, words) for key, words, there in sections if there]
 
 
 def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
@@ -249,11 +253,21 @@ def _rungs(candidate: Candidate) -> dict[str, Any]:
     present = evidence_columns(candidate)
     figures: list[tuple[str, ...]] = []
     for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
-        cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)
+        cells = (
+            "-" if isinstance(evidence, ProbeFailure) else gib(getattr(evidence, f"peak_{key}_bytes"))
+            for _, evidence in present
+        )
         figures.append((f"{label} peak", *cells))
-    figures.append(("memory band", *(text.memory_band(one) or "-" for _, one in present)))
-    known = [one if isinstance(one, (Prediction, Measurement)) and one.tokens_per_s else None for _, one in present]
-    figures.append(("step time", *("-" if one is None else seconds(one.step_time_s or 0.0) for one in known)))
-    figures.append(("speed", *("-" if one is None else text.rate(one.tokens_per_s) for one in known)))
-    figures.append(("time band", *("-" if one is None else text.speed_band(one) or "-" for one in known)))
+    figures.append(("memory band", *(text.memory_band(evidence) or "-" for _, evidence in present)))
+    timed = [
+        evidence if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s else None
+        for _, evidence in present
+    ]
+    figures.append(
+        ("step time", *("-" if evidence is None else seconds(evidence.step_time_s or 0.0) for evidence in timed))
+    )
+    figures.append(("speed", *("-" if evidence is None else text.rate(evidence.tokens_per_s) for evidence in timed)))
+    figures.append(
+        ("time band", *("-" if evidence is None else text.speed_band(evidence) or "-" for evidence in timed))
+    )
     return table_of(("", *(name for name, _ in present)), figures)

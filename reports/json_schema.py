@@ -66,17 +66,17 @@ class _Writer:
         if kind is TrainSetup:
             return self._named("Setup", _setup())
         if origin in (Union, types.UnionType):
-            return {"anyOf": [self.of(one) for one in arguments]}
+            return {"anyOf": [self.of(argument) for argument in arguments]}
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
-            return {"type": "array", "prefixItems": [self.of(one) for one in arguments], "items": False}
+            return {"type": "array", "prefixItems": [self.of(argument) for argument in arguments], "items": False}
         if origin in (tuple, list, Sequence):
             return self.array(self.of(arguments[0]))
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return {"type": "object", "additionalProperties": self.of(arguments[1])}
         if isinstance(kind, type) and issubclass(kind, Enum):
-            return {"enum": [one.value for one in kind]}
+            return {"enum": [member.value for member in kind]}
         if isinstance(kind, type) and is_dataclass(kind):
             return self._named(kind.__name__, self.record(kind))
         raise TypeError(f"no JSON form of {kind!r}")
@@ -90,13 +90,13 @@ class _Writer:
         """An object with a dataclass's fields, less some, and others; those with a default may be absent."""
         hints = get_type_hints(kind, localns={"Cluster": Cluster})
         raw = () if self.cut else ("config",)  # a model's, which `to_jsonable` leaves out
-        own = [one for one in fields(kind) if one.name not in (*without, *raw)]
-        known = {one.name: self.of(hints[one.name]) for one in own}
-        always = [one.name for one in own if one.default is MISSING and one.default_factory is MISSING]
+        written = [field for field in fields(kind) if field.name not in (*without, *raw)]
+        properties = {field.name: self.of(hints[field.name]) for field in written}
+        always = [field.name for field in written if field.default is MISSING and field.default_factory is MISSING]
         if self.cut:
             always = [name for name in always if hints[name] in (int, bool) or get_origin(hints[name]) is Literal]
-            known |= {"schema_version": {"const": SCHEMA_VERSION}} if "schema_version" in known else {}
-        return _object({**known, **also}, required=[*always, *also])
+            properties |= {"schema_version": {"const": SCHEMA_VERSION}} if "schema_version" in properties else {}
+        return _object({**properties, **also}, required=[*always, *also])
 
     def _named(self, name: str, schema: Schema) -> Schema:
         self.defs[name] = schema
@@ -110,7 +110,9 @@ def _object(properties: Mapping[str, Schema], required: Sequence[str] = ()) -> S
 def _setup() -> Schema:
     """A setup in the interchange form: fields at their defaults may be absent."""
     write, hints = _Writer(), get_type_hints(TrainSetup)
-    return _object({one.name: _WRITTEN_AS.get(one.name) or write.of(hints[one.name]) for one in fields(TrainSetup)})
+    return _object(
+        {field.name: _WRITTEN_AS.get(field.name) or write.of(hints[field.name]) for field in fields(TrainSetup)}
+    )
 
 
 def _rung(write: _Writer) -> Schema:
@@ -140,26 +142,28 @@ def _workload(write: _Writer) -> Schema:
     """`reports.plan_json.workload_to_dict`."""
     data = get_type_hints(Data)
     flat = {key: write.of(data[name]) for key, name in DATA_KEYS.items()}
-    found = write.record(Workload, without=("data",), budget_bytes=_PLAIN[int], **flat)
+    workload = write.record(Workload, without=("data",), budget_bytes=_PLAIN[int], **flat)
     model = write.defs["ModelSpec"]
     model["properties"]["num_params"] = _PLAIN[int]
-    return found
+    return workload
 
 
 def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, candidate: Schema) -> Schema:
     """`reports.plan_json.plan_to_dict`, with what plan.json holds beside it."""
     hints = get_type_hints(kind)
-    own: dict[str, Schema] = {"schema_version": {"const": SCHEMA_VERSION}, "kind": write.of(hints["kind"])}
-    own |= {"workload": workload, "walk": write.of(hints["tree"]), "space": write.of(hints["space"])}
-    own |= {"notes": write.of(hints["notes"]), "note_places": write.array(_PLAIN[int])}
+    properties: dict[str, Schema] = {"schema_version": {"const": SCHEMA_VERSION}, "kind": write.of(hints["kind"])}
+    properties |= {"workload": workload, "walk": write.of(hints["tree"]), "space": write.of(hints["space"])}
+    properties |= {"notes": write.of(hints["notes"]), "note_places": write.array(_PLAIN[int])}
     if kind is Plan:
         labelled = _object({"label": _PLAIN[str], "trade": _PLAIN[str], "candidate": candidate})
-        own |= {"chosen": candidate, "alternatives": write.array(labelled), "ranked": write.array(candidate)}
-        own["search"] = write.of(hints["search"])
+        properties |= {"chosen": candidate, "alternatives": write.array(labelled), "ranked": write.array(candidate)}
+        properties["search"] = write.of(hints["search"])
     else:
-        own |= {"nearest": candidate, "missing_bytes": _PLAIN[int], "remedies": write.of(hints["remedies"])}
-    extras: dict[str, Schema] = {one.name: {} for one in fields(Extras)}  # of the reports' own, which nobody else reads
-    return _object({**extras, **own}, required=list(own))
+        properties |= {"nearest": candidate, "missing_bytes": _PLAIN[int], "remedies": write.of(hints["remedies"])}
+    extras: dict[str, Schema] = {
+        field.name: {} for field in fields(Extras)
+    }  # of the reports' own, which nobody else reads
+    return _object({**extras, **properties}, required=list(properties))
 
 
 def answer_schema(*, whole: bool = True) -> Schema:
@@ -173,11 +177,11 @@ def answer_schema(*, whole: bool = True) -> Schema:
         write.defs["Rung"] = _rung(write)
         setup = write.defs["Setup"]
         named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
-        rung: Schema = {"$ref": "#/$defs/Rung"}
-        rungs = {name: {"anyOf": [rung, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
-        own = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": rung, **rungs}
-        assert set(own) == {"fits", *(one.name for one in fields(Candidate))}
-        write.defs["Candidate"] = _object(own, required=list(own))
+        level: Schema = {"$ref": "#/$defs/Rung"}
+        rungs = {name: {"anyOf": [level, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
+        properties = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": level, **rungs}
+        assert set(properties) == {"fits", *(field.name for field in fields(Candidate))}
+        write.defs["Candidate"] = _object(properties, required=list(properties))
         write.defs["Workload"] = _workload(write)
         workload = {"$ref": "#/$defs/Workload"}
         write.defs["Plan"] = _plan(write, Plan, workload, candidate)

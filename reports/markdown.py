@@ -114,10 +114,10 @@ def _launch(extras: Extras) -> list[str]:
     if not extras.launch:
         return []
     blocks = ["## Launch"]
-    for one in extras.launch:
-        files = ", ".join(escape(file.path) for file in one.files)
-        blocks.append(f"**{escape(one.target)}**" + (f" ({files})" if files else ""))
-        blocks += [fenced(clean(one.command), "sh") if one.command else "", bullets(one.notes)]
+    for launch in extras.launch:
+        files = ", ".join(escape(file.path) for file in launch.files)
+        blocks.append(f"**{escape(launch.target)}**" + (f" ({files})" if files else ""))
+        blocks += [fenced(clean(launch.command), "sh") if launch.command else "", bullets(launch.notes)]
     return blocks
 
 

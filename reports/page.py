@@ -113,11 +113,11 @@ T = TypeVar("T")
 
 
 def _told(items: Iterable[T], words: str, console: Console, num: int) -> Iterator[T]:
-    told = started = monotonic()
+    last_printed = started = monotonic()
     for number, item in enumerate(items):
-        if number and monotonic() - told > STILL_S:
-            told = monotonic()
-            left = seconds((told - started) / number * (num - number))
+        if number and monotonic() - last_printed > STILL_S:
+            last_printed = monotonic()
+            left = seconds((last_printed - started) / number * (num - number))
             console.print(f"{words}: {number} of {num}, {left} left", markup=False, highlight=False)
         yield item
 

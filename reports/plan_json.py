@@ -82,7 +82,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     values["notes"], values["note_places"] = list(evidence.notes), places(evidence.notes)
     if isinstance(evidence, Measurement):
         values["time_band_fraction"] = evidence.time_band_fraction
-        values["measured"] = {name: one for name, one in to_jsonable(evidence).items() if name not in RUNG_KEYS}
+        values["measured"] = {name: value for name, value in to_jsonable(evidence).items() if name not in RUNG_KEYS}
         return values
     for term in evidence.terms:
         values["terms"][term.category] = values["terms"].get(term.category, 0) + term.size_bytes
@@ -92,7 +92,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     if evidence.bands:
         values["bands"] = {name: list(band) for name, band in evidence.bands.items()}
     if evidence.rank_peaks:
-        values["rank_peaks"] = [list(one) for one in evidence.rank_peaks]
+        values["rank_peaks"] = [list(peak) for peak in evidence.rank_peaks]
     if detail:
         values["term_list"] = [
             [term.category, term.name, term.size_bytes, list(term.phases)] for term in evidence.terms
@@ -107,7 +107,10 @@ def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, deta
         "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
-        **{name: None if rung is None else rung_to_dict(rung, detail=detail) for name, rung in rungs.items()},
+        **{
+            name: None if evidence is None else rung_to_dict(evidence, detail=detail)
+            for name, evidence in rungs.items()
+        },
     }
 
 
@@ -121,12 +124,12 @@ def estimate_to_dict(
 ) -> dict[str, Any]:
     """The answer of `plan estimate`: a candidate with its single terms, the links between its GPUs, and memory over
     varying lengths."""
-    found = {"schema_version": SCHEMA_VERSION, "kind": "estimate"}
-    found |= candidate_to_dict(candidate, model_id, gpu_key, detail=True)
+    document = {"schema_version": SCHEMA_VERSION, "kind": "estimate"}
+    document |= candidate_to_dict(candidate, model_id, gpu_key, detail=True)
     if cluster is not None:
         between = None if cluster.between is None else cluster.between.key
-        found["cluster"] = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
-    return found if over is None else found | {"over_lengths": over_lengths_to_dict(over)}
+        document["cluster"] = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
+    return document if over is None else document | {"over_lengths": over_lengths_to_dict(over)}
 
 
 def over_lengths_to_dict(over: "OverLengths") -> dict[str, Any]:
@@ -234,13 +237,13 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
         chosen=candidate_from_dict(document["chosen"]),
         alternatives=tuple(
             Alternative(
-                label=decode(str, one["label"], "label"),
-                trade=decode(str, one["trade"], "trade"),
-                candidate=candidate_from_dict(one["candidate"]),
+                label=decode(str, alternative["label"], "label"),
+                trade=decode(str, alternative["trade"], "trade"),
+                candidate=candidate_from_dict(alternative["candidate"]),
             )
-            for one in document["alternatives"]
+            for alternative in document["alternatives"]
         ),
-        ranked=tuple(candidate_from_dict(one) for one in document["ranked"]),
+        ranked=tuple(candidate_from_dict(candidate) for candidate in document["ranked"]),
         tree=tree,
         space=space,
         notes=notes,
@@ -258,7 +261,7 @@ def _workload(values: Mapping[str, Any]) -> Workload:
     clean = {key: value for key, value in values.items() if key != "budget_bytes"}
     model = {key: value for key, value in clean.pop("model").items() if key != "num_params"}
     fixed = {
-        key: tuple(tuple(one) if isinstance(one, list) else one for one in items)
+        key: tuple(tuple(choice) if isinstance(choice, list) else choice for choice in items)
         for key, items in clean.pop("fixed").items()
     }
     gpu = clean.pop("gpu")
@@ -316,15 +319,15 @@ def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | Prob
     keys = ["rung", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]
     keys += ["mfu_fraction", "notes"]
     if values["measured"] is not None:
-        known = {**{key: values[key] for key in keys}, **values["measured"]}
-        return decode(Measurement, known, "probe")
+        figures = {**{key: values[key] for key in keys}, **values["measured"]}
+        return decode(Measurement, figures, "probe")
     keys += ["step_time_s", "tokens_per_s", "peak_phase", "memory_band_fraction", "time_band_fraction", "time_parts_s"]
     terms = [
         {"category": category, "name": name, "size_bytes": size, "phases": phases}
         for category, name, size, phases in values.get("term_list")
         or ([name, name, size, list(PHASES)] for name, size in values["terms"].items())
     ]
-    known = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
-    known["bands"] = values.get("bands", {})
-    prediction = decode(Prediction, known, str(values["rung"]))
+    figures = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
+    figures["bands"] = values.get("bands", {})
+    prediction = decode(Prediction, figures, str(values["rung"]))
     return replace(prediction, notes=_notes(values))

@@ -86,7 +86,7 @@ class Heat:
     def surely(self, lane: Lane) -> bool:
         """Whether the two speeds lie further apart than their bands reach."""
         assert self.planned is not None
-        ends = [_ends(one.candidate.speed_evidence) for one in (self.planned, lane)]
+        ends = [_ends(contender.candidate.speed_evidence) for contender in (self.planned, lane)]
         return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
 
 
@@ -143,14 +143,14 @@ class RaceSheet(Sheet):
                 limit=len(heat.all),
             )
             charts.append({**of_memory, "id": f"race-memory-{number}", "height": 160 + 34 * len(heat.all)})
-        sentences = [self.level, *(one for heat in self.heats for one in _sentences(heat))]
+        sentences = [self.level, *(sentence for heat in self.heats for sentence in _sentences(heat))]
         return {"title": "Race", "sentences": sentences, "table": {"header": HEADER}, "rows": rows, "charts": charts}
 
 
 def _speeds(heat: Heat) -> list[tuple[str, float, str]]:
     """(label, tokens/s, the same in words) of every lane that fits and has a speed."""
-    known = [(clean(lane.label), lane.candidate.tokens_per_s) for lane in heat.all if lane.candidate.fits]
-    return [(label, speed, f"{speed:,.0f}") for label, speed in known if speed]
+    speeds = [(clean(lane.label), lane.candidate.tokens_per_s) for lane in heat.all if lane.candidate.fits]
+    return [(label, speed, f"{speed:,.0f}") for label, speed in speeds if speed]
 
 
 def _rows(heat: Heat) -> list[tuple[str, ...]]:
@@ -160,7 +160,7 @@ def _rows(heat: Heat) -> list[tuple[str, ...]]:
 def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
     candidate, ratio = lane.candidate, heat.ratio(lane)
     memory, speed = candidate.memory_evidence, candidate.speed_evidence
-    levels = dict.fromkeys(RUNG_WORDS[one] for one in (memory.rung, speed_rung(speed)))
+    levels = dict.fromkeys(RUNG_WORDS[level] for level in (memory.rung, speed_rung(speed)))
     return (
         clean(lane.label),
         fit_word(candidate),
@@ -173,36 +173,36 @@ def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
 
 def _sentences(heat: Heat) -> list[str]:
     """Setups, what the plan does otherwise, what was not run, what a question mark means."""
-    found = []
+    sentences = []
     for lane in heat.all:
-        found.append(f"{clean(lane.label)}: {setup_words(lane.candidate.setup)}.")
+        sentences.append(f"{clean(lane.label)}: {setup_words(lane.candidate.setup)}.")
         if heat.planned is not None and lane is not heat.planned:
             other = setup_difference(lane.candidate.setup, heat.planned.candidate.setup)
-            found[-1] += f" The plan instead: {other}." if other else " It is the plan."
+            sentences[-1] += f" The plan instead: {other}." if other else " It is the plan."
             ours, theirs = heat.planned.candidate.setup, lane.candidate.setup
             if theirs.method != "full" and (ours.lora_rank, ours.lora_targets) != (
                 theirs.lora_rank,
                 theirs.lora_targets,
             ):
-                found[-1] += " It trains another adapter (--same-adapter: this one)."
+                sentences[-1] += " It trains another adapter (--same-adapter: this one)."
         if lane.source:
-            found[-1] += f" Published: {lane.source}."
+            sentences[-1] += f" Published: {lane.source}."
     if isinstance(heat.plan, NoPlan):
-        found.append(f"No plan: nothing fits, {gib(heat.plan.missing_bytes)} missing.")
+        sentences.append(f"No plan: nothing fits, {gib(heat.plan.missing_bytes)} missing.")
     for lane in heat.all:
         if lane.remark:
-            found.append(f"{clean(lane.label)}: {lane.remark}.")
+            sentences.append(f"{clean(lane.label)}: {lane.remark}.")
         if lane.failure:
-            found.append(f"{clean(lane.label)} was not run to its end: {clean(lane.failure)}.")
+            sentences.append(f"{clean(lane.label)} was not run to its end: {clean(lane.failure)}.")
         if isinstance(lane.rehearsal, Measurement):
             steps = len(lane.rehearsal.step_times_s)
             speed = rate(lane.rehearsal.tokens_per_s)
-            found.append(f"{clean(lane.label)}: {steps} steps rehearsed on this CPU, {speed} there.")
+            sentences.append(f"{clean(lane.label)}: {steps} steps rehearsed on this CPU, {speed} there.")
     if any(heat.ratio(lane) is not None and not heat.surely(lane) for lane in heat.lanes):
-        found.append("?: the two speeds lie within their bands, so either may be the faster.")
+        sentences.append("?: the two speeds lie within their bands, so either may be the faster.")
     if any(not lane.source for lane in heat.lanes):
-        found.append("What was read and assumed of a file: plan check FILE.")
-    return found
+        sentences.append("What was read and assumed of a file: plan check FILE.")
+    return sentences
 
 
 def _heat_json(heat: Heat) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def _label(term: MemoryTerm) -> str:
     """The term's name; one that says nothing of its category (the dry run's "layers") is led by it."""
     name = clean(term.name)
     words = f"{term.category}: {name}"
-    said = " " in name or name.startswith(term.category) or term.category in ("workspace", "other")
-    return name if said else words
+    descriptive = " " in name or name.startswith(term.category) or term.category in ("workspace", "other")
+    return name if descriptive else words
 
 
 def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None = None) -> Breakdown:
@@ -139,7 +139,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
     """The rungs that were asked side by side, lowest first."""
-    return tuple((RUNG_WORDS[rung], evidence) for rung, evidence in candidate.rungs)
+    return tuple((RUNG_WORDS[level], evidence) for level, evidence in candidate.rungs)
 
 
 class Row(NamedTuple):
@@ -157,8 +157,8 @@ def compared(plan: Plan) -> list[Row]:
     higher one says of the chosen setup, so that its speed is the same here as everywhere."""
     rows = list(beside(plan))
     figures = on_one_rung([candidate for _, candidate, _ in rows])
-    own, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
-    ratio = own / common if own and common else 1.0
+    chosen_tokens_per_s, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
+    ratio = chosen_tokens_per_s / common if chosen_tokens_per_s and common else 1.0
 
     def corrected(speed: Prediction | Measurement) -> Prediction | Measurement:
         if ratio == 1.0 or not speed.tokens_per_s or not speed.step_time_s:
@@ -167,16 +167,16 @@ def compared(plan: Plan) -> list[Row]:
         return replace(speed, **changes)
 
     return [
-        Row(label, one, peak, corrected(speed), trade)
-        for (label, one, trade), (peak, speed) in zip(rows, figures, strict=True)
+        Row(label, candidate, peak, corrected(speed), trade)
+        for (label, candidate, trade), (peak, speed) in zip(rows, figures, strict=True)
     ]
 
 
 def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
     """(label, candidate, trade) of the chosen setup and of its alternatives."""
     yield "chosen", plan.chosen, ""
-    for one in plan.alternatives:
-        yield one.label, one.candidate, one.trade
+    for alternative in plan.alternatives:
+        yield alternative.label, alternative.candidate, alternative.trade
 
 
 SOURCE_HEADER = ("what", "value")

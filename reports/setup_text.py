@@ -82,10 +82,10 @@ def rollout_words(setup: TrainSetup) -> str:
     roll = setup.rolls
     names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
     share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
-    held = ", with a reference" if roll.reference else ""
+    reference = ", with a reference" if roll.reference else ""
     return (
         f", completions of {roll.completion_tokens:,} tokens generated {setup.generation_seqs} at a time by "
-        f"{names.get(roll.generator, roll.generator)}{share}{held}"
+        f"{names.get(roll.generator, roll.generator)}{share}{reference}"
     )
 
 
@@ -100,10 +100,10 @@ def layout_words(setup: TrainSetup) -> str:
 
 def layers_words(setup: TrainSetup) -> str:
     """Which layers train, "" where all do."""
-    asked = setup.trained_layers
-    if isinstance(asked, tuple):
-        return f"layers {', '.join(map(str, asked))} alone"
-    return f"the {'last' if asked > 0 else 'first'} {abs(asked)} layers alone" if asked else ""
+    trained = setup.trained_layers
+    if isinstance(trained, tuple):
+        return f"layers {', '.join(map(str, trained))} alone"
+    return f"the {'last' if trained > 0 else 'first'} {abs(trained)} layers alone" if trained else ""
 
 
 def setup_words(setup: TrainSetup) -> str:

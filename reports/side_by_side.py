@@ -70,34 +70,34 @@ def _title(workload: Workload) -> str:
 
 def _as_json(row: KindChoice, workload: Workload) -> dict[str, Any]:
     """One kind as data: parameters, bytes, tokens/s."""
-    one = row.candidate
+    candidate = row.candidate
     return {
         "adapter": row.kind.name,
         "num_trained_params": row.num_trained,
         "refused": row.refused,
         "changed": list(row.changed),
-        "fits": one is not None and one.fits,
-        "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
-        "tokens_per_s": one.formula.tokens_per_s if one else None,
-        "time_band_fraction": one.formula.time_band_fraction if one else None,
+        "fits": candidate is not None and candidate.fits,
+        "predicted_peak_device_bytes": candidate.formula.peak_device_bytes if candidate else None,
+        "tokens_per_s": candidate.formula.tokens_per_s if candidate else None,
+        "time_band_fraction": candidate.formula.time_band_fraction if candidate else None,
         "merges": row.kind.merges,
         "quality": row.kind.quality,
         "source": row.kind.source,
-        "candidate": candidate_to_dict(one, workload.model.model_id, workload.gpu.key) if one else None,
+        "candidate": candidate_to_dict(candidate, workload.model.model_id, workload.gpu.key) if candidate else None,
     }
 
 
 def _cells(row: KindChoice) -> tuple[str, ...]:
-    one = row.candidate
-    if one is None:
+    candidate = row.candidate
+    if candidate is None:
         return row.kind.name, "", "", "refused", "", "", ""
-    band = one.formula.time_band_fraction
+    band = candidate.formula.time_band_fraction
     return (
         row.kind.name,
-        str(one.setup.lora_rank) if row.kind.size else "-",
+        str(candidate.setup.lora_rank) if row.kind.size else "-",
         count(row.num_trained),
-        gib(one.formula.peak_device_bytes) + ("" if one.fits else " !"),
-        f"{one.formula.tokens_per_s:,.0f}" if one.formula.tokens_per_s else "-",
+        gib(candidate.formula.peak_device_bytes) + ("" if candidate.fits else " !"),
+        f"{candidate.formula.tokens_per_s:,.0f}" if candidate.formula.tokens_per_s else "-",
         f"±{band:.0%}" if band is not None else "-",
         "yes" if row.kind.merges else "no",
     )
@@ -105,16 +105,16 @@ def _cells(row: KindChoice) -> tuple[str, ...]:
 
 def _sentences(rows: Sequence[KindChoice]) -> list[str]:
     """What the table leaves out."""
-    found = [f"{row.kind.name}: {row.refused}." for row in rows if row.refused]
-    found += [f"{row.kind.name}: {', '.join(row.changed)}." for row in rows if row.changed]
+    sentences = [f"{row.kind.name}: {row.refused}." for row in rows if row.refused]
+    sentences += [f"{row.kind.name}: {', '.join(row.changed)}." for row in rows if row.changed]
     if any(row.candidate is not None and not row.candidate.fits for row in rows):
-        found.append("!: does not fit as LoRA is planned; plan --adapter KIND looks for a setup of its own.")
-    found.append(
+        sentences.append("!: does not fit as LoRA is planned; plan --adapter KIND looks for a setup of its own.")
+    sentences.append(
         "Formula. The step of rsLoRA, PiSSA and LoftQ is LoRA's. No run with any other kind has been compared: what it "
         "costs in time is counted from peft's code, and its band is wider by all of it."
     )
-    found += [f"Not planned: {name} ({reason})." for name, reason in REFUSED.items()]
-    return found
+    sentences += [f"Not planned: {name} ({reason})." for name, reason in REFUSED.items()]
+    return sentences
 
 
 TARGETS_HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
@@ -153,29 +153,31 @@ def _targets_title(workload: Workload) -> str:
 
 def _target_json(row: TargetChoice, workload: Workload) -> dict[str, Any]:
     """One target as data; `candidate` as in plan.json."""
-    one = row.candidate
+    candidate = row.candidate
     return {
         "target": row.target,
         "title": row.title,
         "refused": row.refused,
         "tokens_per_s": tokens_per_s(row),
-        "time_band_fraction": one.formula.time_band_fraction if one else None,
-        "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
-        "candidate": candidate_to_dict(one, workload.model.model_id, workload.gpu.key) if one else None,
+        "time_band_fraction": candidate.formula.time_band_fraction if candidate else None,
+        "predicted_peak_device_bytes": candidate.formula.peak_device_bytes if candidate else None,
+        "candidate": candidate_to_dict(candidate, workload.model.model_id, workload.gpu.key) if candidate else None,
     }
 
 
 def _target_sentences(rows: Sequence[TargetChoice]) -> list[str]:
     """Which is fastest, which may be, and why the others are not in the table."""
-    found = []
+    sentences = []
     if rows[0].candidate is not None:
-        found.append(
+        sentences.append(
             f"Fastest: {rows[0].title}. --target {rows[0].target} --out DIR plans for it and writes its files."
         )
         if near := as_fast(rows):
-            found.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
-        found.append("Formula, each target's own fastest plan; no run has compared the programs with each other here.")
-    return [*found, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
+            sentences.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
+        sentences.append(
+            "Formula, each target's own fastest plan; no run has compared the programs with each other here."
+        )
+    return [*sentences, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
 
 
 def _targets(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:

@@ -69,15 +69,15 @@ def table_site(
             prices[row["gpu"]] = row["usd_per_hour"] or prices.get(row["gpu"])
         num_plans += len(rows)
         yield name, _script(model, rows)
-    offered.sort(key=lambda one: (-(one[1] or 0), one[0]))
+    offered.sort(key=lambda entry: (-(entry[1] or 0), entry[0]))
     shown = [[key, gpus[key].name, gpus[key].memory_bytes, price] for key, price in prices.items() if key in gpus]
-    first = FIRST_MODEL if any(one[0] == FIRST_MODEL for one in offered) else offered[0][0]
-    told = {"models": offered, "gpus": shown, "lengths": sorted(lengths), "methods": [*methods], "first": first}
-    told |= {"version": version, "plans": num_plans}
+    first = FIRST_MODEL if any(entry[0] == FIRST_MODEL for entry in offered) else offered[0][0]
+    payload = {"models": offered, "gpus": shown, "lengths": sorted(lengths), "methods": [*methods], "first": first}
+    payload |= {"version": version, "plans": num_plans}
     folder = files("reports") / "templates"
     text = (folder / "table.html").read_text(encoding="utf-8")
     text = text.replace("/*STYLE*/", (folder / "style.css").read_text(encoding="utf-8"))
-    yield "index.html", text.replace('"OFFERED"', json.dumps(told, ensure_ascii=True).replace("<", "\\u003c"))
+    yield "index.html", text.replace('"OFFERED"', json.dumps(payload, ensure_ascii=True).replace("<", "\\u003c"))
     counts = {"plans": f"{num_plans:,}", "models": len(offered), "gpus": len(shown)}
     yield "README.md", SPACE_README.format(version=version, **counts)
 
@@ -108,7 +108,9 @@ def _words(row: Mapping[str, Any]) -> str:
     if row["problem"]:
         return clean(row["problem"])
     usual = TrainSetup()
-    setup = usual.replace_trusted(**{name: one for name, one in row.items() if name in vars(usual) and one is not None})
+    setup = usual.replace_trusted(
+        **{name: value for name, value in row.items() if name in vars(usual) and value is not None}
+    )
     more = (
         setup.quantization if setup.quantized else "",
         setup.precision,

@@ -49,7 +49,7 @@ def render_plan(
     `also`: words of a command that plans again.
     """
     page, workload = Page(console), answer.workload
-    again = default_next_command(answer, also) if isinstance(answer, Plan) else ""
+    replan_command = default_next_command(answer, also) if isinstance(answer, Plan) else ""
     if "all" not in show:
         if "why" in show:
             _tree(page, answer.tree)
@@ -59,7 +59,7 @@ def render_plan(
             _around(page, answer.workload, answer.subject)
         if show:
             page.line()
-        command = next_command or again if isinstance(answer, Plan) else ""
+        command = next_command or replan_command if isinstance(answer, Plan) else ""
         render_brief(answer, console, next_command=command, launches=launches)
         return
     page.line(workload_words(workload), style="bold")
@@ -90,14 +90,14 @@ def render_plan(
     page.line(text.space_sentence(answer))
     _notes(page, notes_of(answer))
     if isinstance(answer, Plan):
-        _next(page, answer, next_command, again)
+        _next(page, answer, next_command, replan_command)
 
 
-def _next(page: Page, plan: Plan, command: str, again: str) -> None:
+def _next(page: Page, plan: Plan, command: str, replan_command: str) -> None:
     page.head("Next")
     if not plan.chosen.fits:
         page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
-    page.command(command if command and plan.chosen.fits else again)
+    page.command(command if command and plan.chosen.fits else replan_command)
 
 
 def render_estimate(
@@ -139,22 +139,22 @@ def render_estimate(
     _notes(page, (*notes, *candidate.notes))
 
 
-def _memory_band(one: Prediction | Measurement) -> str:
-    if isinstance(one, Prediction) and "device" in one.bands:
-        return text.sides_words(*one.bands["device"])
-    return text.memory_band(one).removeprefix("±") or "measured"
+def _memory_band(evidence: Prediction | Measurement) -> str:
+    if isinstance(evidence, Prediction) and "device" in evidence.bands:
+        return text.sides_words(*evidence.bands["device"])
+    return text.memory_band(evidence).removeprefix("±") or "measured"
 
 
 _RUNG_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
-    ("allocated peak", lambda one: gib(one.peak_allocated_bytes)),
-    ("reserved peak", lambda one: gib(one.peak_reserved_bytes)),
-    ("device peak", lambda one: gib(one.peak_device_bytes)),
+    ("allocated peak", lambda evidence: gib(evidence.peak_allocated_bytes)),
+    ("reserved peak", lambda evidence: gib(evidence.peak_reserved_bytes)),
+    ("device peak", lambda evidence: gib(evidence.peak_device_bytes)),
     ("  error band, ±", _memory_band),
-    ("peak in phase", lambda one: one.peak_phase if isinstance(one, Prediction) else "-"),
-    ("step time", lambda one: "-" if one.step_time_s is None else seconds(one.step_time_s)),
-    ("speed", lambda one: "-" if one.tokens_per_s is None else text.rate(one.tokens_per_s)),
-    ("  error band, ±", lambda one: text.speed_band(one).removeprefix("±") or "-"),
-    ("share of peak FLOP/s", lambda one: "-" if one.mfu_fraction is None else percent(one.mfu_fraction)),
+    ("peak in phase", lambda evidence: evidence.peak_phase if isinstance(evidence, Prediction) else "-"),
+    ("step time", lambda evidence: "-" if evidence.step_time_s is None else seconds(evidence.step_time_s)),
+    ("speed", lambda evidence: "-" if evidence.tokens_per_s is None else text.rate(evidence.tokens_per_s)),
+    ("  error band, ±", lambda evidence: text.speed_band(evidence).removeprefix("±") or "-"),
+    ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
 )
 """Label -> the figure of a rung that knows it, in words."""
 
@@ -163,7 +163,7 @@ def _rung_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, .
     """The figures of all rungs, one line per figure; a rung that failed says so in the first."""
     for number, (label, words) in enumerate(_RUNG_FIGURES):
         none = "-" if number else "failed"
-        yield label, *(none if isinstance(one, ProbeFailure) else words(one) for _, one in present)
+        yield label, *(none if isinstance(evidence, ProbeFailure) else words(evidence) for _, evidence in present)
 
 
 def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
@@ -219,10 +219,10 @@ def _around(page: Page, workload: Workload, chosen: Candidate) -> None:
         return
     page.head("Around the steps, at most", text.RUNG_WORDS[Fidelity.FORMULA])
     rows = []
-    for one in occasions(workload.model, workload.gpu, chosen.setup):
-        device, host = (gib(size) if size else "-" for size in (one.device_bytes, one.host_bytes))
-        over = "does not fit; " if one.device_bytes > workload.memory_bytes else ""
-        rows.append((f"  {one.name}", device, host, over + one.setting))
+    for occasion in occasions(workload.model, workload.gpu, chosen.setup):
+        device, host = (gib(size) if size else "-" for size in (occasion.device_bytes, occasion.host_bytes))
+        over = "does not fit; " if occasion.device_bytes > workload.memory_bytes else ""
+        rows.append((f"  {occasion.name}", device, host, over + occasion.setting))
     page.whole(("  what", "device", "host", "kept so by"), rows, right=("device", "host"))
 
 

@@ -103,32 +103,38 @@ def speed_mark(evidence: Evidence) -> str:
     return _mark(speed_rung(evidence), speed_band(evidence))
 
 
-def _mark(rung: Fidelity, band: str) -> str:
-    return joined((RUNG_WORDS[rung], band), ", " if band == "measured" else " ")
+def _mark(level: Fidelity, band: str) -> str:
+    return joined((RUNG_WORDS[level], band), ", " if band == "measured" else " ")
 
 
-def memory_marks(found: Iterable[Evidence]) -> str:
+def memory_marks(figures: Iterable[Evidence]) -> str:
     """The rungs of several memory figures, each with the range of its bands: "formula ±4 to ±8 %"."""
-    return _marks((one.rung, one.memory_band_fraction if isinstance(one, Prediction) else None) for one in found)
+    return _marks(
+        (evidence.rung, evidence.memory_band_fraction if isinstance(evidence, Prediction) else None)
+        for evidence in figures
+    )
 
 
-def speed_marks(found: Iterable[Evidence]) -> str:
+def speed_marks(figures: Iterable[Evidence]) -> str:
     """The same of speed figures."""
-    marked = ((speed_rung(one), None if isinstance(one, ProbeFailure) else one.time_band_fraction) for one in found)
+    marked = (
+        (speed_rung(evidence), None if isinstance(evidence, ProbeFailure) else evidence.time_band_fraction)
+        for evidence in figures
+    )
     return _marks(marked)
 
 
 def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:
     bands: dict[Fidelity, list[float]] = {}
-    for rung, band in figures:
-        bands.setdefault(rung, []).extend([] if band is None else [band])
-    return ", ".join(joined((RUNG_WORDS[rung], _range(found)), " ") for rung, found in bands.items())
+    for level, band in figures:
+        bands.setdefault(level, []).extend([] if band is None else [band])
+    return ", ".join(joined((RUNG_WORDS[level], _range(fractions)), " ") for level, fractions in bands.items())
 
 
 def _range(bands: Sequence[float]) -> str:
     if not bands:
         return ""
-    ends = dict.fromkeys(f"±{_two_digits(100 * one)}" for one in (min(bands), max(bands)))
+    ends = dict.fromkeys(f"±{_two_digits(100 * fraction)}" for fraction in (min(bands), max(bands)))
     return f"{' to '.join(ends)} %"
 
 
@@ -159,8 +165,8 @@ def fit_word(candidate: Candidate) -> str:
 
 def parameter_words(parameter: str) -> str:
     """A field of TrainSetup in words."""
-    known = {"lora_rank": "LoRA rank", "seq_len_tokens": "sequence length", "micro_batch_seqs": "micro-batch"}
-    return known.get(parameter, parameter)
+    words = {"lora_rank": "LoRA rank", "seq_len_tokens": "sequence length", "micro_batch_seqs": "micro-batch"}
+    return words.get(parameter, parameter)
 
 
 def verdict_sentence(plan: Plan) -> str:
@@ -239,13 +245,13 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     duration_s, tokens, epochs = job_s(workload, candidate), workload.data.epoch_tokens, workload.epochs
     if duration_s is None or tokens is None:
         return ""
-    one = epochs == 1
-    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(tokens)} tokens"
-    words += f" {'takes' if one else 'take'} {seconds(duration_s)}"
+    single = epochs == 1
+    words = f"{'One epoch' if single else f'{epochs:g} epochs'} of {count(tokens)} tokens"
+    words += f" {'takes' if single else 'take'} {seconds(duration_s)}"
     cost = cost_usd(workload, duration_s)
     if cost is not None and workload.price_per_hour is not None:
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
-        words += f" and {'costs' if one else 'cost'} {dollars(cost)}"
+        words += f" and {'costs' if single else 'cost'} {dollars(cost)}"
         words += f" (at {dollars(workload.price_per_hour)} per GPU hour{source})"
     useful = useful_tokens_per_s(workload, candidate)
     if abs(useful / candidate.tokens_per_s - 1) > SHARE_SHOWN:
@@ -272,7 +278,7 @@ def price_date(workload: Workload) -> str:
 
 def price_dates(workloads: Iterable[Workload]) -> str:
     """ "of 2026-10-03 to 2026-10-10", "" where no price is dated."""
-    dates = sorted({date for one in workloads if (date := price_date(one))[:1].isdigit()})
+    dates = sorted({date for workload in workloads if (date := price_date(workload))[:1].isdigit()})
     return f"of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
 
 
@@ -354,7 +360,7 @@ def space_sentence(answer: Plan | NoPlan) -> str:
 def plan_sentences(plan: Plan) -> list[str]:
     """What is said of a plan below its verdict."""
     chosen = plan.chosen
-    found = (
+    sentences = (
         memory_sentence(chosen),
         speed_sentence(chosen),
         layout_sentence(chosen),
@@ -362,7 +368,7 @@ def plan_sentences(plan: Plan) -> list[str]:
         data_sentence(plan.workload),
         rank_floor_sentence(plan),
     )
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 REMEDY_HEADER = ("change", "saves", "enough?")
@@ -370,7 +376,10 @@ REMEDY_HEADER = ("change", "saves", "enough?")
 
 def remedy_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
     """What would make it fit, under REMEDY_HEADER."""
-    return [(clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in no_plan.remedies]
+    return [
+        (clean(remedy.action), gib(remedy.saves_bytes), "yes" if remedy.fits else "not alone")
+        for remedy in no_plan.remedies
+    ]
 
 
 def cut_words(cut: PrunedBranch, answer: Answer) -> str:

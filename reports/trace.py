@@ -43,7 +43,7 @@ _ROWS = 8
 
 
 def document(
-    found: TraceResult,
+    traced: TraceResult,
     needs: TraceResult | None,
     *,
     command: Sequence[str],
@@ -60,8 +60,8 @@ def document(
         needs: the same program on a card without limit, where the card ran out of memory.
         speed: of its last step, None where that is not known.
     """
-    shown = needs or found
-    refused = found.refusal is not None and found.status == "out of memory"
+    shown = needs or traced
+    refused = traced.refusal is not None and traced.status == "out of memory"
     verdict = "does not fit" if refused or shown.peak_device_bytes > memory_bytes else "fits"
     if verdict == "fits" and shown.peak_device_bytes > budget_bytes:
         verdict = "tight"
@@ -79,7 +79,7 @@ def document(
         "peak_device_bytes": shown.peak_device_bytes,
         "largest": largest,
         "shrinks_by": SHRINKERS.get(largest, ""),
-        "out_of_memory": None if found.refusal is None else asdict(found.refusal),
+        "out_of_memory": None if traced.refusal is None else asdict(traced.refusal),
         "speed": None if speed is None else asdict(speed),
         **{name: value for name, value in asdict(replace(shown, program=None)).items() if name != "program"},
     }
@@ -140,15 +140,15 @@ def _speed_lines(speed: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"  (plus or minus {percent(speed['band_fraction'])}; operators priced by the card's rates)  [trace]"
     for title, parts in (("By phase", speed["phases_s"]), ("By kind", speed["parts_s"])):
         words = [
-            f"{clean(RESERVED_WORDS.get(name, name))} {percent(one / speed['step_time_s'])}"
-            for name, one in sorted(parts.items(), key=lambda part: -part[1])
-            if one >= 0.005 * speed["step_time_s"]
+            f"{clean(RESERVED_WORDS.get(name, name))} {percent(part_s / speed['step_time_s'])}"
+            for name, part_s in sorted(parts.items(), key=lambda part: -part[1])
+            if part_s >= 0.005 * speed["step_time_s"]
         ]
         yield f"  {title}: {', '.join(words)}"
     for title, rows in (("Lines that take the time", speed["by_line"]), ("Modules", speed["by_module"])):
         yield from ("", f"{title} (GPU, then CPU)")
-        for one in rows[:_ROWS]:
-            yield f"  {seconds(one['device_s']):>8}  {seconds(one['host_s']):>8}  {clean(one['name'])}"
+        for row in rows[:_ROWS]:
+            yield f"  {seconds(row['device_s']):>8}  {seconds(row['host_s']):>8}  {clean(row['name'])}"
 
 
 def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:
@@ -165,9 +165,9 @@ def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:
 def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The largest rows, and what the others take together."""
     yield from ("", title)
-    for one in rows[:_ROWS]:
-        yield f"  {gib(one['size_bytes']):>10}  {clean(one['name'])}"
-    if rest := sum(one["size_bytes"] for one in rows[_ROWS:]):
+    for row in rows[:_ROWS]:
+        yield f"  {gib(row['size_bytes']):>10}  {clean(row['name'])}"
+    if rest := sum(row["size_bytes"] for row in rows[_ROWS:]):
         yield f"  {gib(rest):>10}  {len(rows) - _ROWS} smaller"
 
 

@@ -39,21 +39,23 @@ def grid_script(grid: Grid, name: str = "") -> str:
     document = {
         "memory": workload.memory_bytes,
         "budget": workload.budget_bytes,
-        "batch": [one.global_batch_seqs for one in grid.workloads],
+        "batch": [job.global_batch_seqs for job in grid.workloads],
         "groups": [label for label, _ in GROUPS],
         "methods": grid.methods,
         "lengths": grid.lengths,
         "usual": grid.usual,
         "batches": grid.batches,
         "checkpointing": grid.checkpointing,
-        "cells": [None if one is None else _cell(one, grid, at, marks) for at, one in enumerate(grid.cells)],
+        "cells": [
+            None if candidate is None else _cell(candidate, grid, at, marks) for at, candidate in enumerate(grid.cells)
+        ],
         "marks": list(marks),
         "fastest": grid.fastest(),
         "remedies": [_remedies(answer) for answer in grid.answers],
         "fixed": _fixed(grid),
-        "jobs": [job_words(one) for one in grid.workloads],
-        "tokens": [one.data.epoch_tokens for one in grid.workloads],
-        "epochs": [one.epochs for one in grid.workloads],
+        "jobs": [job_words(job) for job in grid.workloads],
+        "tokens": [job.data.epoch_tokens for job in grid.workloads],
+        "epochs": [job.epochs for job in grid.workloads],
         "price": None if workload.price_per_hour is None else [workload.price_per_hour, clean(workload.price_source)],
     }
     name = json.dumps(name or grid_name(workload.model.model_id, workload.gpu.key))
@@ -79,8 +81,8 @@ def page(
         sized: whether its size is known; else the page asks how much is trained on.
     """
     offered = {
-        "models": [[one.model_id, one.num_params] for one in models],
-        "gpus": [[one.key, one.name, one.memory_bytes] for one in gpus],
+        "models": [[model.model_id, model.num_params] for model in models],
+        "gpus": [[gpu.key, gpu.name, gpu.memory_bytes] for gpu in gpus],
         "first": first or (models[0].model_id, gpus[0].key),
         "writes": writes,
         "data": clean(shlex.join(data)),
@@ -89,39 +91,42 @@ def page(
     folder = files("reports") / "templates"
     text = (folder / "ui.html").read_text(encoding="utf-8")
     style = (folder / "style.css").read_text(encoding="utf-8")
-    told = json.dumps(offered, ensure_ascii=True).replace("<", "\\u003c")
-    return text.replace("/*STYLE*/", style).replace('"OFFERED"', told)
+    payload = json.dumps(offered, ensure_ascii=True).replace("<", "\\u003c")
+    return text.replace("/*STYLE*/", style).replace('"OFFERED"', payload)
 
 
-def _cell(one: Candidate, grid: Grid, at: int, marks: dict[str, int]) -> list[int]:
+def _cell(candidate: Candidate, grid: Grid, at: int, marks: dict[str, int]) -> list[int]:
     workload = grid.workload_of(at)
-    groups = group_bytes(one, workload.memory_bytes)
-    speed = one.formula.tokens_per_s or 0
-    useful = useful_tokens_per_s(workload, one) if speed and workload.data.real_fractions else speed
+    groups = group_bytes(candidate, workload.memory_bytes)
+    speed = candidate.formula.tokens_per_s or 0
+    useful = useful_tokens_per_s(workload, candidate) if speed and workload.data.real_fractions else speed
     return [
-        VERDICTS.index(one.verdict),
-        one.formula.peak_device_bytes,
+        VERDICTS.index(candidate.verdict),
+        candidate.formula.peak_device_bytes,
         round(speed),
         round(useful),
-        *(marks.setdefault(mark, len(marks)) for mark in (memory_mark(one.formula), speed_mark(one.formula))),
+        *(
+            marks.setdefault(mark, len(marks))
+            for mark in (memory_mark(candidate.formula), speed_mark(candidate.formula))
+        ),
         *(groups[label] for label, _ in GROUPS),
     ]
 
 
 def _remedies(answer: Any) -> list[str]:
     """What would make something fit, where nothing does."""
-    return [clean(one.action) for one in answer.remedies if one.fits] if isinstance(answer, NoPlan) else []
+    return [clean(remedy.action) for remedy in answer.remedies if remedy.fits] if isinstance(answer, NoPlan) else []
 
 
 def _fixed(grid: Grid) -> list[dict[str, str]]:
     """Of each length, method -> the settings that no slider changes, in words."""
-    found: list[dict[str, str]] = [{} for _ in grid.lengths]
+    by_length: list[dict[str, str]] = [{} for _ in grid.lengths]
     each = len(grid.batches) * len(grid.checkpointing)
-    for at, one in enumerate(grid.cells):
+    for at, candidate in enumerate(grid.cells):
         method = grid.methods[at // (each * len(grid.lengths))][0]
-        of_length = found[at // each % len(grid.lengths)]
-        if one is not None and method not in of_length:
-            setup = one.setup
+        of_length = by_length[at // each % len(grid.lengths)]
+        if candidate is not None and method not in of_length:
+            setup = candidate.setup
             of_length[method] = clean(
                 joined(
                     (
@@ -136,5 +141,5 @@ def _fixed(grid: Grid) -> list[dict[str, str]]:
                     )
                 )
             )
-    assert all(set(one) <= set(METHODS) for one in found)
-    return found
+    assert all(set(settings) <= set(METHODS) for settings in by_length)
+    return by_length

@@ -79,56 +79,65 @@ def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[
         raise ValueError(f"sort must be one of {', '.join(SORTS)}; got {sort!r}")
     choices = [GpuChoice(gpu=answer.workload.gpu, answer=answer) for answer in answers]
 
-    def seconds_each(one: GpuChoice) -> float:
-        return one.duration_s or 1.0 / one.answer.subject.tokens_per_s
+    def seconds_each(choice: GpuChoice) -> float:
+        return choice.duration_s or 1.0 / choice.answer.subject.tokens_per_s
 
-    by_speed = sorted((one for one in choices if one.fits), key=seconds_each)
-    by_cost = sorted((one for one in choices if one.cost_usd is not None), key=lambda one: one.cost_usd or 0.0)
-    speed = {one.gpu.key: place for place, one in enumerate(by_speed, 1)}
-    cost = {one.gpu.key: place for place, one in enumerate(by_cost, 1)}
-    choices = [replace(one, speed_place=speed.get(one.gpu.key), cost_place=cost.get(one.gpu.key)) for one in choices]
+    by_speed = sorted((choice for choice in choices if choice.fits), key=seconds_each)
+    by_cost = sorted(
+        (choice for choice in choices if choice.cost_usd is not None), key=lambda choice: choice.cost_usd or 0.0
+    )
+    speed = {choice.gpu.key: place for place, choice in enumerate(by_speed, 1)}
+    cost = {choice.gpu.key: place for place, choice in enumerate(by_cost, 1)}
+    choices = [
+        replace(choice, speed_place=speed.get(choice.gpu.key), cost_place=cost.get(choice.gpu.key))
+        for choice in choices
+    ]
     keys: dict[str, Callable[[GpuChoice], Any]] = {
-        "size": lambda one: one.answer.workload.memory_bytes,
-        "speed": lambda one: one.speed_place or 0,
-        "cost": lambda one: one.cost_place or len(choices),
+        "size": lambda choice: choice.answer.workload.memory_bytes,
+        "speed": lambda choice: choice.speed_place or 0,
+        "cost": lambda choice: choice.cost_place or len(choices),
     }
-    return tuple(sorted(choices, key=lambda one: (not one.fits, keys[sort](one), one.gpu.memory_bytes, one.gpu.key)))
+    return tuple(
+        sorted(
+            choices, key=lambda choice: (not choice.fits, keys[sort](choice), choice.gpu.memory_bytes, choice.gpu.key)
+        )
+    )
 
 
 def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
     """What to take away: the smallest, the fastest, the cheapest card."""
-    fitting = [one for one in choices if isinstance(one.answer, Plan)]
+    fitting = [choice for choice in choices if isinstance(choice.answer, Plan)]
     if not fitting:
         nearest = min(
-            (one.answer for one in choices if isinstance(one.answer, NoPlan)), key=lambda no: no.missing_bytes
+            (choice.answer for choice in choices if isinstance(choice.answer, NoPlan)), key=lambda no: no.missing_bytes
         )
         return [f"No card fits. Nearest: {nearest.workload.gpu.name}, {gib(nearest.missing_bytes)} missing."]
-    smallest = min(fitting, key=lambda one: (one.answer.workload.memory_bytes, one.speed_place or 0))
-    fastest = next(one for one in fitting if one.speed_place == 1)
+    smallest = min(fitting, key=lambda choice: (choice.answer.workload.memory_bytes, choice.speed_place or 0))
+    fastest = next(choice for choice in fitting if choice.speed_place == 1)
     sentences = [
         f"{len(fitting)} of {len(choices)} cards fit.",
         f"Smallest: {_words(smallest)}.",
         f"Fastest: {_words(fastest)}.",
     ]
-    cheapest = next((one for one in fitting if one.cost_place == 1), None)
+    cheapest = next((choice for choice in fitting if choice.cost_place == 1), None)
     if cheapest is not None:
         sentences.append(f"Cheapest for the work: {_words(cheapest)}.")
     return sentences
 
 
-def _words(one: GpuChoice) -> str:
-    assert isinstance(one.answer, Plan)
-    chosen, workload, duration_s = one.answer.chosen, one.answer.workload, one.duration_s
+def _words(choice: GpuChoice) -> str:
+    assert isinstance(choice.answer, Plan)
+    chosen, workload, duration_s = choice.answer.chosen, choice.answer.workload, choice.duration_s
     speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
-    words = [f"{clean(one.gpu.name)} ({gib(workload.memory_bytes)})", speed]
+    words = [f"{clean(choice.gpu.name)} ({gib(workload.memory_bytes)})", speed]
     if duration_s is None:
-        words += [] if one.cost_usd is None else [f"${one.cost_usd:,.3f} per million tokens"]
+        words += [] if choice.cost_usd is None else [f"${choice.cost_usd:,.3f} per million tokens"]
         return joined(words)
     words.append(seconds(duration_s))
-    if one.cost_usd is None or workload.price_per_hour is None:
+    if choice.cost_usd is None or workload.price_per_hour is None:
         return joined((*words, "no price known"))
     per_hour = f"{dollars(workload.price_per_hour)} per GPU hour, {clean(workload.price_source)}"
-    return joined((*words, f"{dollars(one.cost_usd)} ({per_hour})"))
+    return joined((*words, f"{dollars(choice.cost_usd)} ({per_hour})"))
 
 
 def which_gpu_title(workload: Workload) -> str:
@@ -152,29 +161,31 @@ class GpusSheet(Sheet):
         for sentence in which_gpu_sentences(choices):
             page.line(sentence)
         page.line()
-        if self.only_fitting and any(one.fits for one in choices):
-            choices = [one for one in choices if one.fits]
+        if self.only_fitting and any(choice.fits for choice in choices):
+            choices = [choice for choice in choices if choice.fits]
         by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
         header, rows, right = _gpus_table(choices, by_method=by_method, setups=setups)
         page.whole(header, rows, right=right, fixed=("--gpu", "method", "method ", "priced on"))
-        marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
-        job = any(one.duration_s is not None for one in choices)
+        marks = memory_marks(
+            choice.answer.chosen.memory_evidence for choice in choices if isinstance(choice.answer, Plan)
+        )
+        job = any(choice.duration_s is not None for choice in choices)
         what = "#: place by time and by cost of the whole job. " if job else "#: place by tokens/s and by cost. "
         words = (
             f"{what if by_method else ''}{'' if job else '$/M: US dollars per million tokens. '}Peaks: {marks or '-'}."
         )
         if by_method:
             words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
-        elif any(isinstance(one.answer, Plan) and one.answer.chosen.verdict != "fits" for one in choices):
+        elif any(isinstance(choice.answer, Plan) and choice.answer.chosen.verdict != "fits" for choice in choices):
             words += f" {TIGHT_MARK}: may run out of memory."
-        if not setups and not all(one.fits for one in choices):
+        if not setups and not all(choice.fits for choice in choices):
             words += " +: memory that is missing."
         page.line(words, style="dim")
-        missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
+        missing = [choice for choice in choices if isinstance(choice.answer, Plan) and choice.cost_place is None]
         if missing:
             page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
-        if any(one.cost_place for one in choices):
-            dates = price_dates(one.answer.workload for one in choices)
+        if any(choice.cost_place for choice in choices):
+            dates = price_dates(choice.answer.workload for choice in choices)
             prices = joined(("Prices", dates, "are indicative"), " ")
             page.line(f"{prices}; plan MODEL --gpu GPU --price sets your own.", style="dim")
 
@@ -197,24 +208,24 @@ class GpusSheet(Sheet):
         }
 
 
-def _gpu_json(one: GpuChoice) -> dict[str, Any]:
+def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
     """One card as data; `candidate` as in plan.json."""
-    answer, chosen = one.answer, one.answer.subject
+    answer, chosen = choice.answer, choice.answer.subject
     return {
-        "gpu": one.gpu.key,
+        "gpu": choice.gpu.key,
         "memory_bytes": answer.workload.memory_bytes,
-        "fits": one.fits,
+        "fits": choice.fits,
         "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
-        "tokens_per_s": chosen.tokens_per_s if one.fits else None,
-        "speed_place": one.speed_place,
+        "tokens_per_s": chosen.tokens_per_s if choice.fits else None,
+        "speed_place": choice.speed_place,
         "usd_per_hour": answer.workload.price_per_hour,
         "price_source": answer.workload.price_source or None,
         "price_date": price_date(answer.workload) or None,
         "usd_per_million_tokens": cost_per_million(answer),
-        "duration_s": one.duration_s,
-        "cost_usd": None if one.duration_s is None else one.cost_usd,
-        "cost_place": one.cost_place,
-        "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, one.gpu.key),
+        "duration_s": choice.duration_s,
+        "cost_usd": None if choice.duration_s is None else choice.cost_usd,
+        "cost_place": choice.cost_place,
+        "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, choice.gpu.key),
     }
 
 
@@ -227,44 +238,44 @@ def _gpus_table(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
     """Header, rows and the columns of numbers; `by_method`: with the places, every method's speed and the price with
     its date; `setups`: in full words. Without either a row fits 80 columns."""
-    job = any(one.duration_s is not None for one in choices)
+    job = any(choice.duration_s is not None for choice in choices)
     costs = ("time", "cost") if job else ("$/M",)
     header: tuple[str, ...] = ("--gpu", "GiB", "tokens/s", *costs, "method ")
     if by_method:
         places = ("time", "#", "cost", "# ") if job else ("#", "$/M", "# ")
-        said = ("$/hour", "priced on", *METHOD_SHORT.values(), "setup" if setups else "method")
-        header = ("--gpu", "memory", "fits", "tokens/s", *places, *said)
-    cells = [_gpu_cells(one) for one in choices]
+        details = ("$/hour", "priced on", *METHOD_SHORT.values(), "setup" if setups else "method")
+        header = ("--gpu", "memory", "fits", "tokens/s", *places, *details)
+    cells = [_gpu_cells(choice) for choice in choices]
     return header, [tuple(row.get(name, "-") for name in header) for row in cells], RIGHT
 
 
-def _gpu_cells(one: GpuChoice) -> dict[str, str]:
+def _gpu_cells(choice: GpuChoice) -> dict[str, str]:
     """What stands of a card in every column that it has a figure for."""
-    workload = one.answer.workload
-    found = {"--gpu": one.gpu.key, "memory": gib(workload.memory_bytes), "GiB": f"{workload.memory_bytes / GIB:.2f}"}
+    workload = choice.answer.workload
+    cells = {"--gpu": choice.gpu.key, "memory": gib(workload.memory_bytes), "GiB": f"{workload.memory_bytes / GIB:.2f}"}
     if workload.price_per_hour is not None:
-        found["$/hour"] = dollars(workload.price_per_hour)
-    found["priced on"] = "not known" if workload.price_per_hour is None else price_date(workload)
-    if isinstance(one.answer, NoPlan):
-        missing = gib(one.answer.missing_bytes)
-        return found | {"fits": "no", "setup": f"{missing} missing", "method": f"+{missing}", "method ": f"+{missing}"}
-    chosen = one.answer.chosen
+        cells["$/hour"] = dollars(workload.price_per_hour)
+    cells["priced on"] = "not known" if workload.price_per_hour is None else price_date(workload)
+    if isinstance(choice.answer, NoPlan):
+        missing = gib(choice.answer.missing_bytes)
+        return cells | {"fits": "no", "setup": f"{missing} missing", "method": f"+{missing}", "method ": f"+{missing}"}
+    chosen = choice.answer.chosen
     method = METHOD_SHORT[chosen.setup.method]
-    found |= {
+    cells |= {
         "fits": fit_word(chosen),
         "tokens/s": f"{chosen.tokens_per_s:,.0f}",
-        "#": str(one.speed_place or "-"),
-        "# ": str(one.cost_place or "-"),
+        "#": str(choice.speed_place or "-"),
+        "# ": str(choice.cost_place or "-"),
         "setup": short_setup_words(chosen.setup),
         "method": method,
         "method ": method if chosen.verdict == "fits" else f"{method} {TIGHT_MARK}",
     }
-    if one.duration_s is not None:
-        found["time"] = seconds(one.duration_s)
-    if one.cost_usd is not None:
-        found |= {"cost": dollars(one.cost_usd), "$/M": f"{one.cost_usd:,.3f}"}
-    best = best_by_method(one.answer)
-    return found | {METHOD_SHORT[name]: f"{best[name].tokens_per_s:,.0f}" for name in METHOD_SHORT if name in best}
+    if choice.duration_s is not None:
+        cells["time"] = seconds(choice.duration_s)
+    if choice.cost_usd is not None:
+        cells |= {"cost": dollars(choice.cost_usd), "$/M": f"{choice.cost_usd:,.3f}"}
+    best = best_by_method(choice.answer)
+    return cells | {METHOD_SHORT[name]: f"{best[name].tokens_per_s:,.0f}" for name in METHOD_SHORT if name in best}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +311,7 @@ class ModelsSheet(Sheet):
         for sentence in self._sentences():
             page.line(sentence)
         page.line()
-        header, cells, right = _models_table(self.rows if self.every else [one for one in self.rows if one.fits])
+        header, cells, right = _models_table(self.rows if self.every else [row for row in self.rows if row.fits])
         page.whole(header, cells, right=right, fixed=("plan",))
         page.line(
             "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: "
@@ -325,33 +336,36 @@ class ModelsSheet(Sheet):
     def _sentences(self) -> list[str]:
         """What to take away: how many, and the largest model of each method."""
         rows = self.rows
-        sentences = [f"{sum(one.fits for one in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
+        sentences = [f"{sum(row.fits for row in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
         for method in METHOD_SHORT:
-            planned = [(one, one.answer.workload) for one in rows if isinstance(one.answer, Plan)]
-            reach = [one for one, workload in planned if one.longest_tokens.get(method, 0) >= workload.seq_len_tokens]
+            planned = [(row, row.answer.workload) for row in rows if isinstance(row.answer, Plan)]
+            reach = [row for row, workload in planned if row.longest_tokens.get(method, 0) >= workload.seq_len_tokens]
             if reach:
-                largest = max(reach, key=lambda one: one.model.num_params)
+                largest = max(reach, key=lambda row: row.model.num_params)
                 size = count(largest.model.num_params)
                 sentences.append(f"Largest with {METHOD_SHORT[method]}: {clean(largest.model.model_id)} ({size}).")
         return sentences
 
     def _marks(self) -> str:
-        plans = [one.answer.chosen for one in self.rows if isinstance(one.answer, Plan)]
-        memory, speed = (one.memory_evidence for one in plans), (one.speed_evidence for one in plans)
+        plans = [row.answer.chosen for row in self.rows if isinstance(row.answer, Plan)]
+        memory, speed = (
+            (candidate.memory_evidence for candidate in plans),
+            (candidate.speed_evidence for candidate in plans),
+        )
         return f" (memory: {memory_marks(memory)}; speed: {speed_marks(speed)})" if plans else ""
 
 
-def _model_json(one: ModelChoice) -> dict[str, Any]:
+def _model_json(choice: ModelChoice) -> dict[str, Any]:
     """One model as data: tokens, bytes, tokens/s."""
-    answer = one.answer
+    answer = choice.answer
     chosen = answer.chosen if isinstance(answer, Plan) else None
     return {
-        "model": one.model.model_id,
-        "num_params": one.model.num_params,
-        "longest_tokens": dict(one.longest_tokens),
-        "fits": one.fits,
+        "model": choice.model.model_id,
+        "num_params": choice.model.num_params,
+        "longest_tokens": dict(choice.longest_tokens),
+        "fits": choice.fits,
         "tokens_per_s": chosen.tokens_per_s if chosen else None,
-        "candidate": candidate_to_dict(chosen, one.model.model_id, answer.workload.gpu.key)
+        "candidate": candidate_to_dict(chosen, choice.model.model_id, answer.workload.gpu.key)
         if chosen and answer
         else None,
     }
@@ -360,13 +374,13 @@ def _model_json(one: ModelChoice) -> dict[str, Any]:
 def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
     header = ("model", "size", "full", "LoRA", "QLoRA", "plan", "tokens/s")
     cells = []
-    for one in rows:
-        chosen = one.answer.chosen if isinstance(one.answer, Plan) else None
+    for row in rows:
+        chosen = row.answer.chosen if isinstance(row.answer, Plan) else None
         cells.append(
             (
-                clean(one.model.model_id),
-                count(one.model.num_params),
-                *(_length(one.longest_tokens.get(method)) for method in METHOD_SHORT),
+                clean(row.model.model_id),
+                count(row.model.num_params),
+                *(_length(row.longest_tokens.get(method)) for method in METHOD_SHORT),
                 METHOD_SHORT[chosen.setup.method] if chosen else "-",
                 f"{chosen.tokens_per_s:,.0f}" if chosen else "-",
             )

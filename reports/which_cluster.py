@@ -25,7 +25,7 @@ MAX_ROWS = 20
 
 def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
     """What the figures take for granted."""
-    prices = joined(("Prices", price_dates(one.workload for one in options), "are indicative"), " ")
+    prices = joined(("Prices", price_dates(option.workload for option in options), "are indicative"), " ")
     return (
         "Times are training alone: loading, evaluation, saving and failures are not counted.",
         f"{prices}: within one node the median of what providers ask for one GPU; --price sets your own.",
@@ -36,21 +36,21 @@ def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
     )
 
 
-def cluster_words(one: ClusterOption) -> str:
+def cluster_words(option: ClusterOption) -> str:
     """ "8 × A100-SXM4-80GB"."""
-    number, name = one.cluster.num_gpus, clean(one.cluster.gpu.name)
+    number, name = option.cluster.num_gpus, clean(option.cluster.gpu.name)
     return name if number == 1 else f"{number} × {name}"
 
 
 def picks(options: Sequence[ClusterOption]) -> dict[str, ClusterOption]:
     """The options worth naming of one method: smallest, cheapest, fastest; absent where nothing keeps the limits."""
-    found = {"smallest": smallest(options), "cheapest": cheapest(options), "fastest": fastest(options)}
-    return {name: one for name, one in found.items() if one is not None}
+    named = {"smallest": smallest(options), "cheapest": cheapest(options), "fastest": fastest(options)}
+    return {name: option for name, option in named.items() if option is not None}
 
 
 def recommended_node(options: Sequence[ClusterOption]) -> Node | None:
     """The method that approximates least among those that keep the limits on some cluster."""
-    return next((node for node in Node if any(one.node == node and one.meets for one in options)), None)
+    return next((node for node in Node if any(option.node == node and option.meets for option in options)), None)
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class ClustersSheet(Sheet):
             page.line(head, style="bold")
             for words in lines:
                 page.line(words, indent=2)
-        kept = self._kept(node)
+        feasible = self._kept(node)
         page.head(_table_title(node))
-        header, rows, right = _table(kept, wide=page.console.width >= 100)
+        header, rows, right = _table(feasible, wide=page.console.width >= 100)
         page.whole(header, rows[:MAX_ROWS], right=right, fixed=("GPUs",))
         if len(rows) > MAX_ROWS:
             more = len(rows) - MAX_ROWS
             page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
-        marks = speed_marks(one.candidate.formula for one in kept)
+        marks = speed_marks(option.candidate.formula for option in feasible)
         page.line(f"Speeds, and with them times and costs: {marks}.", style="dim", indent=2)
         _assumptions(page, self.options)
-        best = cheapest(kept) or smallest(kept)
+        best = cheapest(feasible) or smallest(feasible)
         if best is not None:
             page.head("Next")
             page.command(next_command(self.model, best, self.limits))
@@ -102,7 +102,7 @@ class ClustersSheet(Sheet):
         return document(_title(self.model, self.limits), *blocks, "## Assumed", bullets(assumptions(self.options)))
 
     def document(self) -> dict[str, Any]:
-        by_node = {node: [one for one in self.options if one.node == node] for node in Node}
+        by_node = {node: [option for option in self.options if option.node == node] for node in Node}
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": "which_cluster",
@@ -110,29 +110,30 @@ class ClustersSheet(Sheet):
             **self.limits,
             "recommended_method": recommended_node(self.options),
             "picks": {
-                node: {name: _as_json(one) for name, one in picks(found).items()} for node, found in by_node.items()
+                node: {name: _as_json(option) for name, option in picks(options).items()}
+                for node, options in by_node.items()
             },
             "options": list(map(_as_json, self.options)),
             "assumptions": list(assumptions(self.options)),
         }
 
     def _kept(self, node: Node) -> list[ClusterOption]:
-        return [one for one in self.options if one.node == node and one.meets]
+        return [option for option in self.options if option.node == node and option.meets]
 
 
 def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
     """(method, what to take of it) for every method that was looked at."""
-    found: list[tuple[str, list[str]]] = []
+    sections: list[tuple[str, list[str]]] = []
     for node in Node:
-        of_node = [one for one in options if one.node == node]
+        of_node = [option for option in options if option.node == node]
         if not of_node:
             continue
-        lines = [f"{label}: {_option_words(one)}" for label, one in picks(of_node).items()]
+        lines = [f"{label}: {_option_words(option)}" for label, option in picks(of_node).items()]
         if not lines:
             best = nearest(of_node)
             lines = [f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-"]
-        found.append((node.words[0].upper() + node.words[1:], lines))
-    return found
+        sections.append((node.words[0].upper() + node.words[1:], lines))
+    return sections
 
 
 def _nearest_words(options: Sequence[ClusterOption]) -> str:
@@ -142,13 +143,13 @@ def _nearest_words(options: Sequence[ClusterOption]) -> str:
     return f"The nearest: {_option_words(best)}."
 
 
-def next_command(model: ModelSpec, one: ClusterOption, limits: Mapping[str, Any]) -> str:
+def next_command(model: ModelSpec, option: ClusterOption, limits: Mapping[str, Any]) -> str:
     """The command that plans one option closely."""
-    words = ["plan", clean(model.model_id), "--gpu", one.cluster.gpu.key]
-    if one.cluster.num_gpus > 1:
-        words += ["--gpus", str(one.cluster.num_gpus)]
-    words += ["--method", one.node.method, "--global-batch", str(limits["global_batch_seqs"])]
-    return shlex.join([*words, *data_words(one.workload)])
+    words = ["plan", clean(model.model_id), "--gpu", option.cluster.gpu.key]
+    if option.cluster.num_gpus > 1:
+        words += ["--gpus", str(option.cluster.num_gpus)]
+    words += ["--method", option.node.method, "--global-batch", str(limits["global_batch_seqs"])]
+    return shlex.join([*words, *data_words(option.workload)])
 
 
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
@@ -161,10 +162,10 @@ def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
     return words
 
 
-def _option_words(one: ClusterOption) -> str:
-    cost = "price unknown" if one.cost_usd is None else dollars(one.cost_usd)
-    how = f" ({layout_words(one.candidate.setup)})" if one.cluster.num_gpus > 1 else ""
-    return f"{cluster_words(one)}{how}, {seconds(one.duration_s)}, {cost}"
+def _option_words(option: ClusterOption) -> str:
+    cost = "price unknown" if option.cost_usd is None else dollars(option.cost_usd)
+    how = f" ({layout_words(option.candidate.setup)})" if option.cluster.num_gpus > 1 else ""
+    return f"{cluster_words(option)}{how}, {seconds(option.duration_s)}, {cost}"
 
 
 def _table_title(node: Node) -> str:
@@ -172,22 +173,22 @@ def _table_title(node: Node) -> str:
 
 
 def _table(
-    kept: Sequence[ClusterOption], *, wide: bool
+    feasible: Sequence[ClusterOption], *, wide: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
     """Header, rows (cheapest first) and the columns of numbers."""
     header = ("GPUs", "spread", "tokens/s", "time", "cost", *(("$/hour", "peak") if wide else ()))
     rows: list[tuple[str, ...]] = []
-    for one in sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s)):
-        price = one.workload.price_per_hour
-        hourly = None if price is None else price * one.cluster.num_gpus
-        more = ("-" if hourly is None else f"{hourly:,.2f}", gib(one.candidate.formula.peak_device_bytes))
+    for option in sorted(feasible, key=lambda each: (each.cost_usd is None, each.cost_usd or 0.0, each.duration_s)):
+        price = option.workload.price_per_hour
+        hourly = None if price is None else price * option.cluster.num_gpus
+        more = ("-" if hourly is None else f"{hourly:,.2f}", gib(option.candidate.formula.peak_device_bytes))
         rows.append(
             (
-                f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
-                layout_words(one.candidate.setup),
-                f"{one.candidate.tokens_per_s:,.0f}",
-                seconds(one.duration_s),
-                "-" if one.cost_usd is None else dollars(one.cost_usd),
+                f"{option.cluster.num_gpus} × {option.cluster.gpu.key}",
+                layout_words(option.candidate.setup),
+                f"{option.candidate.tokens_per_s:,.0f}",
+                seconds(option.duration_s),
+                "-" if option.cost_usd is None else dollars(option.cost_usd),
                 *(more if wide else ()),
             )
         )
@@ -200,22 +201,22 @@ def _assumptions(page: Page, options: Sequence[ClusterOption]) -> None:
         page.line(f"· {words}", indent=2)
 
 
-def _as_json(one: ClusterOption) -> dict[str, Any]:
-    formula = one.candidate.formula
+def _as_json(option: ClusterOption) -> dict[str, Any]:
+    formula = option.candidate.formula
     return {
-        "gpu": one.cluster.gpu.key,
-        "num_gpus": one.cluster.num_gpus,
-        "num_nodes": one.cluster.num_nodes,
-        "method": one.node,
-        "meets": one.meets,
-        "duration_s": one.duration_s,
-        "cost_usd": one.cost_usd,
-        "usd_per_gpu_hour": one.workload.price_per_hour,
-        "price_source": one.workload.price_source or None,
-        "tokens_per_s": one.candidate.tokens_per_s,
+        "gpu": option.cluster.gpu.key,
+        "num_gpus": option.cluster.num_gpus,
+        "num_nodes": option.cluster.num_nodes,
+        "method": option.node,
+        "meets": option.meets,
+        "duration_s": option.duration_s,
+        "cost_usd": option.cost_usd,
+        "usd_per_gpu_hour": option.workload.price_per_hour,
+        "price_source": option.workload.price_source or None,
+        "tokens_per_s": option.candidate.tokens_per_s,
         "time_band_fraction": formula.time_band_fraction,
         "peak_device_bytes": formula.peak_device_bytes,
-        "budget_bytes": one.candidate.budget_bytes,
-        "memory_bytes": one.workload.memory_bytes,
-        "setup": setup_to_dict(one.candidate.setup),
+        "budget_bytes": option.candidate.budget_bytes,
+        "memory_bytes": option.workload.memory_bytes,
+        "setup": setup_to_dict(option.candidate.setup),
     }

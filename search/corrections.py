@@ -135,9 +135,15 @@ class CorrectionStore:
             ConfigError: the file cannot be read or makes no sense.
         """
         single, _, several = gpu.partition(_PLACE)
-        known = [one for one in self._read() if formula_version in (None, one.formula_version)]
-        others = [one for one in known if several and one.gpu != gpu and one.gpu.partition(_PLACE)[0] == single]
-        return (*others[-MAX_PER_GPU:], *(one for one in known if one.gpu == gpu))
+        observations = [
+            observation for observation in self._read() if formula_version in (None, observation.formula_version)
+        ]
+        others = [
+            observation
+            for observation in observations
+            if several and observation.gpu != gpu and observation.gpu.partition(_PLACE)[0] == single
+        ]
+        return (*others[-MAX_PER_GPU:], *(observation for observation in observations if observation.gpu == gpu))
 
     def add(self, observations: Sequence[Observation]) -> None:
         """Appends; a setup measured again (same GPU, model, formula) replaces its older observation."""

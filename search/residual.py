@@ -224,9 +224,9 @@ def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts
     parts: Parts = {}
 
     def add(name: str, share: float, sd: float, variant_sd: float) -> None:
-        own = [f"{name}:{getattr(setup, field)}" for word, field in VARIANTS.items() if word in name]
-        for one, its_sd in ((name, sd), *((one, variant_sd) for one in own)):
-            parts[one] = parts.get(one, (0.0, 0.0))[0] + share, its_sd
+        variants = [f"{name}:{getattr(setup, field)}" for word, field in VARIANTS.items() if word in name]
+        for part, its_sd in ((name, sd), *((variant, variant_sd) for variant in variants)):
+            parts[part] = parts.get(part, (0.0, 0.0))[0] + share, its_sd
 
     if target == "speed":
         total = sum(prediction.time_parts_s.values())

@@ -200,7 +200,7 @@ def search(
         budget: limits; None: until nothing left is worth a probe.
         plan: the decision tree's setup, tried first; default: the best that the formula says fits.
         check: the dry run, before each probe.
-        elsewhere: what earlier searches learned on this GPU.
+        transfer: what earlier searches learned on this GPU.
         on_trial: called after each trial that this worker finished.
 
     Raises:
@@ -262,7 +262,7 @@ class _Worker:
         unprobed = [pair for pair in excluded if problem.unprobed(pair[0].setup)]
         predicted = [pair for pair in excluded if not problem.unprobed(pair[0].setup)]
         self._excluded = unprobed[:MAX_RECORDED_EXCLUSIONS] + predicted[:MAX_RECORDED_EXCLUSIONS]
-        known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
+        recorded = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
         # Open candidates that the formula says fit, best predicted score first; all open ones if none fits.
         mean, _ = self.posterior.score_moments()
         fits = self.posterior.log_memory + self.posterior.memory.mean[: self.posterior.num] <= self.posterior.log_budget
@@ -276,7 +276,7 @@ class _Worker:
         first = [index for index in first if self.posterior.open[index]]
         rest = [index for index in ranked if index not in first][: self._strategy.num_ranked]
         for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
-            if key_of(problem.candidates[index].setup) not in known:
+            if key_of(problem.candidates[index].setup) not in recorded:
                 study.enqueue(problem.candidates[index], origin)
         study.exclude(self._excluded)
 
@@ -382,14 +382,14 @@ class _Worker:
         self.catch_up(study)
         study.exclude(self._excluded)
         problem, trials = self._problem, study.records()
-        known: dict[str, Candidate] = {}
+        by_key: dict[str, Candidate] = {}
         for record in trials:
             index = problem.index.get(key_of(record.setup))
             if index is not None and record.evidence is not None and record.state.is_finished():
-                known[key_of(record.setup)] = with_evidence(problem.candidates[index], record.evidence)
+                by_key[key_of(record.setup)] = with_evidence(problem.candidates[index], record.evidence)
         best = self.posterior.best
         chosen = with_evidence(problem.candidates[best.index], best.evidence) if best is not None else None
-        ordered = sorted(known.values(), key=lambda c: (not c.fits, -c.tokens_per_s))
+        ordered = sorted(by_key.values(), key=lambda c: (not c.fits, -c.tokens_per_s))
         usable = [c for c in ordered if problem.feasible(c.setup, c.probe or c.dry_run)]
         return SearchResult(
             best=chosen,

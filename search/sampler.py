@@ -235,9 +235,9 @@ class Posterior:
         worse = np.ones(self.num, dtype=bool)
         for position, dimension in enumerate(code.dimensions):
             column = code.levels[: self.num, position]
-            own = code.levels[index, position]
+            level = code.levels[index, position]
             growing = dimension.name in ("micro_batch_seqs", "lora_rank")
-            worse &= (column >= own) if growing else (column == own)
+            worse &= (column >= level) if growing else (column == level)
         self.open &= ~worse
 
     def score_moments(self) -> tuple[Floats, Floats]:

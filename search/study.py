@@ -105,25 +105,29 @@ class Study:
         self._add(candidate.setup, TrialState.WAITING, {"origin": origin, **predicted_values(candidate)})
 
     def _add(
-        self, setup: TrainSetup, state: TrialState, told: Mapping[str, Any], constraints: dict[str, float] | None = None
+        self,
+        setup: TrainSetup,
+        state: TrialState,
+        attributes: Mapping[str, Any],
+        constraints: dict[str, float] | None = None,
     ) -> None:
-        """One more trial; `told` are its attributes beside the setup's own."""
+        """One more trial; `attributes` are those beside the setup's own."""
         self.study.add_trial(
             create_trial(
                 state=state,
                 params=params_of(setup, self._names),
                 distributions=self._space,
-                user_attrs={"key": key_of(setup), "setup": setup_to_dict(setup), **told},
+                user_attrs={"key": key_of(setup), "setup": setup_to_dict(setup), **attributes},
                 constraints=constraints,
             )
         )
 
     def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
         """Records candidates that are out before any probe, with the reason; returns how many were new."""
-        known = {str(trial.user_attrs.get("key")) for trial in self.study.get_trials(deepcopy=False)}
+        recorded = {str(trial.user_attrs.get("key")) for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
-            if key_of(candidate.setup) in known:
+            if key_of(candidate.setup) in recorded:
                 continue
             new += 1
             excess = memory_excess(self._problem, candidate, candidate.memory_evidence)
@@ -134,29 +138,29 @@ class Study:
             if self._problem.unprobed(candidate.setup):
                 constraints["runs"] = 1.0
                 predicted = predicted_values(candidate)  # all that will ever be known of it here
-            told = {"origin": EXCLUDED, "excluded": reason, **predicted}
-            self._add(candidate.setup, TrialState.PRUNED, told, constraints)
+            attributes = {"origin": EXCLUDED, "excluded": reason, **predicted}
+            self._add(candidate.setup, TrialState.PRUNED, attributes, constraints)
         return new
 
     def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
         """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         for trial in waiting:
-            known = record_of(trial)
-            if known is not None and key_of(known.setup) not in self._problem.index:
+            record = record_of(trial)
+            if record is not None and key_of(record.setup) not in self._problem.index:
                 continue  # another search's: it waits for who knows it
             if not self._take(trial):
                 continue
-            if known is None:  # of a foreign program
+            if record is None:  # of a foreign program
                 self._fail(trial)
                 continue
             records = self.records()
             before = [r for r in records if self._costs_probe(r) and r.number < trial.number]
             over = max_probes is not None and len(before) >= max_probes
-            if over or self._is_duplicate(known, records):
+            if over or self._is_duplicate(record, records):
                 self._fail(trial)
                 continue
-            return trial.number, known.setup
+            return trial.number, record.setup
         return None
 
     def _is_duplicate(self, record: TrialRecord, records: Sequence[TrialRecord]) -> bool:
@@ -198,8 +202,8 @@ class Study:
     def tell(self, number: int, evidence: Evidence, *, duration_s: float = 0.0, excluded: str = "") -> bool:
         """Finishes a trial with what came back; False when somebody else had given it up for lost."""
         problem, trial_id = self._problem, self.trial_id(number)
-        known = self._storage.get_trial(trial_id)
-        setup = setup_from_dict(known.user_attrs["setup"])
+        stored = self._storage.get_trial(trial_id)
+        setup = setup_from_dict(stored.user_attrs["setup"])
         candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
         value = None if excluded else objective_value(problem, candidate, setup, evidence)
         trial = optuna.trial.Trial(self.study, trial_id)
@@ -210,7 +214,7 @@ class Study:
                 self._storage.set_trial_user_attr(trial_id, "duration_s", round(duration_s, 3))
             self._storage.set_trial_user_attr(trial_id, "evidence", json.dumps(evidence_to_dict(evidence)))
             for name, excess in constraint_values(problem, candidate, setup, evidence).items():
-                if name not in (known.constraints or {}):  # a retry has those of the first try
+                if name not in (stored.constraints or {}):  # a retry has those of the first try
                     trial.set_constraint(name, excess)
             if value is None:
                 return self._storage.set_trial_state_values(trial_id, state=TrialState.PRUNED)
@@ -232,7 +236,7 @@ class Study:
         """Setups without an answer because every planner that measured them was killed, the last since this call began:
         the next one tries again."""
         trials = self.study.get_trials(deepcopy=False)
-        known = {key_of(record.setup) for record in self.records()}
+        recorded = {key_of(record.setup) for record in self.records()}
         lost = [
             record.setup
             for trial in trials
@@ -242,13 +246,13 @@ class Study:
             and trial.datetime_start >= self._opened
             and (record := record_of(trial)) is not None
         ]
-        return [setup for setup in lost if key_of(setup) not in known]
+        return [setup for setup in lost if key_of(setup) not in recorded]
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""
-        known = self.study.user_attrs
+        stored = self.study.user_attrs
         for name, value in values.items():
-            if known.get(name) != value:
+            if stored.get(name) != value:
                 self.study.set_user_attr(name, value)
 
 

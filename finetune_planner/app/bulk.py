@@ -72,9 +72,9 @@ class Config:
     def file_name(self, grid: Grid) -> str:
         """Of its rows: another configuration, grid or version has another one, so that a file that is there holds what
         would be planned."""
-        asked: list[Any] = [__version__, self.model_id, self.config, [asdict(card) for card in grid.cards]]
-        asked += [grid.seq_lens, grid.methods, grid.global_batch]
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        key: list[Any] = [__version__, self.model_id, self.config, [asdict(card) for card in grid.cards]]
+        key += [grid.seq_lens, grid.methods, grid.global_batch]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
         slug = "".join(sign if (sign.isascii() and sign.isalnum()) or sign in ".-" else "_" for sign in self.model_id)[
             -80:
         ]
@@ -91,19 +91,19 @@ def configs_of(place: Path | None, match: str = "") -> list[Config]:
         EnvironmentProblem: a Parquet file without pyarrow.
     """
     if place is None:
-        found = [Config(model_id=name) for name in catalogue.names_with("")]
+        configs = [Config(model_id=name) for name in catalogue.names_with("")]
     elif place.is_dir():
         files = sorted({*place.rglob(CONFIG_NAME), *place.glob("*.json")})
-        found = [Config(model_id=_name_in(place, file), config=read_config(file)) for file in files]
+        configs = [Config(model_id=_name_in(place, file), config=read_config(file)) for file in files]
     elif place.is_file():
-        found = list(_in_parquet(place))
+        configs = list(_in_parquet(place))
     else:
         raise UsageError(f"no such directory or file: {place}", hint="--configs takes a directory or a Parquet file")
-    found = [config for config in found if match.lower() in config.model_id.lower()]
-    if not found:
+    configs = [config for config in configs if match.lower() in config.model_id.lower()]
+    if not configs:
         where = "the catalogue" if place is None else str(place)
         raise UsageError(f"no configuration in {where} with {match!r} in its name", hint="leave --match out")
-    return found
+    return configs
 
 
 def _in_parquet(place: Path) -> Iterator[Config]:
@@ -169,14 +169,14 @@ def read_table(folder: Path) -> Iterator[tuple[str, list[Row]]]:
     """
     parquet = _parquet()
     models: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.parquet"), key=lambda one: one.stat().st_mtime_ns):
+    for path in sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns):
         models.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
     if not models:
         raise UsageError(f"no table in {folder}", hint=f"write one first: plan table --out {folder}")
     for _, paths in sorted(models.items()):
         rows = [row for path in paths for row in parquet.read_table(path).to_pylist()]
-        found = {(row["gpu"], row["seq_len_tokens"], row["method"]): row for row in rows}
-        yield rows[0]["model"], list(found.values())
+        latest = {(row["gpu"], row["seq_len_tokens"], row["method"]): row for row in rows}
+        yield rows[0]["model"], list(latest.values())
 
 
 def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
@@ -185,7 +185,7 @@ def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
         spec = config.load()
     except PlannerError as error:
         spec, reason = None, error.message
-    known = WalkCache()  # walks of one model share their layers, and of cards with the same kernels all of their memory
+    walks = WalkCache()  # walks of one model share their layers, and of cards with the same kernels all of their memory
     for card in grid.cards:
         for seq_len in grid.seq_lens:
             for method in grid.methods:
@@ -197,8 +197,8 @@ def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
                     continue
                 request = PlanRequest(fixed={"method": (method,)}, seq_len=seq_len, global_batch=grid.global_batch)
                 try:
-                    asked = request.workload(spec, card)
-                    answer = plan_workload(asked, known=known, num_ranked=1, helped=False, explained=False)
+                    workload = request.workload(spec, card)
+                    answer = plan_workload(workload, cache=walks, num_ranked=1, helped=False, explained=False)
                 except UsageError as error:
                     yield row | {"num_params": spec.num_params, "fits": False, "problem": error.message}
                     continue

@@ -56,8 +56,8 @@ def with_dry_run(
     candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False, memory_bytes: int | None = None
 ) -> Candidate:
     """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
-    found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)
-    return replace(candidate, dry_run=found)
+    outcome = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)
+    return replace(candidate, dry_run=outcome)
 
 
 def with_memory(gpu: GpuSpec, memory_bytes: int | None) -> GpuSpec:
@@ -126,10 +126,10 @@ def over_samples(
     )
     try:
         card = with_memory(gpu, memory_bytes)
-        found: OverLengths = reported(
+        over_lengths: OverLengths = reported(
             "probes.dryrun.varying:over_lengths", model, card, setup, batches, source=source, seed=seed, say=_say
         )
-        return found
+        return over_lengths
     except ValueError as error:
         raise UsageError(
             f"no memory over varying lengths: {error}", hint="leave --dataset and --lengths out"
@@ -146,10 +146,10 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     from reports.extras import timeline_of
 
     card = with_memory(plan.workload.gpu, plan.workload.memory_bytes)
-    known = dry_run_report(plan.workload.model, card, plan.chosen.setup)
-    if isinstance(known, ProbeFailure):
+    report = dry_run_report(plan.workload.model, card, plan.chosen.setup)
+    if isinstance(report, ProbeFailure):
         return None
-    return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
+    return timeline_of(report.timeline, report.phase_groups.get(report.prediction.peak_phase, {}))
 
 
 SHORTER = (1536, 1024, 768, 512)
@@ -165,31 +165,31 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
 
     usual, workload = workload.usual_length, replace(workload, usual_length=False)
     workload = with_known_context(workload) if history else workload
-    known, walked = history_of(workload) if history else (), WalkCache()
-    found = _answered(workload, known, walked, dry_run=dry_run)
-    if isinstance(found, NoPlan) and usual:
-        found = _of_a_shorter_length(workload, known, walked, dry_run=dry_run) or found
-    return with_engine_note(found, walked) if isinstance(found, Plan) else found
+    observations, walked = history_of(workload) if history else (), WalkCache()
+    answer = _answered(workload, observations, walked, dry_run=dry_run)
+    if isinstance(answer, NoPlan) and usual:
+        answer = _of_a_shorter_length(workload, observations, walked, dry_run=dry_run) or answer
+    return with_engine_note(answer, walked) if isinstance(answer, Plan) else answer
 
 
 def _answered(
-    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+    workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
 ) -> Plan | NoPlan:
     from planner.planning.answer import plan_workload
 
     if dry_run:
-        return climb_dry_run(workload, known, walked)
-    return with_history(plan_workload(workload, known=walked), known)
+        return climb_dry_run(workload, observations, walked)
+    return with_history(plan_workload(workload, cache=walked), observations)
 
 
 def _of_a_shorter_length(
-    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+    workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
 ) -> Plan | None:
     from planner.planning.answer import plan_workload
 
     def by_formula(shorter: Workload) -> Plan | NoPlan | None:
         try:
-            return plan_workload(shorter, known=walked, helped=False)
+            return plan_workload(shorter, cache=walked, helped=False)
         except UsageError:  # too short for what was asked for, completions for example
             return None
 
@@ -200,29 +200,29 @@ def _of_a_shorter_length(
     for shorter in lengths:
         if not isinstance(by_formula(shorter), Plan):
             continue
-        found = _answered(shorter, known, walked, dry_run=dry_run)
-        if isinstance(found, NoPlan):
+        answer = _answered(shorter, observations, walked, dry_run=dry_run)
+        if isinstance(answer, NoPlan):
             continue
         note = (
             f"{workload.seq_len_tokens:,} tokens, planned where no length is said, do not fit; "
             f"{shorter.seq_len_tokens:,} do: --seq-len or --dataset says how long your samples are"
         )
-        found = replace(found, notes=(risk(note), *found.notes))
-        if found.chosen.verdict == "fits":
-            return found
-        tight = tight or found
+        answer = replace(answer, notes=(risk(note), *answer.notes))
+        if answer.chosen.verdict == "fits":
+            return answer
+        tight = tight or answer
     return tight
 
 
-def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
-    """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
+def climb_dry_run(workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
+    """The plan on which formula and dry run agree (`planner.planning.refine`); `observations`: measured here."""
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine
 
     missing = dry_run_possible()
     if missing:
         print(f"formula only: {missing} not installed ({install_command('torch')})", file=sys.stderr)
-        return with_history(plan_workload(workload, known=walked), known)
+        return with_history(plan_workload(workload, cache=walked), observations)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
@@ -231,7 +231,7 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "W
 
     try:
         dry_runs_ahead(workload.num_gpus)
-        return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)
+        return refine(lambda learned: with_history(plan_workload(workload, learned, walked), observations), run)
     finally:
         _say("")
 

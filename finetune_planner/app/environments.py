@@ -30,7 +30,7 @@ def environment(requirements: Sequence[str]) -> Path:
         EnvironmentProblem: no uv, or it finds no such packages.
     """
     words = sorted(dict.fromkeys(requirements))
-    own_torch = any(_name(one) == "torch" for one in words)
+    own_torch = any(_name(requirement) == "torch" for requirement in words)
     borrowed = "" if own_torch else _version("torch")
     key = hashlib.sha256(json.dumps([words, sys.version, sys.prefix, borrowed]).encode()).hexdigest()[:16]
     from platformdirs import user_cache_path  # late: few make one
@@ -39,8 +39,8 @@ def environment(requirements: Sequence[str]) -> Path:
     python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return python
-    behind = "" if own_torch else f", beside torch {borrowed} of this one"
-    say(f"plan diff: uv makes an environment of {', '.join(words)}{behind}: {folder} (kept)")
+    torch_note = "" if own_torch else f", beside torch {borrowed} of this one"
+    say(f"plan diff: uv makes an environment of {', '.join(words)}{torch_note}: {folder} (kept)")
     shutil.rmtree(folder, ignore_errors=True)
     _uv("venv", "--quiet", "--python", sys.executable, str(folder))
     override = []
@@ -91,17 +91,17 @@ def _version(name: str) -> str:
 
 def closure(names: Sequence[str]) -> set[str]:
     """These distributions and what they require, as far as it is installed here."""
-    found: set[str] = set()
+    distributions: set[str] = set()
     left = list(names)
     while left:
         name = left.pop()
-        if name in found:
+        if name in distributions:
             continue
         with suppress(PackageNotFoundError):  # for another system
             wanted = [line.partition(";") for line in distribution(name).requires or []]
-            found.add(name)
+            distributions.add(name)
             left += [_name(line) for line, _, marker in wanted if "extra" not in marker]
-    return found
+    return distributions
 
 
 def link(folder: Path, names: Sequence[str]) -> None:

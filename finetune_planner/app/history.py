@@ -43,16 +43,16 @@ def history_of(workload: Workload, store: Path | None = None) -> tuple["Observat
     path = store if store is not None else machine.default_store_path()
     if not path.exists():
         return ()
-    found = []
+    observations = []
     for record in machine.open_store(path).latest():
-        one = _observation(record, workload)
-        if one is not None:
-            found.append(one)
-    if not found:
+        observation = _observation(record, workload)
+        if observation is not None:
+            observations.append(observation)
+    if not observations:
         return ()
     from search.corrections import MAX_PER_GPU  # late: it loads numpy
 
-    return tuple(found[-MAX_PER_GPU:])
+    return tuple(observations[-MAX_PER_GPU:])
 
 
 CONTEXT_BYTES = (64 * MIB, 4 * GIB)
@@ -67,12 +67,20 @@ def with_known_context(workload: Workload, store: Path | None = None) -> Workloa
         return workload
     seen: dict[bool, int] = {}
     for record in machine.open_store(path).latest():
-        one = record.outcome
-        if not isinstance(one, Measurement) or record.request.get("gpu_key") != workload.gpu.key or one.rank_peaks:
+        outcome = record.outcome
+        if (
+            not isinstance(outcome, Measurement)
+            or record.request.get("gpu_key") != workload.gpu.key
+            or outcome.rank_peaks
+        ):
             continue
-        beside = one.peak_device_bytes - one.peak_reserved_bytes
-        if one.environment.device != "cpu" and one.device_peak_is_nvml and CONTEXT_BYTES[0] < beside < CONTEXT_BYTES[1]:
-            seen[bool(one.program)] = beside
+        context_bytes = outcome.peak_device_bytes - outcome.peak_reserved_bytes
+        if (
+            outcome.environment.device != "cpu"
+            and outcome.device_peak_is_nvml
+            and CONTEXT_BYTES[0] < context_bytes < CONTEXT_BYTES[1]
+        ):
+            seen[bool(outcome.program)] = context_bytes
     if not seen:
         return workload
     return replace(workload, gpu=replace(workload.gpu, measured_context_bytes=seen.get(True, seen.get(False))))
@@ -112,35 +120,39 @@ def _model_of(record: "Record", workload: Workload) -> ModelSpec | None:
 
     if config_digest(workload.model.config) == record.config_digest:
         return workload.model
-    found = catalogue.load(record.model_id)
-    return found if found is not None and config_digest(found.config) == record.config_digest else None
+    spec = catalogue.load(record.model_id)
+    return spec if spec is not None and config_digest(spec.config) == record.config_digest else None
 
 
-def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | NoPlan:
+def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan | NoPlan:
     """The plan with its predictions corrected by what was measured on this GPU, and the setup that is then the fastest;
     an answer in the tree says so. A plan for the least memory keeps its choice; one for several GPUs stays as it is."""
-    if isinstance(plan, NoPlan) or not known or plan.workload.num_gpus > 1:
+    if isinstance(plan, NoPlan) or not history or plan.workload.num_gpus > 1:
         return plan
     from search.corrections import corrected, corrections
 
     model = plan.workload.model.model_id
-    every = {one.setup: one for one in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives))}
-    learned = dict(zip(every, corrections(tuple(every.values()), known, model), strict=True))
-    after = {setup: corrected(one, learned[setup]) for setup, one in every.items()}
-    chosen = _choice(after[plan.chosen.setup], [after[one.setup] for one in plan.ranked], plan.workload)
+    every = {
+        candidate.setup: candidate
+        for candidate in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives))
+    }
+    learned = dict(zip(every, corrections(tuple(every.values()), history, model), strict=True))
+    after = {setup: corrected(candidate, learned[setup]) for setup, candidate in every.items()}
+    chosen = _choice(after[plan.chosen.setup], [after[candidate.setup] for candidate in plan.ranked], plan.workload)
     factors = learned[chosen.setup]
-    own = sum(one.model == model for one in known)
+    num = sum(observation.model == model for observation in history)
     answer = Answer(
         question=QUESTION,
         choice="kept" if chosen.setup == plan.chosen.setup else "another setup",
-        reason=f"{len(known)} measurements ({own} of this model{_runs(known)}) correct its prediction: tokens/s x "
+        reason=f"{len(history)} measurements ({num} of this model{_runs(history)}) correct its prediction: tokens/s x "
         f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}{_context(plan.workload.gpu)}; --no-history "
         "plans without them",
         needed_bytes=chosen.formula.peak_device_bytes,
         budget_bytes=chosen.budget_bytes,
     )
     rivals = sorted(
-        (after[one.setup] for one in plan.ranked if one.setup != chosen.setup), key=lambda one: -one.tokens_per_s
+        (after[candidate.setup] for candidate in plan.ranked if candidate.setup != chosen.setup),
+        key=lambda rival: -rival.tokens_per_s,
     )
     others = [replace(each, candidate=after[each.candidate.setup]) for each in plan.alternatives]
     return replace(
@@ -157,21 +169,23 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
     )
 
 
-def _runs(known: Sequence["Observation"]) -> str:
+def _runs(history: Sequence["Observation"]) -> str:
     """How many of the measurements were launch files' own runs, by their tool."""
-    counts = Counter(one.program for one in known if one.program)
+    counts = Counter(observation.program for observation in history if observation.program)
     return "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
 
 
 def _context(gpu: GpuSpec) -> str:
-    found = gpu.measured_context_bytes
-    return f", the CUDA context {gib(found)} as measured" if found is not None else ""
+    context_bytes = gpu.measured_context_bytes
+    return f", the CUDA context {gib(context_bytes)} as measured" if context_bytes is not None else ""
 
 
 def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) -> Candidate:
     """The fastest that surely fits, where it is clearly faster than the choice or the choice does not fit."""
-    fitting = [one for one in ranked if one.verdict == "fits"] or [one for one in ranked if one.fits]
+    fitting = [candidate for candidate in ranked if candidate.verdict == "fits"] or [
+        candidate for candidate in ranked if candidate.fits
+    ]
     if workload.objective == "memory" or not fitting:
         return chosen
-    best = max(fitting, key=lambda one: one.tokens_per_s)
+    best = max(fitting, key=lambda candidate: candidate.tokens_per_s)
     return best if not chosen.fits or best.tokens_per_s > FASTER_BY * chosen.tokens_per_s else chosen

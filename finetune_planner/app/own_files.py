@@ -80,10 +80,10 @@ def own_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "
 
 def _beside(path: Path) -> Iterator[tuple[str, str]]:
     """The small text files in the file's folder."""
-    for one in sorted(path.parent.iterdir())[: 10 * MAX_BESIDE]:
-        if one.suffix in BESIDE and one.is_file() and one.stat().st_size <= MAX_BESIDE_BYTES and one != path:
+    for file in sorted(path.parent.iterdir())[: 10 * MAX_BESIDE]:
+        if file.suffix in BESIDE and file.is_file() and file.stat().st_size <= MAX_BESIDE_BYTES and file != path:
             try:
-                yield one.name, one.read_text("utf-8")
+                yield file.name, file.read_text("utf-8")
             except (OSError, UnicodeDecodeError):
                 continue
 
@@ -95,7 +95,7 @@ def _own_data(name: str, config: ReadConfig) -> _Data:
 
 def _of_trl(name: str, config: ReadConfig) -> _Data:
     mixed = config.values.get("datasets") or ()
-    names = [config.dataset] if config.dataset else [one.get("path") for one in _mappings(mixed)]
+    names = [config.dataset] if config.dataset else [entry.get("path") for entry in _mappings(mixed)]
     splits = [config.values.get("dataset_train_split", "train")]
     if config.values.get("eval_strategy", "no") != "no":
         splits.append(config.values.get("dataset_test_split", "test"))
@@ -105,33 +105,35 @@ def _of_trl(name: str, config: ReadConfig) -> _Data:
 
 def _of_axolotl(name: str, config: ReadConfig) -> _Data:
     listed = list(_mappings(config.values.get("datasets") or ()))
-    kinds = {str(one.get("type")) for one in listed}
-    found = {AXOLOTL_TYPES.get(kind.partition(".")[0]) for kind in kinds} if config.setup.objective == "sft" else {None}
-    columns = found.pop()
-    if columns is None or found:
+    kinds = {str(entry.get("type")) for entry in listed}
+    column_kinds = (
+        {AXOLOTL_TYPES.get(kind.partition(".")[0]) for kind in kinds} if config.setup.objective == "sft" else {None}
+    )
+    columns = column_kinds.pop()
+    if columns is None or column_kinds:
         raise UsageError(
             f"{name}: no rows can stand in for data sets of type {', '.join(sorted(kinds)) or 'none'}",
             hint=f"--run makes rows of one type: {', '.join(AXOLOTL_TYPES)}",
         )
-    return _Data(names=_named(name, [one.get("path") for one in listed]), columns=columns, files={})
+    return _Data(names=_named(name, [entry.get("path") for entry in listed]), columns=columns, files={})
 
 
 def _of_llamafactory(name: str, config: ReadConfig) -> _Data:
     folder = str(config.values.get("dataset_dir", "data"))
-    names = _named(name, [one.strip() for one in str(config.dataset or "").split(",")])
+    names = _named(name, [part.strip() for part in str(config.dataset or "").split(",")])
     columns, more = "alpaca", dict[str, Any]()
     if config.setup.objective == "pretrain":
         columns, more = "text", {"columns": {"prompt": "text"}}
     elif config.setup.objective != "sft":
         columns = "preference"
-        more = {"ranking": True, "columns": {one: one for one in ("prompt", "chosen", "rejected")}}
-    info = json.dumps({one: {"file_name": one, **more} for one in names})
+        more = {"ranking": True, "columns": {column: column for column in ("prompt", "chosen", "rejected")}}
+    info = json.dumps({dataset: {"file_name": dataset, **more} for dataset in names})
     described = {f"{folder}/dataset_info.json": info}
-    return _Data(names=tuple(f"{folder}/{one}" for one in names), columns=columns, files=described)
+    return _Data(names=tuple(f"{folder}/{dataset}" for dataset in names), columns=columns, files=described)
 
 
 def _mappings(listed: Any) -> Iterator[Mapping[str, Any]]:
-    return (one for one in listed if isinstance(one, dict))
+    return (entry for entry in listed if isinstance(entry, dict))
 
 
 def _named(file: str, names: list[Any]) -> tuple[str, ...]:
@@ -140,10 +142,10 @@ def _named(file: str, names: list[Any]) -> tuple[str, ...]:
     Raises:
         UsageError: none, or what is no name of a data set.
     """
-    found = tuple(dict.fromkeys(one for one in names if isinstance(one, str) and one))
-    if not found or any("://" in one for one in found):
+    datasets = tuple(dict.fromkeys(name for name in names if isinstance(name, str) and name))
+    if not datasets or any("://" in name for name in datasets):
         raise UsageError(f"{file} names no data set that rows could stand in for", hint="name a hub id or a local path")
-    return found
+    return datasets
 
 
 _DATA = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}

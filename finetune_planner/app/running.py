@@ -83,7 +83,7 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
         raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
     planned = chosen if setup == chosen.setup else candidate(workload, setup)
     file = launched_file(folder, launch, workload.model.model_id, setup.objective)
-    outcome, card, device = run_file(file, setup, workload.model, how, beside=folder)
+    outcome, card, device = run_file(file, setup, workload.model, how, sibling=folder)
     promise = promise_of(planned.memory_evidence, planned.speed_evidence)
     confirmation = compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes)
     if card is not None and card.key != workload.gpu.key:
@@ -96,13 +96,13 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
 
 
 def run_file(
-    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, beside: Path, kept: bool = True
+    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, sibling: Path, stored: bool = True
 ) -> "tuple[Outcome, GpuSpec | None, str]":
     """What came of a file's run, the card's row and the device that it ran on.
 
     Args:
-        beside: the run's folder is made beside this one.
-        kept: whether the outcome is a fact about the setup, for the store.
+        sibling: the run's folder is made beside this one.
+        stored: whether the outcome is a fact about the setup, for the store.
 
     Raises:
         EnvironmentProblem: this machine cannot run it.
@@ -118,14 +118,14 @@ def run_file(
         model_bytes=2 * model.num_params,
         num_steps=how.num_steps,
         limit_s=how.limit_s,
-        work_dir=_beside(beside),
+        work_dir=_beside(sibling),
         on_progress=line.event,
     )
     prober = Prober(
         model=resolve_model(model.model_id),  # with its configuration, which plan.json does not hold
         gpu=card,
         executor=executor,
-        store=machine.open_store(how.store) if kept else None,
+        store=machine.open_store(how.store) if stored else None,
         device=device,
         depths=(0,),
         rung=Fidelity.RUN,
@@ -143,7 +143,7 @@ def run_file(
 
 def with_run(plan: Plan, chosen: Candidate) -> Plan:
     """The plan whose chosen setup was run."""
-    ranked = tuple(chosen if one.setup == chosen.setup else one for one in plan.ranked)
+    ranked = tuple(chosen if candidate.setup == chosen.setup else candidate for candidate in plan.ranked)
     return replace(plan, chosen=chosen, ranked=ranked)
 
 
@@ -154,15 +154,16 @@ def launch_of(extras: Extras, target: str) -> LaunchTarget:
         UsageError: nothing, or what cannot be watched.
     """
     if target not in RUN_BY_A_TRAINER:
-        known = ", ".join(RUN_BY_A_TRAINER)
+        target_names = ", ".join(RUN_BY_A_TRAINER)
         raise UsageError(
-            f"--run {target}: only files that train with transformers' Trainer are watched", hint=f"one of {known}"
+            f"--run {target}: only files that train with transformers' Trainer are watched",
+            hint=f"one of {target_names}",
         )
-    found = next((one for one in extras.launch if one.target == target and one.files), None)
-    if found is None or not found.command:
-        written = ", ".join(one.target for one in extras.launch if one.files) or "none"
+    launch = next((entry for entry in extras.launch if entry.target == target and entry.files), None)
+    if launch is None or not launch.command:
+        written = ", ".join(entry.target for entry in extras.launch if entry.files) or "none"
         raise UsageError(f"--run {target}: this plan has no launch file for it", hint=f"written: {written}")
-    return found
+    return launch
 
 
 def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: str) -> "LaunchedFile":
@@ -172,11 +173,11 @@ def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: 
     texts = {
         str(path.relative_to(folder)): read_text(path, max_bytes=MAX_FILE_BYTES) for path in _files(folder / "launch")
     }
-    own = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
-    form = next((found[1] for text in own if (found := _MADE.search(text))), "")
+    target_texts = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
+    form = next((match[1] for text in target_texts if (match := _MADE.search(text))), "")
     made = folder / "launch" / "data"
     ready = bool(form) and (made / form).is_dir()
-    reads = [texts.get(f"launch/{PREPARE}", "")] if form else own
+    reads = [texts.get(f"launch/{PREPARE}", "")] if form else target_texts
     placed = not ready and any(PLACEHOLDER_DATASET in text for text in reads)
     name = os.path.relpath(model_id, folder) if Path(model_id).exists() else model_id
     here = weights_here(model_id)
@@ -261,7 +262,7 @@ def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:
     import importlib.util
     import shutil
 
-    found = []
+    installed = []
     for launch in extras.launch:
         if launch.target not in RUN_BY_A_TRAINER or not launch.files:
             continue
@@ -270,5 +271,5 @@ def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:
         module = {"trl": "trl", "unsloth": "unsloth", "hf": "transformers"}.get(launch.target)
         here = shutil.which(program, path=path) if program not in ("", "python", "trl") else None
         if here or (module is not None and importlib.util.find_spec(module) is not None):
-            found.append(launch.target)
-    return tuple(found)
+            installed.append(launch.target)
+    return tuple(installed)

@@ -79,17 +79,17 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
         points.sort(key=lambda point: point.peak_device_bytes)
     else:
         points.sort(key=lambda point: -point.tokens_per_s)
-    told: list[Point] = []
+    predicted: list[Point] = []
     if workload.num_gpus > 1:
-        points, told = _probed_and_told(points, unprobed, workload.budget_bytes)
+        points, predicted = _probed_and_told(points, unprobed, workload.budget_bytes)
     if workload.objective != "memory":
         fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= workload.budget_bytes]
         floor = SLOWEST_FRACTION * max(fitting, default=0.0)
         points = [point for point in points if point.tokens_per_s >= floor]
-    kept = points[:MAX_CANDIDATES]
+    shortlist = points[:MAX_CANDIDATES]
     if workload.num_gpus > 1:
-        kept += _best_of_each(points, MIN_PER_LAYOUT)
-    setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*kept, *told))])
+        shortlist += _best_of_each(points, MIN_PER_LAYOUT)
+    setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*shortlist, *predicted))])
     return tuple(candidate(workload, setup) for setup in setups)
 
 
@@ -113,9 +113,9 @@ def _walked(plan: Plan) -> Iterator[Point]:
         hosted = taken.offload != "none" or "offload" in workload.fixed
         chosen = layouts(workload, [stage for stage in STAGES if hosted or stage != "offload"])
     for given in (values, fewer) if chosen else ():
-        for space, own in spaces(workload, given):
+        for space, space_values in spaces(workload, given):
             if space.targets == workload.targets:  # a probe runs no other program than the one that was named
-                yield from walk(space, own, chosen)
+                yield from walk(space, space_values, chosen)
 
 
 def _probed_and_told(
@@ -123,7 +123,7 @@ def _probed_and_told(
 ) -> tuple[list[Point], list[Point]]:
     """(what a probe can run, of every layout that none can the first that fits)."""
     probed: list[Point] = []
-    told: dict[Any, Point] = {}
+    predicted: dict[Any, Point] = {}
     reasons: dict[Any, str] = {}
     for point in points:
         key = layout_key(point.shared)
@@ -131,9 +131,9 @@ def _probed_and_told(
             reasons[key] = unprobed(point.shared)
         if not reasons[key]:
             probed.append(point)
-        elif key not in told and point.peak_device_bytes <= budget_bytes:
-            told[key] = point
-    return probed, list(told.values())
+        elif key not in predicted and point.peak_device_bytes <= budget_bytes:
+            predicted[key] = point
+    return probed, list(predicted.values())
 
 
 def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
@@ -160,14 +160,14 @@ def tuned(
     values: Mapping[str, object] = {
         **search_values(trials, result.reason, plan.workload.budget_bytes),
         "num_probes": result.num_probes,
-        "pareto": [_pareto_point(one) for one in result.pareto],
+        "pareto": [_pareto_point(candidate) for candidate in result.pareto],
     }
     if plan.workload.num_gpus > 1:
-        told = _predicted_only(plan, result, unprobed)
-        values = {**values, "not_probed": told}
+        rows = _predicted_only(plan, result, unprobed)
+        values = {**values, "not_probed": rows}
         # One sentence for each reason.
         by_reason: dict[str, list[str]] = {}
-        for row in told:
+        for row in rows:
             speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
             words = f"{row['spread']} ({speed}, {gib(row['predicted_peak_device_bytes'])})"
             by_reason.setdefault(row["reason"], []).append(words)
@@ -186,32 +186,34 @@ def tuned(
         note = f"{_probes_said(plan, result, rehearsed)} ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, found(note)))
     chosen = _preferred(plan.workload, result.best, result.candidates)
-    rivals = [one for one in result.candidates if one.fits and one.setup != chosen.setup]
-    known = {chosen.setup, *(one.setup for one in result.candidates)}
-    ranked = (chosen, *rivals, *(one for one in plan.ranked if one.setup not in known))
+    rivals = [candidate for candidate in result.candidates if candidate.fits and candidate.setup != chosen.setup]
+    searched = {chosen.setup, *(candidate.setup for candidate in result.candidates)}
+    ranked = (chosen, *rivals, *(candidate for candidate in plan.ranked if candidate.setup not in searched))
     return replace(
         plan,
         chosen=chosen,
         ranked=ranked,
         search=values,
-        alternatives=with_trades(chosen, [one for one in plan.alternatives if one.candidate.setup != chosen.setup]),
+        alternatives=with_trades(
+            chosen, [alternative for alternative in plan.alternatives if alternative.candidate.setup != chosen.setup]
+        ),
     )
 
 
 def _probes_said(plan: Plan, result: "SearchResult", rehearsed: bool) -> str:
     """What the probes of a search showed that chooses nothing."""
     answers = [record.evidence for record in result.trials if record.probed]
-    failures = Counter(one.kind.value.replace("_", " ") for one in answers if isinstance(one, ProbeFailure))
+    failures = Counter(answer.kind.value.replace("_", " ") for answer in answers if isinstance(answer, ProbeFailure))
     failed = ", ".join(f"{num} {kind}" for kind, num in failures.items())
-    measured = [one for one in answers if isinstance(one, Measurement)]
+    measured = [answer for answer in answers if isinstance(answer, Measurement)]
     if not answers:
         return "no probe was measured"
     if not rehearsed:
         return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{_beside(failed)}"
-    fastest = max((one.tokens_per_s or 0.0 for one in measured), default=0.0)
+    fastest = max((measurement.tokens_per_s or 0.0 for measurement in measured), default=0.0)
     speed = f", the fastest at {fastest:,.0f} tokens/s there" if fastest else ""
-    told = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_beside(failed)}"
-    return f"{told}, which says nothing of a {plan.workload.gpu.name}"
+    sentence = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_beside(failed)}"
+    return f"{sentence}, which says nothing of a {plan.workload.gpu.name}"
 
 
 def _beside(failed: str) -> str:
@@ -237,19 +239,23 @@ def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") ->
 def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
     """The search's answer by the rules of a plan: the least approximate class that was measured to fit, in it the
     simplest of what is as fast; the fastest where speed is preferred."""
-    timed = [one for one in candidates if one.fits and isinstance(one.probe, Measurement) and one.probe.tokens_per_s]
+    timed = [
+        candidate
+        for candidate in candidates
+        if candidate.fits and isinstance(candidate.probe, Measurement) and candidate.probe.tokens_per_s
+    ]
     if workload.objective != "tokens" or workload.prefer == "speed" or not timed:
         return best
-    found = {node_of_setup(one.setup) for one in timed}
-    node = next((node for node in preferred_nodes(workload) if node in found), None)
-    own = [one for one in timed if node_of_setup(one.setup) is node]
-    allowed = worst_quality((one.setup, one.tokens_per_s) for one in own)
-    own = [one for one in own if full_quality(one.setup) <= allowed]
-    own = [one for one in own if one.setup.lora_targets == "all-linear"] or own
-    floor = (1 - PREFERENCE_FRACTION) * max(one.tokens_per_s for one in own)
+    nodes = {node_of_setup(candidate.setup) for candidate in timed}
+    node = next((node for node in preferred_nodes(workload) if node in nodes), None)
+    eligible = [candidate for candidate in timed if node_of_setup(candidate.setup) is node]
+    allowed = worst_quality((candidate.setup, candidate.tokens_per_s) for candidate in eligible)
+    eligible = [candidate for candidate in eligible if full_quality(candidate.setup) <= allowed]
+    eligible = [candidate for candidate in eligible if candidate.setup.lora_targets == "all-linear"] or eligible
+    floor = (1 - PREFERENCE_FRACTION) * max(candidate.tokens_per_s for candidate in eligible)
     return min(
-        (one for one in own if one.tokens_per_s >= floor),
-        key=lambda one: (lossiness(one.setup), tie_break(one.setup), -one.tokens_per_s),
+        (candidate for candidate in eligible if candidate.tokens_per_s >= floor),
+        key=lambda candidate: (lossiness(candidate.setup), tie_break(candidate.setup), -candidate.tokens_per_s),
     )
 
 
@@ -439,18 +445,18 @@ class _Learned:
 
         self._request, self._store = workload, store
         self._place = place_of(workload.gpu.key, workload.cluster)
-        beside = machine.default_store_path().with_name("corrections.json")
-        self._kept = CorrectionStore(corrections if corrections is not None else beside)
+        default_path = machine.default_store_path().with_name("corrections.json")
+        self._kept = CorrectionStore(corrections if corrections is not None else default_path)
 
     def transfer(self) -> "Sequence[TransferObservation]":
         """What is known before the first probe."""
         from search.corrections import as_transfer_observations
 
-        known = history_of(self._request, self._store)
+        observations = history_of(self._request, self._store)
         if self._request.num_gpus > 1:
             several = self._kept.load(self._place, formula_version=__version__)
-            known = (*known, *(one for one in several if one.setup.num_gpus > 1))
-        return as_transfer_observations(known, self._request.model.model_id, self._place)
+            observations = (*observations, *(observation for observation in several if observation.setup.num_gpus > 1))
+        return as_transfer_observations(observations, self._request.model.model_id, self._place)
 
     def keep(self, candidates: Sequence[Candidate], line: ProgressLine) -> None:
         """Adds what was measured on several GPUs, or says what kept it from being kept."""
@@ -490,14 +496,14 @@ def _dry_run(
     line.say(f"dry run: {trial_words(setup)}")
     try:
         with until(ends_at):
-            found = dry_run_setup(workload.model, workload.gpu, setup)
+            outcome = dry_run_setup(workload.model, workload.gpu, setup)
     except TimeIsUp:
         return None
     except Exception as error:  # a prediction that breaks is no reason to end a search
         line.note(f"  dry run failed, the probe decides: {type(error).__name__}: {error}")
         return None
-    unable = isinstance(found, ProbeFailure) and found.kind is FailureKind.UNSUPPORTED
-    return None if unable and setup.num_gpus > 1 else found
+    unable = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED
+    return None if unable and setup.num_gpus > 1 else outcome
 
 
 def trial_line(record: "TrialRecord") -> str:

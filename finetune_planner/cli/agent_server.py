@@ -91,8 +91,10 @@ class Desk:
                 value = value[int(name)]
             else:
                 names = list(value) if isinstance(value, Mapping) else []
-                held = f"one of {', '.join(names)}" if names else f"0 to {len(value) - 1}" if value else "nothing below"
-                raise refusal(f"no {name!r} there: {held}")
+                choices = (
+                    f"one of {', '.join(names)}" if names else f"0 to {len(value) - 1}" if value else "nothing below"
+                )
+                raise refusal(f"no {name!r} there: {choices}")
         return _short(value, whole=True)
 
     def path(self, text: str) -> str:
@@ -101,10 +103,10 @@ class Desk:
         Raises:
             ToolError: it does not.
         """
-        found = (self.roots[0] / Path(text).expanduser()).resolve()
-        if not any(found.is_relative_to(root) for root in self.roots):
+        resolved = (self.roots[0] / Path(text).expanduser()).resolve()
+        if not any(resolved.is_relative_to(root) for root in self.roots):
             raise refusal(f"{text}: outside the folders that this server was started for (plan mcp --root DIR)")
-        return str(found)
+        return str(resolved)
 
     def name(self, text: str) -> str:
         """A hub id or spoken name as it is, a path within the roots absolute.
@@ -124,10 +126,10 @@ class Desk:
                     Path(empty, name).write_text(text, encoding="utf-8")
                 except (OSError, ValueError) as error:  # ValueError: half of a character
                     raise refusal(f"{name[:80]!r} cannot be a file with this text: {reason(error)}") from None
-            code, said, errors = self._finished(words, empty)
+            code, output, errors = self._finished(words, empty)
         if code not in ANSWERED:
             raise refusal(self._private(errors.strip()[-1500:]))
-        return self._private(said), code
+        return self._private(output), code
 
     def _finished(self, words: list[str], empty: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of a command in this folder."""
@@ -157,15 +159,15 @@ class Desk:
         from planner.models import hub
         from planner.speed.roofline.calibration import VARIABLE as CALIBRATION_VARIABLE
 
-        own = [ROOT, hub.cache_directory(), user_cache_path(DISTRIBUTION), user_data_path(DISTRIBUTION)]
+        program_folders = [ROOT, hub.cache_directory(), user_cache_path(DISTRIBUTION), user_data_path(DISTRIBUTION)]
         named = (os.environ.get(name) for name in (STORE_VARIABLE, CALIBRATION_VARIABLE))
-        places = [*self.roots, Path(empty), *own, *(Path(one) for one in named if one)]
+        places = [*self.roots, Path(empty), *program_folders, *(Path(path) for path in named if path)]
         return {WITHIN: json.dumps([os.path.realpath(place) for place in places])}
 
     def _private(self, text: str) -> str:
         """Without the home folder's name and secrets."""
-        home, said = str(Path.home()), str(without_secrets_in(text))
-        return said.replace(home, "~") if len(home) > 1 else said
+        home, redacted = str(Path.home()), str(without_secrets_in(text))
+        return redacted.replace(home, "~") if len(home) > 1 else redacted
 
 
 def refusal(words: str) -> Exception:
@@ -191,10 +193,10 @@ Count = Annotated[int | None, Field(ge=1)]
 
 def words_of(**settings: Any) -> list[str]:
     """Options of the command line: `seq_len=2048` is `--seq-len=2048`, True a flag, None nothing."""
-    said = {name.replace("_", "-"): value for name, value in settings.items() if value is not None}
+    flags = {name.replace("_", "-"): value for name, value in settings.items() if value is not None}
     return [
         (f"--{name}" if value else f"--no-{name}") if isinstance(value, bool) else f"--{name}={value}"
-        for name, value in said.items()
+        for name, value in flags.items()
     ]
 
 

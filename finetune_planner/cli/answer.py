@@ -53,13 +53,18 @@ def workload_for(
         # Whether the first target packs whatever is said, None where it does what is said.
         from planner.frameworks.exporters import TARGETS
 
-        found = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
-        request = replace(request, packing=next((bool(one.runs_as) for one in found if one.field == "packing"), None))
+        differences = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
+        request = replace(
+            request,
+            packing=next(
+                (bool(difference.runs_as) for difference in differences if difference.field == "packing"), None
+            ),
+        )
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
-    asked = request_for(spec, request, data)
-    asked = replace(asked, targets=tuple(targets))
-    asked = asked.probed(absent_packages()) if here else asked
-    return asked.workload(spec, card, request.cluster(card))
+    plan_request = request_for(spec, request, data)
+    plan_request = replace(plan_request, targets=tuple(targets))
+    plan_request = plan_request.probed(absent_packages()) if here else plan_request
+    return plan_request.workload(spec, card, request.cluster(card))
 
 
 def request_for(spec: "ModelSpec", request: RequestOptions, data: DataOptions) -> PlanRequest:
@@ -79,10 +84,12 @@ def request_of(
     tell: Callable[[str], None] = lambda words: None,
 ) -> PlanRequest:
     """The same of data that were read (`read_data`); `tell` gets what is worth knowing of their lengths."""
-    aim = aim_of(request.fixed())
+    objective = aim_of(request.fixed())
     if stats is None:
-        asked, file = request.request(), data.dataset or ""
-        return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
+        plan_request, file = request.request(), data.dataset or ""
+        return replace(
+            plan_request, data=replace(plan_request.data, file=file, names=data.names, loss_on=data.loss_on or "")
+        )
     # The sequence length, packing and tokens per epoch that follow from a data set.
     from planner.samples.dataset import choose_length
 
@@ -91,39 +98,39 @@ def request_of(
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,
-        packs=aim.packs and packs_apart(spec, "sdpa"),
-        seq_len_tokens=None if aim.rolls_out else request.seq_len,
+        packs=objective.packs and packs_apart(spec, "sdpa"),
+        seq_len_tokens=None if objective.rolls_out else request.seq_len,
         packing=request.packing,
-        held_out=_held_out(stats, aim, spec, request),
+        held_out=_held_out(stats, objective, spec, request),
     )
     left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
     tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
-    lengths = _with_completions(choice, request) if aim.rolls_out else choice
+    lengths = _with_completions(choice, request) if objective.rolls_out else choice
     if request.packing is None:
         request = replace(request, packing=lengths.packing)
-    asked = request.request()
-    told = Data(
-        epoch_tokens=request.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
+    plan_request = request.request()
+    training_data = Data(
+        epoch_tokens=request.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(plan_request.fixed),
         epoch_seqs=lengths.epoch_seqs,
         samples_per_seq=lengths.samples_per_seq,
         real_fractions=lengths.real_fractions,
         file=data.dataset or "",
         names=data.names,
         kind=stats.columns,
-        loss_on=_loss_on(data, stats, aim),
+        loss_on=_loss_on(data, stats, objective),
         answers_fraction=stats.answers_fraction,
-        held_out=_held_out(stats, aim, spec, request),
+        held_out=_held_out(stats, objective, spec, request),
     )
-    return replace(asked, seq_len=request.seq_len or lengths.seq_len_tokens, data=told)
+    return replace(plan_request, seq_len=request.seq_len or lengths.seq_len_tokens, data=training_data)
 
 
-def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:
+def _loss_on(data: DataOptions, stats: "DatasetStats", objective: Objective) -> str:
     """What the loss is on: the answers, where the data have any and nobody says otherwise; "" of other objectives.
 
     Raises:
         UsageError: answers are asked for that are not there.
     """
-    if not aim.supervised:
+    if not objective.supervised:
         return ""
     answered = stats.answers_fraction is not None
     if data.loss_on == "answers" and not answered:
@@ -134,11 +141,11 @@ def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:
     return (data.loss_on or "answers") if answered else "all"
 
 
-def _held_out(stats: "DatasetStats", aim: Objective, spec: "ModelSpec", request: RequestOptions) -> int:
+def _held_out(stats: "DatasetStats", objective: Objective, spec: "ModelSpec", request: RequestOptions) -> int:
     """Samples to evaluate on, where the launch files do."""
     from planner.samples.rows import num_held_out
 
-    evaluated = aim.supervised and spec.front_end is None and request.images() is None
+    evaluated = objective.supervised and spec.front_end is None and request.images() is None
     return num_held_out(stats.num_samples) if evaluated else 0
 
 
@@ -155,7 +162,7 @@ def _with_completions(prompts: "LengthChoice", request: RequestOptions) -> "Leng
     )
 
 
-def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetStats | None":
+def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "DatasetStats | None":
     """What is known of a data set that is on this machine, None of another.
 
     Raises:
@@ -177,12 +184,12 @@ def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetS
             f"{spec.model_id} turns sound into text: {data.dataset} has no column audio",
             hint="give a data set of clips with what is said in them (columns audio and text)",
         )
-    kind = kind_of_data(path, aim.data, data.names)
-    if kind not in aim.data:
+    kind = kind_of_data(path, objective.data, data.names)
+    if kind not in objective.data:
         fitting = next(row for row in OBJECTIVES.values() if kind in row.data)
-        named = "; or --columns anchor=NAME,positive=NAME" * (aim.data == ("pairs",))
+        named = "; or --columns anchor=NAME,positive=NAME" * (objective.data == ("pairs",))
         raise UsageError(
-            f"{data.dataset} has {kind} columns, --objective {aim.name} trains on {aim.columns}",
+            f"{data.dataset} has {kind} columns, --objective {objective.name} trains on {objective.columns}",
             hint=f"--objective {fitting.name} is for such data{named}",
         )
-    return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
+    return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=objective.data)

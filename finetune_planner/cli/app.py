@@ -86,20 +86,20 @@ def build_app(words: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_version)
-    known = {**COMMANDS, **GROUPS}
-    if not words or words[0] not in known:
+    commands = {**COMMANDS, **GROUPS}
+    if not words or words[0] not in commands:
         others = {MORE: Command("", "", "The other commands.")}
-        rest = [one for one in known if one not in FIRST]
+        rest = [command_name for command_name in commands if command_name not in FIRST]
         names = (*FIRST, *rest) if completion.wanted() else rest if words[:1] == [MORE] else FIRST
         for name in names:
-            app.command(name, help=(known | others)[name].help)(_not_loaded)
+            app.command(name, help=(commands | others)[name].help)(_not_loaded)
         return app
-    name, command = words[0], known[words[0]]
-    found = getattr(import_module(f"finetune_planner.cli.{command.module}"), command.attribute)
+    name, command = words[0], commands[words[0]]
+    handler = getattr(import_module(f"finetune_planner.cli.{command.module}"), command.attribute)
     if name in GROUPS:
-        app.add_typer(found, name=name, help=command.help)
+        app.add_typer(handler, name=name, help=command.help)
     else:
-        app.command(name, help=command.help)(found)
+        app.command(name, help=command.help)(handler)
     return app
 
 
@@ -195,12 +195,12 @@ def _run(words: list[str]) -> int:
 
 def _without_form(words: Sequence[str]) -> tuple[list[str], bool]:
     """The words with `--json=full` as `--json`, and whether it was said; what follows `--` is a program's."""
-    own = words.index("--") if "--" in words else len(words)
-    taken = ["--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:own]]
-    return [*taken, *words[own:]], FULL_WORD in words[:own]
+    end = words.index("--") if "--" in words else len(words)
+    taken = ["--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:end]]
+    return [*taken, *words[end:]], FULL_WORD in words[:end]
 
 
 def _interrupted(words: Sequence[str]) -> int:
-    kept = "; what was measured is kept" if words and words[0] in MEASURING else ""
-    print(f"interrupted{kept}", file=sys.stderr)
+    note = "; what was measured is kept" if words and words[0] in MEASURING else ""
+    print(f"interrupted{note}", file=sys.stderr)
     return INTERRUPTED

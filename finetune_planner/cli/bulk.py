@@ -42,21 +42,24 @@ def table(
         methods=choices("methods", [methods], ("full", "lora", "qlora")),
         global_batch=positive("global-batch", global_batch),
     )
-    asked = configs_of(configs, match)
+    configurations = configs_of(configs, match)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write {out}: {error.strerror}", hint="choose another --out directory"
         ) from error
-    left = missing(asked, grid, out)
-    if len(left) < len(asked):
-        print(f"{len(asked) - len(left)} of {len(asked)} configurations are in {out} already", file=sys.stderr)
+    left = missing(configurations, grid, out)
+    if len(left) < len(configurations):
+        print(
+            f"{len(configurations) - len(left)} of {len(configurations)} configurations are in {out} already",
+            file=sys.stderr,
+        )
     answers = on_cores(partial(planned, grid=grid), left)
     bar = steps(answers, f"planning {grid.num_plans} times each", console(stderr=True), num=len(left))
     rows = sum(write_rows(config, rows, grid, out) for config, rows in bar)
     if as_json:
-        print_json({"out": str(out), "configurations": len(asked), "planned": len(left), "rows": rows})
+        print_json({"out": str(out), "configurations": len(configurations), "planned": len(left), "rows": rows})
     else:
         print(f"{rows:,} plans of {len(left)} configurations written to {out}")
 

@@ -122,19 +122,20 @@ def check(
             raise UsageError("--fix changes one file at a time", hint="give the file")
         # A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code.
         find_gpu(gpu)  # an unknown card is said once
-        found = findings(file, gpu, request, limits)
+        file_findings = findings(file, gpu, request, limits)
         if answer.annotations == "sarif":
-            print_json(sarif(found), whole=True)
+            print_json(sarif(file_findings), whole=True)
         elif answer.as_json:
             print_json(
                 [
-                    one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message}
-                    for one in found
+                    finding.document
+                    or {"file": str(finding.path), "verdict": finding.outcome, "message": finding.message}
+                    for finding in file_findings
                 ]
             )
         else:
-            print_lines(github_lines(found) if answer.annotations else text_lines(found, file))
-        return exit_code(found)
+            print_lines(github_lines(file_findings) if answer.annotations else text_lines(file_findings, file))
+        return exit_code(file_findings)
 
     result, spec, predict = checked(
         file,
@@ -157,16 +158,16 @@ def check(
 def _together(result: CheckResult, spec: ModelSpec, predict: Predict) -> dict[str, Any] | None:
     """Several changes after which a config fits that no single one makes fit as it trains; what --fix would write, and
     prove by a dry run."""
-    if any(one.verdict is Verdict.FITS and not one.changes_training for one in result.changes):
+    if any(change.verdict is Verdict.FITS and not change.changes_training for change in result.changes):
         return None
-    found = improve(result, spec, predict) if result.verdict is not Verdict.FITS else None
-    if found is None or found.verdict is not Verdict.FITS or len(found.labels) < 2:
+    improved = improve(result, spec, predict) if result.verdict is not Verdict.FITS else None
+    if improved is None or improved.verdict is not Verdict.FITS or len(improved.labels) < 2:
         return None
     return {
-        "changes": list(found.labels),
-        "in_place": not found.elsewhere,
-        "peak_device_bytes": found.after.peak_device_bytes,
-        "tokens_per_s": found.after.tokens_per_s,
+        "changes": list(improved.labels),
+        "in_place": not improved.elsewhere,
+        "peak_device_bytes": improved.after.peak_device_bytes,
+        "tokens_per_s": improved.after.tokens_per_s,
     }
 
 
@@ -187,21 +188,23 @@ def _fixed(
     result: CheckResult,
     spec: ModelSpec,
     predict: Predict,
-    asked: CheckRequest,
+    request: CheckRequest,
     limits: options.Memory,
     verify: Verify | None,
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
-    config, found = result.config, improve(result, spec, predict, verify)
+    config, improved = result.config, improve(result, spec, predict, verify)
     fixed, refused = Fixed({}), ""
-    helps = bool(found.labels) and found.verdict is not Verdict.DOES_NOT_FIT
+    helps = bool(improved.labels) and improved.verdict is not Verdict.DOES_NOT_FIT
     try:
-        if helps and not found.elsewhere:
-            home, words = config.through or (file, asked.arguments)
-            fixed = fixed_files(home, config, found, spec, card=result.gpu, asked=replace(asked, arguments=words))
+        if helps and not improved.elsewhere:
+            start_file, words = config.through or (file, request.arguments)
+            fixed = fixed_files(
+                start_file, config, improved, spec, card=result.gpu, request=replace(request, arguments=words)
+            )
     except ConfigError as error:
         refused = error.message
-    targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda one: one != file)}
+    targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda path: path != file)}
     places = {place.resolve() for place in targets.values()}
     if len(places) < len(targets) or places & {of.resolve() for of in fixed.read}:
         raise UsageError("a fixed copy would stand over a file that was read", hint="give another name: --out")
@@ -211,18 +214,18 @@ def _fixed(
         write_text(place, fixed.texts[of])
     written = [str(place) for place in targets.values()]
     return {
-        "changes": list(found.labels),
+        "changes": list(improved.labels),
         "diff": [line for of, place in targets.items() for line in _difference(of, place, fixed.texts[of])],
         "path": written[0] if written else None,
         "beside": written[1:],
         "said": list(fixed.said),
-        "needs": packages_added(config.setup, found.setup) if written else [],
+        "needs": packages_added(config.setup, improved.setup) if written else [],
         "refused": refused,
-        "by_hand": by_hand(config, found) if refused else [],
-        "command": command_of(config, found.setup, result.gpu, vars(limits)) if found.elsewhere and helps else "",
-        "verdict": found.verdict.value,
-        "peak_device_bytes": found.after.peak_device_bytes,
-        "tokens_per_s": found.after.tokens_per_s,
+        "by_hand": by_hand(config, improved) if refused else [],
+        "command": command_of(config, improved.setup, result.gpu, vars(limits)) if improved.elsewhere and helps else "",
+        "verdict": improved.verdict.value,
+        "peak_device_bytes": improved.after.peak_device_bytes,
+        "tokens_per_s": improved.after.tokens_per_s,
     }
 
 
@@ -251,7 +254,7 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
     """A rich table, one row a config, fastest that fits first; figures are never cut, words wrap."""
     from rich.table import Table
 
-    bands = [one.band_fraction for one in results]
+    bands = [result.band_fraction for result in results]
     widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))
     title = f"{results[0].gpu.name}, formula rung (memory +-{widths})"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -259,15 +262,17 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
         number = name in ("peak", "spare", "tokens/s")
         table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     order = {"fits": 0, "uncertain": 1, "does_not_fit": 2}
-    for one in sorted(results, key=lambda one: (order[one.verdict.value], -(one.prediction.tokens_per_s or 0.0))):
-        setup, prediction = one.config.setup, one.prediction
+    for result in sorted(
+        results, key=lambda result: (order[result.verdict.value], -(result.prediction.tokens_per_s or 0.0))
+    ):
+        setup, prediction = result.config.setup, result.prediction
         saving = [f"checkpointing {setup.checkpointing}"] * bool(setup.checkpointing)
         saving += [f"{setup.loss} loss"] * (setup.loss != "full") + [setup.quantization] * setup.quantized
         table.add_row(
-            clean(one.config.path),
-            one.verdict.value.replace("_", " "),
+            clean(result.config.path),
+            result.verdict.value.replace("_", " "),
             gib(prediction.peak_device_bytes),
-            gib(one.margin_bytes),
+            gib(result.margin_bytes),
             f"{prediction.tokens_per_s:,.0f}" if prediction.tokens_per_s else "?",
             setup.method
             + (f" {setup.adapter}" if setup.adapter != "lora" else "")
@@ -308,7 +313,11 @@ def candidates(folder: Path) -> Iterator[Path]:
     """Files of a folder that may hold a training, sorted; hidden folders and installed packages are left out."""
     seen = 0
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in SKIPPED_FOLDERS)
+        folders[:] = sorted(
+            folder_name
+            for folder_name in folders
+            if not folder_name.startswith(".") and folder_name not in SKIPPED_FOLDERS
+        )
         for name in sorted(names):
             if name.endswith(SUFFIXES) or name in MAKEFILES:
                 seen += 1
@@ -317,10 +326,10 @@ def candidates(folder: Path) -> Iterator[Path]:
                 yield Path(place) / name
 
 
-def finding(path: Path, gpu: str, asked: CheckRequest, limits: Memory) -> Finding | None:
+def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
     try:
-        result, _, _ = checked(path, gpu, asked, **vars(limits))
+        result, _, _ = checked(path, gpu, request, **vars(limits))
     except NotATraining:
         return None
     except NotPlanned as error:
@@ -346,30 +355,30 @@ def _line(name: str, place: str) -> int:
     return int(line) if file == name and line.isdigit() else 1
 
 
-def findings(place: Path, gpu: str, asked: CheckRequest, limits: Memory) -> list[Finding]:
+def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory) -> list[Finding]:
     """The answers for every training in a folder, or in one file, worst first."""
     paths = candidates(place) if place.is_dir() else [place]
-    found = [one for path in paths if (one := finding(path, gpu, asked, limits)) is not None]
-    return sorted(found, key=lambda one: (WORST_FIRST.index(one.outcome), str(one.path)))
+    answers = [answer for path in paths if (answer := finding(path, gpu, request, limits)) is not None]
+    return sorted(answers, key=lambda entry: (WORST_FIRST.index(entry.outcome), str(entry.path)))
 
 
-def exit_code(found: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[Finding]) -> int:
     """1 where anything does not fit, then 2 (unreadable), 3 (open or uncertain), 0."""
-    codes = {EXIT_OF[one.outcome] for one in found}
+    codes = {EXIT_OF[finding.outcome] for finding in findings}
     return next((code for code in (1, 2, 3) if code in codes), 0)
 
 
-def text_lines(found: Sequence[Finding], folder: Path) -> list[str]:
+def text_lines(findings: Sequence[Finding], folder: Path) -> list[str]:
     """One line a file, for people."""
-    if not found:
+    if not findings:
         return [f"{folder}: no training found in its files"]
-    width = max(len(one.outcome) for one in found)
-    lines = [f"{one.outcome.replace('_', ' '):<{width}}  {one.path}: {one.message}" for one in found]
-    counts = {outcome: sum(one.outcome == outcome for one in found) for outcome in WORST_FIRST}
+    width = max(len(finding.outcome) for finding in findings)
+    lines = [f"{finding.outcome.replace('_', ' '):<{width}}  {finding.path}: {finding.message}" for finding in findings]
+    counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in WORST_FIRST}
     return [*lines, "", ", ".join(f"{num} {name.replace('_', ' ')}" for name, num in counts.items() if num)]
 
 
-def github_lines(found: Sequence[Finding]) -> list[str]:
+def github_lines(findings: Sequence[Finding]) -> list[str]:
     """Workflow commands that GitHub shows beside the files.
 
     Source: GitHub Docs, Workflow commands for GitHub Actions (2026): `%`, CR and LF are escaped, in properties `:` and
@@ -384,17 +393,17 @@ def github_lines(found: Sequence[Finding]) -> list[str]:
         return data(text).replace(":", "%3A").replace(",", "%2C")
 
     return [
-        f"::{kinds[one.level]} file={value(str(one.path))},line={one.line},title=plan check::{data(one.message)}"
-        for one in found
+        f"::{kinds[row.level]} file={value(str(row.path))},line={row.line},title=plan check::{data(row.message)}"
+        for row in findings
     ]
 
 
-def sarif(found: Sequence[Finding]) -> dict[str, Any]:
+def sarif(findings: Sequence[Finding]) -> dict[str, Any]:
     """A SARIF 2.1.0 log.
 
     Source: OASIS, Static Analysis Results Interchange Format 2.1.0, section 3.
     """
-    outcomes = list(dict.fromkeys(one.outcome for one in found))
+    outcomes = list(dict.fromkeys(finding.outcome for finding in findings))
     return {
         "version": "2.1.0",
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
@@ -403,19 +412,19 @@ def sarif(found: Sequence[Finding]) -> dict[str, Any]:
                 "tool": {"driver": {"name": "plan check", "rules": [{"id": outcome} for outcome in outcomes]}},
                 "results": [
                     {
-                        "ruleId": one.outcome,
-                        "level": one.level,
-                        "message": {"text": one.message},
+                        "ruleId": finding.outcome,
+                        "level": finding.level,
+                        "message": {"text": finding.message},
                         "locations": [
                             {
                                 "physicalLocation": {
-                                    "artifactLocation": {"uri": quote(os.fsencode(one.path.as_posix()))},
-                                    "region": {"startLine": one.line},
+                                    "artifactLocation": {"uri": quote(os.fsencode(finding.path.as_posix()))},
+                                    "region": {"startLine": finding.line},
                                 }
                             }
                         ],
                     }
-                    for one in found
+                    for finding in findings
                 ],
             }
         ],

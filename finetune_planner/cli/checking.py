@@ -83,7 +83,7 @@ class CheckRequest:
 def checked(
     file: Path,
     gpu: str,
-    asked: CheckRequest | None = None,
+    request: CheckRequest | None = None,
     *,
     memory_gib: float | None = None,
     headroom: float | None = None,
@@ -99,7 +99,7 @@ def checked(
     Raises:
         PlannerError: as `load`; options that make no sense.
     """
-    config, spec, card = load(file, gpu, asked)
+    config, spec, card = load(file, gpu, request)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predicted = predictor(spec, card, cluster(card, config.setup.num_gpus))
     if dry_run:
@@ -107,7 +107,7 @@ def checked(
     return check(config, spec, card, memory - reserve, predicted), spec, predicted
 
 
-def load(file: Path, gpu: str, asked: CheckRequest | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+def load(file: Path, gpu: str, request: CheckRequest | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
     """A config with its model and GPU resolved.
 
     The file is read twice: once for the model's name, then with the model's modules and data types at hand.
@@ -115,42 +115,42 @@ def load(file: Path, gpu: str, asked: CheckRequest | None = None) -> tuple[ReadC
     Raises:
         ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
     """
-    asked, card = asked or CheckRequest(), find_gpu(gpu)
+    request, card = request or CheckRequest(), find_gpu(gpu)
     try:
-        return _loaded(file, card, asked)
+        return _loaded(file, card, request)
     except PlannerError as error:
-        error.hint = exact(error.hint, file, card.key, asked.arguments or ())
+        error.hint = exact(error.hint, file, card.key, request.arguments or ())
         raise
 
 
-def _loaded(file: Path, card: GpuSpec, asked: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
     """A config with its model resolved."""
-    first = determined(_named(_read(file, None, card, asked), asked.model, file.name))
-    if asked.strict and first.unknown_keys:
+    first = determined(_named(_read(file, None, card, request), request.model, file.name))
+    if request.strict and first.unknown_keys:
         raise ConfigError(
             f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
             hint="remove them, or leave --strict out",
         )
-    name = asked.model or first.model_id
+    name = request.model or first.model_id
     assert name is not None
     try:
-        built = resolve_model(name, like=asked.like or "")
+        built = resolve_model(name, like=request.like or "")
     except UnknownModelError as error:
-        if asked.model is None:
+        if request.model is None:
             error.hint = f"--model MODEL says what lies there; {error.hint}"
         raise
     spec = of_transformers_4(built) if first.older else built
-    config = determined(_read(file, spec, card, asked))
-    said = [built.taken_as, card.taken_as, *_not_followed(asked, first, config)]
+    config = determined(_read(file, spec, card, request))
+    assumptions = [built.taken_as, card.taken_as, *_not_followed(request, first, config)]
     if spec is not built:
-        said.append(
+        assumptions.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
         )
-    setup, known = with_linear_attention(config, spec, card, named=_names_delta(file, asked))
+    setup, assumption = with_linear_attention(config, spec, card, named=_names_delta(file, request))
     config = replace(config, setup=setup)
-    said.append(known)
-    model_id = config.model_id if asked.model is None else spec.model_id
-    return replace(config, model_id=model_id, assumptions=(*filter(None, said), *config.assumptions)), spec, card
+    assumptions.append(assumption)
+    model_id = config.model_id if request.model is None else spec.model_id
+    return replace(config, model_id=model_id, assumptions=(*filter(None, assumptions), *config.assumptions)), spec, card
 
 
 def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *, named: bool) -> tuple[TrainSetup, str]:
@@ -175,45 +175,45 @@ def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *,
 _DELTA_NAMES = (DELTA, "fla-core")
 
 
-def _names_delta(file: Path, asked: CheckRequest) -> bool:
-    return any(name in asked.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
+def _names_delta(file: Path, request: CheckRequest) -> bool:
+    return any(name in request.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
 
 
-def _not_followed(asked: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
+def _not_followed(request: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
     """Where the command line and the file name different models or numbers of GPUs."""
-    if asked.model is not None and first.model_id not in (None, asked.model):
-        yield f"planned for {asked.model} (--model); the file names {first.model_id}"
+    if request.model is not None and first.model_id not in (None, request.model):
+        yield f"planned for {request.model} (--model); the file names {first.model_id}"
     followed = {"trl", "transformers", *_DELTA_NAMES, *TOOLS} - {*LAUNCHERS}
-    for package in sorted({*asked.versions} - followed):
+    for package in sorted({*request.versions} - followed):
         yield f"--assume {package}: nothing that is read here hangs on its version"
     num_gpus = config.setup.num_gpus
-    if asked.num_gpus not in (1, num_gpus):
-        yield f"the launch config starts {num_gpus} processes: --gpus {asked.num_gpus} is not followed"
+    if request.num_gpus not in (1, num_gpus):
+        yield f"the launch config starts {num_gpus} processes: --gpus {request.num_gpus} is not followed"
 
 
-def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: CheckRequest) -> ReadConfig:
+def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, request: CheckRequest) -> ReadConfig:
     """The file with what the command line says of it; a model is not asked for where one is named."""
-    found = read_config(
+    config = read_config(
         file,
         model=spec,
-        num_gpus=asked.num_gpus,
-        launcher=asked.accelerate,
+        num_gpus=request.num_gpus,
+        launcher=request.accelerate,
         gpu=card,
-        arguments=asked.arguments,
-        versions=asked.versions,
+        arguments=request.arguments,
+        versions=request.versions,
     )
-    found = overrides(found, asked.sets)
-    settled = {"model"} if asked.model or found.model_id else set()
-    settled |= {"num_gpus"} if asked.says_gpus else set()
-    settled |= {"parallel"} if asked.says_gpus and asked.num_gpus == 1 else set()
-    return replace(found, missing=tuple(one for one in found.missing if one.field not in settled))
+    config = overrides(config, request.sets)
+    settled = {"model"} if request.model or config.model_id else set()
+    settled |= {"num_gpus"} if request.says_gpus else set()
+    settled |= {"parallel"} if request.says_gpus and request.num_gpus == 1 else set()
+    return replace(config, missing=tuple(gap for gap in config.missing if gap.field not in settled))
 
 
-def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:
+def _named(config: ReadConfig, model: str | None, file: str) -> ReadConfig:
     """The reading, with the model among what is missing where nobody names one."""
-    if model or found.model_id or any(one.field == "model" for one in found.missing):
-        return found
-    return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
+    if model or config.model_id or any(gap.field == "model" for gap in config.missing):
+        return config
+    return replace(config, missing=(Missing(field="model", reason=f"{file} names none"), *config.missing))
 
 
 def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:
@@ -222,7 +222,7 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
     Args:
         limits: `memory_gib` and `headroom` as they were given, None: not.
     """
-    said: dict[str, object] = {
+    flags: dict[str, object] = {
         "gpu": gpu.key, "method": setup.method, "seq-len": setup.seq_len_tokens,
         "global-batch": setup.global_batch_seqs,
         **({"gpus": setup.num_gpus} if setup.num_gpus > 1 else {}),
@@ -230,7 +230,9 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
         **({"objective": setup.objective} if setup.objective != "sft" else {}),
         **{name.replace("_", "-"): f"{given:g}" for name, given in limits.items() if given is not None},
     }  # fmt: skip
-    words = [f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in said.items()]
+    words = [
+        f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in flags.items()
+    ]
     return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"
 
 
@@ -267,16 +269,16 @@ def dry_run_of(
 def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
     the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
-    own = dry_run_of(setup, formula, spec, card, memory_bytes)
-    if own is None:
+    dry_run = dry_run_of(setup, formula, spec, card, memory_bytes)
+    if dry_run is None:
         return formula
-    ratio = own.peak_device_bytes / formula(setup).peak_device_bytes
+    ratio = dry_run.peak_device_bytes / formula(setup).peak_device_bytes
 
     def corrected(changed: TrainSetup) -> Prediction:
         if changed == setup:
-            return own
-        found = formula(changed)
-        return replace(found, peak_device_bytes=round(found.peak_device_bytes * ratio))
+            return dry_run
+        prediction = formula(changed)
+        return replace(prediction, peak_device_bytes=round(prediction.peak_device_bytes * ratio))
 
     return corrected
 
@@ -311,23 +313,23 @@ def as_document(
         "assumptions": list(config.assumptions),
         "approximations": list(config.approximations),
         "notes": list(result.notes),
-        "changes": [_change(one) for one in result.changes],
+        "changes": [_change(change) for change in result.changes],
         "together": together,
         "fix": fixed,
     }
 
 
-def _change(one: Change) -> dict[str, Any]:
+def _change(change: Change) -> dict[str, Any]:
     return {
-        "label": one.label,
-        "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
-        "verdict": one.verdict.value,
-        "saves_bytes": one.saves_bytes,
-        "speedup": one.speedup,
-        "changes_training": one.changes_training,
-        "in_place": one.in_place,
-        "peak_device_bytes": one.prediction.peak_device_bytes,
-        "tokens_per_s": one.prediction.tokens_per_s,
+        "label": change.label,
+        "fields": {name: to_jsonable(getattr(change.setup, name)) for name in change.fields},
+        "verdict": change.verdict.value,
+        "saves_bytes": change.saves_bytes,
+        "speedup": change.speedup,
+        "changes_training": change.changes_training,
+        "in_place": change.in_place,
+        "peak_device_bytes": change.prediction.peak_device_bytes,
+        "tokens_per_s": change.prediction.tokens_per_s,
     }
 
 
@@ -364,16 +366,20 @@ def _python(file: Path, words: Sequence[str]) -> str:
     module = not file.is_absolute() and len(parts) > 1 and all(part.isidentifier() for part in parts)
     named = ["-m", ".".join(parts)] if module and _imports_from_here(tree, file) else [str(file)]
     given = {word.partition("=")[0].replace("_", "-") for word in words}
-    asked = [flag for flag in _required(tree) if not words or (flag[0] == "-" and flag.replace("_", "-") not in given)]
-    blanks = [f"{flag} ..." if flag.startswith("-") else f"{flag.upper()}" for flag in asked]
+    required = [
+        flag for flag in _required(tree) if not words or (flag[0] == "-" and flag.replace("_", "-") not in given)
+    ]
+    blanks = [f"{flag} ..." if flag.startswith("-") else f"{flag.upper()}" for flag in required]
     return " ".join([shlex.join(["python", *named, *words]), *blanks])
 
 
 def _imports_from_here(tree: ast.Module, file: Path) -> bool:
     """Whether a package of the working directory is imported that the program's own folder has not."""
-    names = {one.module for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module and not one.level}
-    names |= {alias.name for one in ast.walk(tree) if isinstance(one, ast.Import) for alias in one.names}
-    moved = any(isinstance(one, ast.Attribute) and one.attr == "path" for one in ast.walk(tree))  # sys.path
+    names = {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    }
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    moved = any(isinstance(node, ast.Attribute) and node.attr == "path" for node in ast.walk(tree))  # sys.path
     firsts = {name.partition(".")[0] for name in names}
     return not moved and any(_lies_in(Path(), name) and not _lies_in(file.parent, name) for name in firsts)
 
@@ -389,8 +395,14 @@ def _required(tree: ast.Module) -> Iterator[str]:
             isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
         ):
             continue
-        flags = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-        said = {one.arg: one.value.value for one in call.keywords if isinstance(one.value, ast.Constant)}
-        optional = said.get("nargs") in ("?", "*") or any(one.arg == "default" for one in call.keywords)
-        if flags and (said.get("required") is True or (flags[0][:1] != "-" and not optional)):
+        flags = [
+            argument.value
+            for argument in call.args
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        ]
+        keywords = {
+            keyword.arg: keyword.value.value for keyword in call.keywords if isinstance(keyword.value, ast.Constant)
+        }
+        optional = keywords.get("nargs") in ("?", "*") or any(keyword.arg == "default" for keyword in call.keywords)
+        if flags and (keywords.get("required") is True or (flags[0][:1] != "-" and not optional)):
             yield next((flag for flag in flags if flag.startswith("--")), flags[0])

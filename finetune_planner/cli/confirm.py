@@ -53,12 +53,16 @@ def confirm(
         if target is not None:
             raise UsageError("--run runs a target's own file, --target reads a setup from one", hint="give one of them")
         how = HowToRun(num_steps=enough_steps(steps), limit_s=limit, device=device, store=store)
-        found: dict[str, Confirmation] = {}
+        confirmations: dict[str, Confirmation] = {}
         for name in dict.fromkeys(run):
-            found[name] = run_target(directory, read_plan_json(directory), name, how)[0]
-        lines = [line for name, one in found.items() for line in (f"launch/{name}:", *_confirmation_lines(one))]
-        tell({name: to_jsonable(one) for name, one in found.items()}, lines, as_json=as_json)
-        return max(map(_code, found.values()))
+            confirmations[name] = run_target(directory, read_plan_json(directory), name, how)[0]
+        lines = [
+            line
+            for name, confirmation in confirmations.items()
+            for line in (f"launch/{name}:", *_confirmation_lines(confirmation))
+        ]
+        tell({name: to_jsonable(confirmation) for name, confirmation in confirmations.items()}, lines, as_json=as_json)
+        return max(map(_code, confirmations.values()))
     return _own_step(directory, target, device, limit, measure_seconds, store, as_json=as_json)
 
 
@@ -70,10 +74,10 @@ def enough_steps(steps: int) -> int:
     """
     from probes.launched.run import WARM_UP_STEPS
 
-    found = positive("steps", steps) or NUM_STEPS
-    if found <= WARM_UP_STEPS:
+    num_steps = positive("steps", steps) or NUM_STEPS
+    if num_steps <= WARM_UP_STEPS:
         raise UsageError(f"--steps must be above {WARM_UP_STEPS}, got {steps}", hint="the first steps are not counted")
-    return found
+    return num_steps
 
 
 def confirmed_plan(plan: Plan, folder: Path, device: str | None, store: Path | None, *, ends_at: float) -> Plan:
@@ -145,7 +149,7 @@ def _code(confirmation: "Confirmation") -> int:
 def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
     """The setup that a target's emitted file really says."""
     folder = directory / "launch" / target
-    files = [one for one in sorted(folder.glob("*")) if one.suffix in (".yaml", ".yml", ".json", ".py")]
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".yaml", ".yml", ".json", ".py")]
     if not files:
         raise UsageError(
             f"no launch file of {target!r} in {folder}", hint="leave --target out to run plan.json's setup"
@@ -162,10 +166,10 @@ def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
         speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
         lines.append(f"promised ({promise.rung.value}): device {gib(promise.peak_device_bytes)}, {speed}")
         fractions = {"memory": confirmation.memory_miss_fraction, "speed": confirmation.speed_miss_fraction}
-        misses = [f"{name} {one:+.1%}" for name, one in fractions.items() if one is not None]
+        misses = [f"{name} {fraction:+.1%}" for name, fraction in fractions.items() if fraction is not None]
         if misses:
             lines.append("promise against measurement: " + ", ".join(misses))
     rehearsed = isinstance(outcome, Measurement) and confirmation.memory_miss_fraction is None
-    held = "rehearsed: nothing here to hold the plan to" if rehearsed else "the plan held"
-    lines.append(held if confirmation.kept else "the plan did not hold:")
+    verdict = "rehearsed: nothing here to hold the plan to" if rehearsed else "the plan held"
+    lines.append(verdict if confirmation.kept else "the plan did not hold:")
     return [*lines, *(f"  {reason}" for reason in confirmation.reasons)]

@@ -132,49 +132,53 @@ def _by_setting(
     (file, other), (old, new) = files, versions
     first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
     second, _, _ = checked(other, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
-    found = sorted(responsible(first, second, predicted), key=lambda one: -abs(one.added_bytes))
+    changes = sorted(responsible(first, second, predicted), key=lambda change: -abs(change.added_bytes))
     document = {
         "kind": "diff",
         "before": _side(first, file, old),
         "after": _side(second, other, new),
         "added_bytes": second.prediction.peak_device_bytes - first.prediction.peak_device_bytes,
-        "changes": to_jsonable(found),
+        "changes": to_jsonable(changes),
         "terms": [{"term": name, "added_bytes": size} for name, size in _terms(first.prediction, second.prediction)],
     }
-    return _Settings(first=first, second=second, found=found, document=document)
+    return _Settings(first=first, second=second, found=changes, document=document)
 
 
 def responsible(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[Responsible]:
     """Every setting that differs, with what its change alone does to the first run; those that make no setup by
     themselves (a method and its quantization) are changed together."""
-    one, two = first.config.setup, second.config.setup
-    differing = [field.name for field in fields(TrainSetup) if getattr(one, field.name) != getattr(two, field.name)]
+    first_setup, second_setup = first.config.setup, second.config.setup
+    differing = [
+        field.name
+        for field in fields(TrainSetup)
+        if getattr(first_setup, field.name) != getattr(second_setup, field.name)
+    ]
     together: list[str] = []
     for name in differing:
         try:
-            yield _alone((name,), one, two, second, predicted)
+            yield _alone((name,), first_setup, second_setup, second, predicted)
         except SetupError:
             together.append(name)
     if together:
-        yield _alone(tuple(together), one, two, second, predicted)
+        yield _alone(tuple(together), first_setup, second_setup, second, predicted)
 
 
 def _alone(
-    names: tuple[str, ...], one: TrainSetup, two: TrainSetup, second: CheckResult, predicted: Predict
+    names: tuple[str, ...], first_setup: TrainSetup, second_setup: TrainSetup, second: CheckResult, predicted: Predict
 ) -> Responsible:
-    after = {name: getattr(two, name) for name in names}
+    after = {name: getattr(second_setup, name) for name in names}
     try:
-        changed = one.replace(**after)
+        changed = first_setup.replace(**after)
     except SetupError:
         if len(names) == 1:
             raise
-        changed = two
-    was, is_now = predicted(one), predicted(changed)
+        changed = second_setup
+    was, is_now = predicted(first_setup), predicted(changed)
     speedup = is_now.tokens_per_s / was.tokens_per_s if is_now.tokens_per_s and was.tokens_per_s else None
     origins = (second.config.origins.get(name, "") for name in names)
     return Responsible(
         names=names,
-        before=tuple(getattr(one, name) for name in names),
+        before=tuple(getattr(first_setup, name) for name in names),
         after=tuple(after.values()),
         origin=next((words for words in origins if words), ""),
         added_bytes=is_now.peak_device_bytes - was.peak_device_bytes,
@@ -189,13 +193,13 @@ def _versions(before: Sequence[str], after: Sequence[str]) -> list[str]:
         UsageError: a bare version of nothing.
     """
     packages = [pair.partition("==")[0] for pair in before]
-    said = []
+    versions = []
     for words in after:
         if "==" not in words and len(packages) != 1:
             raise UsageError(f"--to {words}: of which package?", hint="--to PACKAGE==VERSION")
-        said.append(words if "==" in words else f"{packages[0]}=={words}")
-    renewed = {pair.partition("==")[0] for pair in said}
-    return said + [pair for pair in before if pair.partition("==")[0] not in renewed]
+        versions.append(words if "==" in words else f"{packages[0]}=={words}")
+    renewed = {pair.partition("==")[0] for pair in versions}
+    return versions + [pair for pair in before if pair.partition("==")[0] not in renewed]
 
 
 def _side(result: CheckResult, file: Path, versions: Sequence[str]) -> dict[str, Any]:
@@ -219,28 +223,30 @@ def _terms(before: Prediction, after: Prediction) -> list[tuple[str, int]]:
     return sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: -abs(row[1]))[:NUM_TERMS]
 
 
-def _lines(first: CheckResult, second: CheckResult, found: Sequence[Responsible], traced: bool) -> Iterator[str]:
+def _lines(first: CheckResult, second: CheckResult, changes: Sequence[Responsible], traced: bool) -> Iterator[str]:
     added = second.prediction.peak_device_bytes - first.prediction.peak_device_bytes
-    verdicts = " -> ".join(one.verdict.value.replace("_", " ") for one in (first, second))
-    peaks = " -> ".join(gib(one.prediction.peak_device_bytes) for one in (first, second))
+    verdicts = " -> ".join(result.verdict.value.replace("_", " ") for result in (first, second))
+    peaks = " -> ".join(gib(result.prediction.peak_device_bytes) for result in (first, second))
     yield f"{peaks} ({signed_gib(added)})"
     yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [formula]"
     if first.prediction.tokens_per_s and second.prediction.tokens_per_s:
         yield f"{first.prediction.tokens_per_s:,.0f} -> {second.prediction.tokens_per_s:,.0f} tokens/s"
-    if not found:
+    if not changes:
         yield "No setting differs."
         if not traced:
             yield "What the tools' own code does otherwise between versions is not in the settings: --trace runs it in"
             yield "two environments, on a GPU that computes nothing."
         return
     yield "Each setting's change alone:"
-    for one in found:
+    for change in changes:
         before, after = first.config.setup, second.config.setup
         words = ", ".join(
-            f"{_name(name)} {value_words(before, name)} -> {value_words(after, name)}" for name in one.names
+            f"{_name(name)} {value_words(before, name)} -> {value_words(after, name)}" for name in change.names
         )
-        speed = f", speed x {one.speedup:.2f}" if one.speedup is not None else ""
-        yield f"  {signed_gib(one.added_bytes):>12}{speed}  {words}" + (f"  [{one.origin}]" if one.origin else "")
+        speed = f", speed x {change.speedup:.2f}" if change.speedup is not None else ""
+        yield f"  {signed_gib(change.added_bytes):>12}{speed}  {words}" + (
+            f"  [{change.origin}]" if change.origin else ""
+        )
     for name, size in _terms(first.prediction, second.prediction):
         yield f"  {signed_gib(size):>12}  {name}"
 

@@ -24,14 +24,14 @@ GROUPS = {"by_category": "by kind", "by_module": "by module", "by_code": "by fun
 def trace_both(
     files: tuple[Path, Path],
     versions: tuple[Sequence[str], Sequence[str]],
-    beside: Sequence[str],
+    requirements: Sequence[str],
     card: GpuSpec,
     yes: bool,
 ) -> dict[str, Any]:
     """What the two runs differ in, as `--json` prints it.
 
     Args:
-        versions: PACKAGE==VERSION of each side; beside: requirements of both.
+        versions: PACKAGE==VERSION of each side; requirements: of both environments.
 
     Raises:
         EnvironmentProblem: no such environment, or the program cannot be followed there.
@@ -40,8 +40,8 @@ def trace_both(
     from probes.phantom.runner import program, protection
 
     results = []
-    for file, said in zip(files, versions, strict=True):
-        python = environment([*said, *beside, *_imported(file, said)])
+    for file, pins in zip(files, versions, strict=True):
+        python = environment([*pins, *requirements, *_imported(file, pins)])
         environ = {"PATH": f"{python.parent}:/usr/bin:/bin", "VIRTUAL_ENV": str(python.parent.parent)}
         command = ("bash", str(file)) if file.suffix == ".sh" else (str(python), str(file))
         order = FollowOptions().order(command, card, StandIns(), card.memory_bytes)
@@ -51,7 +51,7 @@ def trace_both(
     return document(results[0], results[1], card)
 
 
-def _imported(file: Path, said: Sequence[str]) -> list[str]:
+def _imported(file: Path, pins: Sequence[str]) -> list[str]:
     """The packages that a program imports, as far as they are known here, beside those whose version is said.
 
     Raises:
@@ -72,11 +72,15 @@ def _imported(file: Path, said: Sequence[str]) -> list[str]:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
-    known = packages_distributions()
-    found = {known[name][0].lower() if name in known else name for name in names if name in known or name in TRAINERS}
-    if "transformers" in found:
-        found.add("accelerate")  # its Trainer's
-    return sorted(found - {pair.partition("==")[0] for pair in said} - {"torch"})
+    distributions = packages_distributions()
+    packages = {
+        distributions[name][0].lower() if name in distributions else name
+        for name in names
+        if name in distributions or name in TRAINERS
+    }
+    if "transformers" in packages:
+        packages.add("accelerate")  # its Trainer's
+    return sorted(packages - {pair.partition("==")[0] for pair in pins} - {"torch"})
 
 
 def document(before: TraceResult, after: TraceResult, card: GpuSpec) -> dict[str, Any]:
@@ -93,49 +97,49 @@ def document(before: TraceResult, after: TraceResult, card: GpuSpec) -> dict[str
     }
 
 
-def _side(found: TraceResult, card: GpuSpec) -> dict[str, Any]:
-    speed = speed_of(found, card)
+def _side(trace: TraceResult, card: GpuSpec) -> dict[str, Any]:
+    speed = speed_of(trace, card)
     return {
-        "libraries": dict(found.libraries),
-        "peak_device_bytes": found.peak_device_bytes,
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "peak_phase": found.peak_phase,
+        "libraries": dict(trace.libraries),
+        "peak_device_bytes": trace.peak_device_bytes,
+        "peak_allocated_bytes": trace.peak_allocated_bytes,
+        "peak_phase": trace.peak_phase,
         "tokens_per_s": speed.tokens_per_s if speed else None,
     }
 
 
 def _differing(before: Sequence[Holding], after: Sequence[Holding]) -> list[dict[str, Any]]:
-    was = {one.name: one.size_bytes for one in before}
-    now = {one.name: one.size_bytes for one in after}
+    was = {holding.name: holding.size_bytes for holding in before}
+    now = {holding.name: holding.size_bytes for holding in after}
     added = {name: now.get(name, 0) - was.get(name, 0) for name in {**was, **now}}
     return [
         {"name": name, "before_bytes": was.get(name, 0), "added_bytes": added[name]}
-        for name in sorted(added, key=lambda one: -abs(added[one]))
+        for name in sorted(added, key=lambda name: -abs(added[name]))
         if added[name]
     ]
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
+def lines(comparison: Mapping[str, Any]) -> Iterator[str]:
     """The same for a terminal."""
-    before, after = found["before"], found["after"]
+    before, after = comparison["before"], comparison["after"]
     versions = before["libraries"], after["libraries"]
     changed = [
         f"{name} {versions[0].get(name, '-')} -> {versions[1].get(name, '-')}"
         for name in sorted({*versions[0], *versions[1]})
         if versions[0].get(name) != versions[1].get(name)
     ]
-    allocated = signed_gib(found["added_allocated_bytes"])
-    yield f"Run in both: {signed_gib(found['added_bytes'])} on the device, {allocated} allocated  [trace]"
+    allocated = signed_gib(comparison["added_allocated_bytes"])
+    yield f"Run in both: {signed_gib(comparison['added_bytes'])} on the device, {allocated} allocated  [trace]"
     yield f"  {', '.join(changed) or 'the same libraries'}"
     if before["tokens_per_s"] and after["tokens_per_s"]:
         yield f"  {before['tokens_per_s']:,.0f} -> {after['tokens_per_s']:,.0f} tokens/s"
     phases = (
-        f"{RESERVED_WORDS.get(name, name)} {signed_gib(size)}" for name, size in found["by_phase"].items() if size
+        f"{RESERVED_WORDS.get(name, name)} {signed_gib(size)}" for name, size in comparison["by_phase"].items() if size
     )
     yield f"  peaks: {', '.join(phases) or 'the same in every phase'}"
     for name, title in GROUPS.items():
-        if rows := found[name][:NUM_ROWS]:
+        if rows := comparison[name][:NUM_ROWS]:
             yield f"  {title}:"
-            for one in rows:
-                is_new = "" if one["before_bytes"] else "  (not there before)"
-                yield f"  {signed_gib(one['added_bytes']):>12}  {clean(one['name'])}{is_new}"
+            for row in rows:
+                is_new = "" if row["before_bytes"] else "  (not there before)"
+                yield f"  {signed_gib(row['added_bytes']):>12}  {clean(row['name'])}{is_new}"

@@ -112,7 +112,7 @@ def estimate(
 def _one(
     spec: ModelSpec,
     card: GpuSpec,
-    one: AnySetupOptions,
+    setup_options: AnySetupOptions,
     links: options.Links,
     memory: options.Memory,
     dry: DryRunOptions,
@@ -123,8 +123,8 @@ def _one(
     """The setup of the flags."""
     usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
-    setup = asked_setup({**usual, **one.values()})
-    if one.attention is None:
+    setup = asked_setup({**usual, **setup_options.values()})
+    if setup_options.attention is None:
         setup = setup.replace(attention=default_attention(spec))
     cluster = options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
     result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
@@ -159,8 +159,8 @@ def _show(
 
         notes = cluster_notes(cluster)
     if decides:
-        own = gib(step.peak_device_bytes)
-        notes += (f"the evaluation of {eval_batch} at once decides the device peak; a step's is {own}",)
+        step_peak = gib(step.peak_device_bytes)
+        notes += (f"the evaluation of {eval_batch} at once decides the device peak; a step's is {step_peak}",)
     enough: tuple[str, ...] | None = None
     if not result.fits and decides and step.peak_device_bytes <= result.budget_bytes:
         enough = (f"evaluation of {result.setup.micro_batch_seqs} at once",)
@@ -205,13 +205,13 @@ def candidate_of(
 
 def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs: int | None) -> Candidate:
     """A candidate whose device peak is at least that of the evaluation between two steps; without one the same."""
-    own = evaluating_bytes(spec, card, result.setup, positive("eval-batch", eval_seqs) or 0)
-    if own <= result.formula.peak_device_bytes:
+    evaluation_bytes = evaluating_bytes(spec, card, result.setup, positive("eval-batch", eval_seqs) or 0)
+    if evaluation_bytes <= result.formula.peak_device_bytes:
         return result
     ran = result.dry_run
     if isinstance(ran, Prediction):
-        ran = replace(ran, peak_device_bytes=max(own, ran.peak_device_bytes))
-    return replace(result, formula=replace(result.formula, peak_device_bytes=own), dry_run=ran)
+        ran = replace(ran, peak_device_bytes=max(evaluation_bytes, ran.peak_device_bytes))
+    return replace(result, formula=replace(result.formula, peak_device_bytes=evaluation_bytes), dry_run=ran)
 
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:

@@ -45,11 +45,11 @@ def beside(file: Path) -> Path:
 def fixed_files(
     file: Path,
     config: ReadConfig,
-    found: Improved,
+    improved: Improved,
     spec: ModelSpec,
     *,
     card: GpuSpec | None = None,
-    asked: CheckRequest | None = None,
+    request: CheckRequest | None = None,
 ) -> Fixed:
     """The texts of a file, and of those that it takes its settings from, with the setup's changes written in and their
     names in what names them, proven by reading them back.
@@ -59,7 +59,7 @@ def fixed_files(
     """
     if "loop" in config.setup.stack:
         raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
-    return _Fixing(file, config, found, spec, card, asked or CheckRequest()).fixed()
+    return _Fixing(file, config, improved, spec, card, request or CheckRequest()).fixed()
 
 
 class _Fixing:
@@ -69,21 +69,21 @@ class _Fixing:
         self,
         file: Path,
         config: ReadConfig,
-        found: Improved,
+        improved: Improved,
         spec: ModelSpec,
         card: GpuSpec | None,
-        asked: CheckRequest,
+        request: CheckRequest,
     ) -> None:
-        self.file, self.config, self.found, self.spec, self.asked = file, config, found, spec, asked
-        self.edits = edits_of(config, found)
-        named = {config.keys.get(one.of, one.key): one.of for one in tool_of(config.format).fields}
+        self.file, self.config, self.found, self.spec, self.asked = file, config, improved, spec, request
+        self.edits = edits_of(config, improved)
+        named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
         self.places = {key: place for key, of in named.items() if (place := config.origins.get(of))}
         self.around = FileContext(
-            num_gpus=found.setup.num_gpus,
+            num_gpus=improved.setup.num_gpus,
             roots=roots_of(file),
             gpu=card,
-            arguments=asked.arguments,
-            versions={**pinned(file), **asked.versions},
+            arguments=request.arguments,
+            versions={**pinned(file), **request.versions},
         )
         self.texts = {file: read_bounded(file)}
         self.named_by: dict[Path, Path] = {}
@@ -93,11 +93,11 @@ class _Fixing:
     def fixed(self) -> Fixed:
         """The texts; new settings stand in the file itself, else where most of the others do."""
         standing = [path for place in self.places.values() if (path := self._path(place)) is not None]
-        homes = sorted({*standing} - {self.file}, key=lambda one: (-standing.count(one), str(one)))
+        destinations = sorted({*standing} - {self.file}, key=lambda file: (-standing.count(file), str(file)))
         problems: list[ConfigError] = []
-        for home in (self.file, *homes):
+        for destination in (self.file, *destinations):
             try:
-                return self._written(home)
+                return self._written(destination)
             except ConfigError as error:
                 problems.append(error)
         raise problems[-1 if self.file.name.endswith(SUFFIXES) else 0]
@@ -113,7 +113,7 @@ class _Fixing:
             for word in dict.fromkeys(_WORD.findall(self.texts[parent])):
                 parts = word.split("/")
                 ends = ["/".join(parts[at:]) for at in range(len(parts))]
-                path = next((one for end in ends if end and (one := inside.find(end)) is not None), None)
+                path = next((resolved for end in ends if end and (resolved := inside.find(end)) is not None), None)
                 if path is None or _same(path, self.texts) is not None or len(self.texts) > MAX_NAMED:
                     continue
                 try:
@@ -125,8 +125,8 @@ class _Fixing:
 
     def _naming(self, path: Path) -> Path | None:
         """The file, or one that it names, where the last part of a path stands."""
-        ways = {one: text for one, text in self.texts.items() if one == self.file or one in self.named_by}
-        return next((one for one, text in ways.items() if _renamed(text, path.name, "", one) != text), None)
+        ways = {file: text for file, text in self.texts.items() if file == self.file or file in self.named_by}
+        return next((file for file, text in ways.items() if _renamed(text, path.name, "", file) != text), None)
 
     def _path(self, place: str) -> Path | None:
         """The file that a place names; None where the checked one writes it, or nobody does."""
@@ -141,7 +141,7 @@ class _Fixing:
             self.texts[path] = read_bounded(path)
         return path
 
-    def _written(self, home: Path) -> Fixed:
+    def _written(self, destination: Path) -> Fixed:
         """The texts, where new settings go into one of the files.
 
         Raises:
@@ -152,43 +152,45 @@ class _Fixing:
         for key, value in self.edits.items():
             place = self.places.get(key, "")
             name = place.rpartition(":")[0]
-            groups.setdefault(name if name in inner else self._path(place) or home, {})[key] = value
+            groups.setdefault(name if name in inner else self._path(place) or destination, {})[key] = value
         imported = [path for path in groups if isinstance(path, Path) and path.suffix == ".py"]
         for path in imported:
             if path != self.file and path not in self.named_by:
                 raise ConfigError(f"{path.name} is imported: no name to change", hint="make the changes by hand")
         texts = dict(self.texts)
-        for of, edits in sorted(groups.items(), key=lambda one: isinstance(one[0], Path)):
+        for of, edits in sorted(groups.items(), key=lambda group: isinstance(group[0], Path)):
             if isinstance(of, str):
                 texts[self.file] = _put(texts[self.file], inner[of], self._rewritten(inner[of], of, edits), self.file)
             else:
                 texts[of] = self._rewritten(texts[of], of.name, edits)
-        said: list[str] = []
+        notes: list[str] = []
         names: dict[Path, str] = {}
-        for path in [one for one in groups if isinstance(one, Path)]:
+        for path in [edited for edited in groups if isinstance(edited, Path)]:
             while path != self.file:
                 parent = self.named_by.get(path) or self._naming(path)
                 names[path] = beside(path).name if parent is not None else path.name
                 if parent is None:
-                    said.append(f"{self.file.name} names {path.name} by no literal: hand it {beside(path).name}")
+                    notes.append(f"{self.file.name} names {path.name} by no literal: hand it {beside(path).name}")
                     break
                 texts[parent] = _renamed(texts[parent], path.name, beside(path).name, parent)
                 path = parent
         if len({*names.values()}) < len(names):
             raise ConfigError("two files of one name would change", hint="make the changes by hand")
-        asked, found = self.asked, self.found
-        launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
+        request, improved = self.asked, self.found
+        launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
         around = replace(self.around, written={name: texts[path] for path, name in names.items()})
         back = read_text(
-            texts[self.file], self.file.name, model=self.spec, base=found.setup, around=around, launcher=launcher
+            texts[self.file], self.file.name, model=self.spec, base=improved.setup, around=around, launcher=launcher
         )
-        back = overrides(back, asked.sets)
-        if canonical(back.setup) != canonical(found.setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
+        back = overrides(back, request.sets)
+        if canonical(back.setup) != canonical(improved.setup) or (
+            improved.eval_seqs and back.eval_seqs != improved.eval_seqs
+        ):
             raise ConfigError(
                 f"{self.file.name} is written in a form that --fix cannot change safely",
                 hint="make the changes that plan check lists by hand",
             )
-        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(said), (*texts,))
+        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(notes), (*texts,))
 
     def _inner(self) -> dict[str, str]:
         """Text of the files that the file itself writes before it trains, by the names that places have for them."""
@@ -197,8 +199,8 @@ class _Fixing:
         elif self.file.name.endswith(SUFFIXES):
             written = {
                 path: text
-                for one in commands(self.texts[self.file], self.file.name, self.around.num_gpus, ())
-                for path, text in one.written.items()
+                for command in commands(self.texts[self.file], self.file.name, self.around.num_gpus, ())
+                for path, text in command.written.items()
             }
         else:
             return {}
@@ -211,7 +213,7 @@ class _Fixing:
 
 
 def _same(path: Path, among: Mapping[Path, Any]) -> Path | None:
-    return next((one for one in among if os.path.abspath(one) == os.path.abspath(path)), None)
+    return next((other for other in among if os.path.abspath(other) == os.path.abspath(path)), None)
 
 
 def _put(text: str, before: str, after: str, file: Path) -> str:
@@ -222,7 +224,7 @@ def _put(text: str, before: str, after: str, file: Path) -> str:
     """
     if file.suffix == ".ipynb":
         return in_cells(
-            text, lambda cells: [_put(one, before, after, Path()) if before in one else one for one in cells]
+            text, lambda cells: [_put(cell, before, after, Path()) if before in cell else cell for cell in cells]
         )
     if not before.strip() or text.count(before) != 1:
         raise ConfigError(f"{file.name} writes a file in no one place", hint="make the changes by hand")
@@ -232,7 +234,7 @@ def _put(text: str, before: str, after: str, file: Path) -> str:
 def _renamed(text: str, name: str, new: str, file: Path) -> str:
     """The text with another file named, outside comments (of a notebook, in its code); as it was where nothing does."""
     if file.suffix == ".ipynb":
-        return in_cells(text, lambda cells: [_renamed(one, name, new, Path()) for one in cells])
+        return in_cells(text, lambda cells: [_renamed(cell, name, new, Path()) for cell in cells])
     word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")
     return "".join(
         word.sub(new, line[: line.find("#")]) + line[line.find("#") :] if "#" in line else word.sub(new, line)
@@ -240,24 +242,24 @@ def _renamed(text: str, name: str, new: str, file: Path) -> str:
     )
 
 
-def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
+def edits_of(config: ReadConfig, improved: Improved) -> dict[str, Any]:
     """The settings (nested ones dotted) that make a file say what was found for it.
 
     Raises:
         ConfigError: a field that cannot be changed in place.
     """
-    edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
+    edits = tool_of(config.format).edits(config.keys, config.setup, improved.setup, config.path)
     edits = {key: value for key, value in edits.items() if key not in config.lacks}
-    return edits | ({setting_of(config): found.eval_seqs} if found.eval_seqs else {})
+    return edits | ({setting_of(config): improved.eval_seqs} if improved.eval_seqs else {})
 
 
-def by_hand(config: ReadConfig, found: Improved) -> list[str]:
+def by_hand(config: ReadConfig, improved: Improved) -> list[str]:
     """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
     tool = tool_of(config.format)
     places = {
         config.keys.get(of, field.key): config.origins[of]
-        for of in changed_fields(config.setup, found.setup)
+        for of in changed_fields(config.setup, improved.setup)
         if (field := tool.field(of)) is not None and of in config.origins
     }
-    edits = edits_of(config, found)
+    edits = edits_of(config, improved)
     return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]

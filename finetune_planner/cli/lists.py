@@ -34,7 +34,7 @@ def models(
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
     specs = map(catalogue.load, catalogue.names_with(match))
-    columns = [one.name for one in fields(ModelRow)]
+    columns = [field.name for field in fields(ModelRow)]
     rows = [ModelRow(**{name: getattr(spec, name) for name in columns}) for spec in specs if spec is not None]
     if as_json:
         print_json([to_jsonable(row) for row in rows])
@@ -53,9 +53,9 @@ def doctor(as_json: options.Json = False) -> int:
 
     findings = examine()
     lines = []
-    for one in findings:
-        lines.append(f"{_SIGNS[one.level]} {one.name}: {one.text}")
-        lines += [f"        mend: {one.mend}"] if one.mend else []
+    for finding in findings:
+        lines.append(f"{_SIGNS[finding.level]} {finding.name}: {finding.text}")
+        lines += [f"        mend: {finding.mend}"] if finding.mend else []
     lines.append("GPU probes can run here" if can_probe(findings) else "GPU probes cannot run here; planning can")
     tell(findings_to_dict(findings), lines, as_json=as_json)
     return 0 if can_probe(findings) else EXIT_ENVIRONMENT
@@ -87,18 +87,18 @@ def explain(
     if not word:
         typer.echo(textwrap.fill(", ".join(sorted(words)), WIDTH))
         return
-    asked = plain(" ".join(word))
-    found = [one for one in words if plain(one) == asked]
-    if not found and (row := absent(" ".join(word))):
+    phrase = plain(" ".join(word))
+    matches = [term for term in words if plain(term) == phrase]
+    if not matches and (row := absent(" ".join(word))):
         text = f"{' '.join(word)}: no plan has it: {row[0]}. Use {row[1]}."
         typer.echo(textwrap.fill(text, WIDTH, subsequent_indent="  "))
         return
-    found = found or [one for one in words if asked in plain(one)]
-    if not found or not asked:
+    matches = matches or [term for term in words if phrase in plain(term)]
+    if not matches or not phrase:
         from rapidfuzz import process
 
-        near = [one for one, score, _ in process.extract(" ".join(word), list(words), limit=3) if score > 55]
+        near = [term for term, score, _ in process.extract(" ".join(word), list(words), limit=3) if score > 55]
         hint = f"near it: {', '.join(near)}" if near else "plan explain lists the words"
         raise UsageError(f"no word {' '.join(word)!r} in the glossary", hint=hint)
-    for one in found:
-        typer.echo(textwrap.fill(f"{one}: {words[one]}", WIDTH, subsequent_indent="  "))
+    for term in matches:
+        typer.echo(textwrap.fill(f"{term}: {words[term]}", WIDTH, subsequent_indent="  "))

@@ -51,7 +51,7 @@ class FileOptions:
         typer.Option(help="Also a job file: skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
     ] = None
 
-    def check_job(self, asked: Workload) -> None:
+    def check_job(self, workload: Workload) -> None:
         """Refuses, before anything is planned, a scheduler that does not have the GPUs.
 
         Raises:
@@ -63,7 +63,9 @@ class FileOptions:
 
         if self.out is None:
             raise UsageError("--job writes a file", hint="add --out DIR")
-        check(self.job, asked.gpu, asked.num_gpus, asked.cluster.num_nodes if asked.cluster is not None else 1)
+        check(
+            self.job, workload.gpu, workload.num_gpus, workload.cluster.num_nodes if workload.cluster is not None else 1
+        )
 
     def targets(self, gpus: int | None) -> tuple[str, ...]:
         """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
@@ -123,9 +125,9 @@ class RungOptions:
     ] = False
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False
 
-    def answer(self, asked: Workload, *, local: bool) -> Plan | NoPlan:
+    def answer(self, workload: Workload, *, local: bool) -> Plan | NoPlan:
         """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
-        plan = answered(asked, dry_run=not self.no_dry_run, history=not self.no_history)
+        plan = answered(workload, dry_run=not self.no_dry_run, history=not self.no_history)
         if isinstance(plan, Plan) and local and not self.no_probe:
             from finetune_planner.app.tuning import climb_probe
 
@@ -153,15 +155,15 @@ def make(
     if not rungs.no_dry_run:
         dry_runs_ahead(request.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
     try:
-        asked = asked_for(gpu=gpu, lookup=lookup)
+        workload = asked_for(gpu=gpu, lookup=lookup)
     except UnknownGpuError as error:
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
             _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
-    files.check_job(asked)
-    options.said(asked.model)
-    options.said(asked.gpu)
-    written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
+    files.check_job(workload)
+    options.said(workload.model)
+    options.said(workload.gpu)
+    written = _Written(rungs.answer(workload, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
         written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
@@ -214,9 +216,9 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
     try:
         written.launches = write(written.plan)
         if verify and not isinstance(written.plan, NoPlan):
-            found, before = trace_files(written.plan, written.launches, folder, verify), written.launches
-            written.plan = with_trace(written.plan, found)
-            written.launches = write(written.plan, traces=found)
+            traces, before = trace_files(written.plan, written.launches, folder, verify), written.launches
+            written.plan = with_trace(written.plan, traces)
+            written.launches = write(written.plan, traces=traces)
             withdraw(before, written.launches, folder)
         written.said = launch_sentences(written.launches, named=bool(files.target))
         written.following = next_command(written.launches, folder)
@@ -244,8 +246,8 @@ def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_js
         print_json(plan_to_dict(written.plan, extras={"launch": launch} if launch else {}))
         print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
     else:
-        following, said = written.following, written.said
-        render_plan(written.plan, console(), next_command=following, launches=said, show=show, also=also)
+        following, sentences = written.following, written.said
+        render_plan(written.plan, console(), next_command=following, launches=sentences, show=show, also=also)
 
 
 def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:

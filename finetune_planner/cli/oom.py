@@ -39,26 +39,26 @@ def oom(
 
     Exit codes: 0 a cause is named, 1 none is (what is missing is said), 2 it cannot be read.
     """
-    found, snapshot = _read(file)
-    if not found.message.where:
+    diagnosis, snapshot = _read(file)
+    if not diagnosis.message.where:
         raise ConfigError(
             "no out-of-memory error in this text",
             hint="paste it from 'Traceback' to 'CUDA out of memory. Tried to allocate ...'",
         )
-    beside = config or (_beside(Path(file)) if file != "-" else None)
-    card = gpu or (found.cards[0] if len(found.cards) == 1 else None)
-    checked, refused = _checked(beside, card, found) if beside else (None, "")
+    config_path = config or (_beside(Path(file)) if file != "-" else None)
+    card = gpu or (diagnosis.cards[0] if len(diagnosis.cards) == 1 else None)
+    checked, refused = _checked(config_path, card, diagnosis) if config_path else (None, "")
     document = {
         "schema_version": SCHEMA_VERSION,
         "kind": "oom",
-        **to_jsonable(found),
+        **to_jsonable(diagnosis),
         "holders": to_jsonable(snapshot.holders) if snapshot else [],
-        "config": str(beside) if beside else None,
+        "config": str(config_path) if config_path else None,
         "check": checked,
         "not_checked": refused,
     }
-    tell(document, lines(found, snapshot, beside, checked, refused), as_json=as_json)
-    return 0 if found.causes else 1
+    tell(document, lines(diagnosis, snapshot, config_path, checked, refused), as_json=as_json)
+    return 0 if diagnosis.causes else 1
 
 
 def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
@@ -88,11 +88,11 @@ def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
 
 def _text(stream: BinaryIO) -> str:
     """The end of a stream, however long it is."""
-    kept, head = b"", b""
+    tail, head = b"", b""
     while chunk := stream.read(CHUNK_BYTES):
         head = head or chunk[:2]
-        kept = (kept + chunk)[-MAX_TEXT_BYTES:]
-    return _decoded(kept, head)
+        tail = (tail + chunk)[-MAX_TEXT_BYTES:]
+    return _decoded(tail, head)
 
 
 def _decoded(data: bytes, head: bytes) -> str:
@@ -105,7 +105,7 @@ def _beside(log: Path) -> Path | None:
     """The only training config in the log's folder, None where there is none or more than one."""
     from planner.frameworks.readers.read import read_config
 
-    found = []
+    configs = []
     for path in sorted(log.resolve().parent.iterdir())[:MAX_BESIDE]:
         if path.suffix not in CONFIG_ENDINGS or not path.is_file():
             continue
@@ -113,16 +113,16 @@ def _beside(log: Path) -> Path | None:
             read_config(path)
         except PlannerError:
             continue
-        found.append(path)
-    return found[0] if len(found) == 1 else None
+        configs.append(path)
+    return configs[0] if len(configs) == 1 else None
 
 
-def _checked(config: Path, card: str | None, found: Diagnosis) -> tuple[dict[str, Any] | None, str]:
+def _checked(config: Path, card: str | None, diagnosis: Diagnosis) -> tuple[dict[str, Any] | None, str]:
     """What `plan check` says of the run's config, or why it cannot."""
     from finetune_planner.cli.checking import CheckRequest, as_document, checked
 
     if card is None:
-        named = ", ".join(found.cards[:8])
+        named = ", ".join(diagnosis.cards[:8])
         return None, f"the card is not known: --gpu NAME{f' (with this memory: {named})' if named else ''}"
     try:
         result, _, _ = checked(config, card, CheckRequest.of(sets=(), model=None), dry_run=False)
@@ -132,11 +132,15 @@ def _checked(config: Path, card: str | None, found: Diagnosis) -> tuple[dict[str
 
 
 def lines(
-    found: Diagnosis, snapshot: Snapshot | None, config: Path | None, checked: dict[str, Any] | None, refused: str
+    diagnosis: Diagnosis, snapshot: Snapshot | None, config: Path | None, checked: dict[str, Any] | None, refused: str
 ) -> Iterator[str]:
     """The answer as a person reads it."""
-    message = found.message
-    what = found.causes[0].words if found.causes else "out of memory; the text does not tell in which part of the run"
+    message = diagnosis.message
+    what = (
+        diagnosis.causes[0].words
+        if diagnosis.causes
+        else "out of memory; the text does not tell in which part of the run"
+    )
     yield f"Ran out of memory: {what}."
     figures = [
         ("asked for", message.tried_bytes),
@@ -151,37 +155,37 @@ def lines(
     for holder in snapshot.holders if snapshot else ():
         part = f", {holder.phase}" if holder.phase else ""
         yield f"  {gib(holder.size_bytes)} by {without_secrets(holder.place)}{part}"
-    for cause in found.causes[1:]:
+    for cause in diagnosis.causes[1:]:
         yield f"Also: {cause.words}."
-    changes = list(dict.fromkeys(change for cause in found.causes for change in cause.changes))
+    changes = list(dict.fromkeys(change for cause in diagnosis.causes for change in cause.changes))
     if changes and checked is None:
         yield "What helps, smallest change first"
-        yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(found.causes) - 1])
+        yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(diagnosis.causes) - 1])
     if checked is not None and config is not None:
         yield from _of_config(config, checked)
     elif refused:
         yield f"{config.name if config else 'config'}: not checked: {refused}"
     else:
         yield "With the run's config this says what would fit: plan oom FILE --config CONFIG --gpu GPU"
-    for one in found.unknown:
-        yield f"Not known: {one}"
+    for unknown in diagnosis.unknown:
+        yield f"Not known: {unknown}"
 
 
 def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
     """What the config was predicted to need, and the changes of it that fit."""
-    found, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
+    prediction, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
     verdict = {"fits": "fits", "does_not_fit": "does not fit"}.get(checked["verdict"], "may or may not fit")
-    peak = f"{gib(found['peak_device_bytes'])} of {gib(budget)}"
-    yield f"{config.name}: {verdict}: {peak} ({checked['rung']}, peak in {found['peak_phase']})"
+    peak = f"{gib(prediction['peak_device_bytes'])} of {gib(budget)}"
+    yield f"{config.name}: {verdict}: {peak} ({checked['rung']}, peak in {prediction['peak_phase']})"
     if checked["verdict"] == "fits":
         yield "The config alone does not explain it: other processes, longer samples, or code that it does not show"
-    fitting = [one for one in checked["changes"] if one["verdict"] == "fits"]
-    fitting.sort(key=lambda one: one["changes_training"])
+    fitting = [change for change in checked["changes"] if change["verdict"] == "fits"]
+    fitting.sort(key=lambda change: change["changes_training"])
     if fitting:
         yield "Changes that fit, those that train the same first"
-        for one in fitting[:NUM_CHANGES]:
-            speed = f", {100 * (one['speedup'] - 1):+.0f} % speed" if one.get("speedup") else ""
-            yield f"→ {one['label']}: {gib(one['peak_device_bytes'])}{speed}"
+        for change in fitting[:NUM_CHANGES]:
+            speed = f", {100 * (change['speedup'] - 1):+.0f} % speed" if change.get("speedup") else ""
+            yield f"→ {change['label']}: {gib(change['peak_device_bytes'])}{speed}"
     elif checked["verdict"] != "fits":
         yield f"No single change fits: plan check {config.name} --gpu {card} --fix"
         yield f"or plan anew: plan {checked['model']} --gpu {card}"

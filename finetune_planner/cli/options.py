@@ -72,11 +72,11 @@ Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partit
 DEFAULT_IMAGE_SIZE = "1024"
 
 
-def said(found: Found) -> Found:
+def said(spec: Found) -> Found:
     """A model or a card; what its name was taken for is told."""
-    if found.taken_as:
-        say(found.taken_as)
-    return found
+    if spec.taken_as:
+        say(spec.taken_as)
+    return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +123,11 @@ class RolloutOptions:
     """How an objective that generates its completions (GRPO) does so; None: as TRL by itself."""
 
     def _said(self, objective: str | None) -> dict[str, Any]:
-        said = {row.of: value for row, value in given(self, ROLLOUT).items()}
-        if said and (objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out):
-            name = next(iter(said)).replace("_", " ")
+        values = {row.of: value for row, value in given(self, ROLLOUT).items()}
+        if values and (objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out):
+            name = next(iter(values)).replace("_", " ")
             raise UsageError(f"{name} is for objectives that generate", hint="give --objective grpo")
-        return said
+        return values
 
     def rollout(self, objective: str | None, seq_len: int | None) -> Rollout | None:
         """The rollout that was asked for, None where nothing was.
@@ -136,8 +136,8 @@ class RolloutOptions:
             UsageError: of an objective that generates nothing.
             SetupError: a value that makes no sense.
         """
-        said = self._said(objective)
-        return Rollout.read(said, seq_len or DEFAULT_SEQ_LEN) if said else None
+        values = self._said(objective)
+        return Rollout.read(values, seq_len or DEFAULT_SEQ_LEN) if values else None
 
     def rollouts(self, objective: str | None, seq_len: int | None, *, packages: bool) -> tuple[Rollout, ...]:
         """Every rollout that what was asked for leaves a plan, () where nothing was; raises as `rollout` does.
@@ -145,13 +145,13 @@ class RolloutOptions:
         Args:
             packages: whether vLLM may be one.
         """
-        said = self._said(objective)
+        values = self._said(objective)
         if not packages and objective is not None and objective in OBJECTIVES and OBJECTIVES[objective].rolls_out:
-            said = {"generator": GENERATORS[0], **said}
-        found = open_rollouts(Rollout.read(said, seq_len or DEFAULT_SEQ_LEN), said) if said else ()
-        if not packages and any(one.by_vllm for one in found):
+            values = {"generator": GENERATORS[0], **values}
+        rollouts = open_rollouts(Rollout.read(values, seq_len or DEFAULT_SEQ_LEN), values) if values else ()
+        if not packages and any(rollout.by_vllm for rollout in rollouts):
             raise UsageError("--no-extra-packages contradicts --generator vllm", hint="leave one of the two out")
-        return found
+        return rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,8 @@ def without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
     for name, packaged in PACKAGED.items():
         left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
         if not left:
-            asked = f"--{name.replace('_', '-')} {fixed[name][0]}"
-            raise UsageError(f"--no-extra-packages contradicts {asked}", hint="leave one of the two out")
+            flag = f"--{name.replace('_', '-')} {fixed[name][0]}"
+            raise UsageError(f"--no-extra-packages contradicts {flag}", hint="leave one of the two out")
         fixed[name] = left
 
 
@@ -279,27 +279,27 @@ def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
         raise UsageError(f"no engine spreads a job over several {gpu.name}", hint="leave --gpus out")
 
 
-def layout_fields(num_gpus: int, *, one_setup: bool = False, **asked: Any) -> dict[str, tuple[Any, ...]]:
-    """Setup fields of the layout that the user decided, each with its allowed values; `asked` by option. One setup may
+def layout_fields(num_gpus: int, *, one_setup: bool = False, **flags: Any) -> dict[str, tuple[Any, ...]]:
+    """Setup fields of the layout that the user decided, each with its allowed values; `flags` by option. One setup may
     be DeepSpeed's on a single GPU, which a plan never chooses: it shards nothing there.
 
     Raises:
         UsageError: an unknown value, or a flag that needs more than one GPU.
     """
-    rows = [row for row in LAYOUT if asked.get(row.key) not in (None, [])]
-    offloads = asked.get("offload") not in (None, [], "none", ["none"])
-    zero = one_setup and set(asked.get("parallel") or ()) <= {*ZERO}
+    rows = [row for row in LAYOUT if flags.get(row.key) not in (None, [])]
+    offloads = flags.get("offload") not in (None, [], "none", ["none"])
+    zero = one_setup and set(flags.get("parallel") or ()) <= {*ZERO}
     alone = ("offload", "parallel") if offloads else ("parallel",) if zero else ()
     several = [row for row in rows if row.of not in alone]
     if num_gpus == 1 and several:
         raise UsageError(f"--{several[0].word} needs more than one GPU", hint="give --gpus 2 or more")
-    found = {row.of: row.wished(asked[row.key]) for row in rows}
-    if set(found.get("parallel", ())) & {"dp", "device-map"} and found.keys() & set(SPLIT_DEGREES):
+    fixed = {row.of: row.wished(flags[row.key]) for row in rows}
+    if set(fixed.get("parallel", ())) & {"dp", "device-map"} and fixed.keys() & set(SPLIT_DEGREES):
         raise UsageError(
-            f"--parallel {found['parallel'][0]} does not combine with tensor, context, expert or pipeline parallelism",
+            f"--parallel {fixed['parallel'][0]} does not combine with tensor, context, expert or pipeline parallelism",
             hint="leave the degrees out, or use --parallel ddp or fsdp2",
         )
-    return found
+    return fixed
 
 
 def one_setup(num_gpus: int, layout: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

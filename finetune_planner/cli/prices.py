@@ -67,8 +67,8 @@ def _offers() -> list[Any]:
 def rows_of(offers: list[Any], today: str) -> list[dict[str, str]]:
     """The cheapest offer of each card by each provider, spot apart, and of a whole machine with its network where the
     table that ships knows it, in rows of `planner/data/prices.csv`."""
-    networks = {(one.gpu_key, name): one.network for one in all_prices() for name in PROVIDERS.values()
-                if one.network and one.provider.startswith(name)}  # fmt: skip
+    networks = {(price.gpu_key, name): price.network for price in all_prices() for name in PROVIDERS.values()
+                if price.network and price.provider.startswith(name)}  # fmt: skip
     cheapest: dict[tuple[str, str, str, str], tuple[float, Any]] = {}
     for offer in offers:
         provider, key = PROVIDERS.get(offer.provider), _card(offer)

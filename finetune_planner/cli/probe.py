@@ -76,10 +76,10 @@ def probe(
     with machine.prober_on(
         devices, spec, card, store=how.store, executor=where, limits=limits, depths=depths
     ) as prober:
-        known = None if how.again else prober.stored(setup)
-        outcome = known or prober.finish(setup, prober.submit(setup))
+        stored = None if how.again else prober.stored(setup)
+        outcome = stored or prober.finish(setup, prober.submit(setup))
     line.close()
-    from_store = known is not None
+    from_store = stored is not None
     document = {"setup": {"model": spec.model_id, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
     tell({**document, "from_store": from_store}, outcome_lines(outcome, from_store=from_store), as_json=as_json)
     return exit_code(outcome)

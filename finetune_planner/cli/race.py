@@ -147,7 +147,7 @@ def race(
     with tempfile.TemporaryDirectory(prefix="plan-race-") as folder:
         entries = list(_entries(files or (), rivals, asked, gpu, Path(folder)))
         card = options.said(entries[0][1])
-        racers = [one for one, _ in entries]
+        racers = [entry for entry, _ in entries]
         heats = [
             _heat(same, rivals.same, card, limits, target, how, dry_run=not no_dry_run)
             for same in _by_work(racers, rivals.same)
@@ -160,7 +160,7 @@ def race(
 
 
 def _entries(
-    files: Sequence[Path], rivals: RivalOptions, asked: AskedOptions, gpu: str, folder: Path
+    files: Sequence[Path], rivals: RivalOptions, check_options: AskedOptions, gpu: str, folder: Path
 ) -> Iterator[tuple[_Entry, GpuSpec]]:
     """Everything that races against the plan, with the card.
 
@@ -180,28 +180,28 @@ def _entries(
     if len({path.name for path in files}) < len(files):
         sources = [(path, str(path), "") for path in files]
     for name in names:
-        one = published(name)
-        path = folder / name / one.file
-        write_text(path, one.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN))
-        sources.append((path, f"{one.title}'s defaults", one.source))
+        defaults = published(name)
+        path = folder / name / defaults.file
+        write_text(path, defaults.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN))
+        sources.append((path, f"{defaults.title}'s defaults", defaults.source))
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
-        told = asked.asked(None if source else rivals.model, None)
-        config, model, card = load(path, gpu, told)
+        request = check_options.asked(None if source else rivals.model, None)
+        config, model, card = load(path, gpu, request)
         if config.setup.num_gpus > 1:
             raise UsageError(
                 f"{label} is for {config.setup.num_gpus} GPUs: a race is on one", hint="plan check reads it"
             )
-        words = told.arguments or ()
+        words = request.arguments or ()
         yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card
 
 
 def _by_work(racers: Sequence[_Entry], same: Sequence[str]) -> list[list[_Entry]]:
-    found: dict[tuple[Any, ...], list[_Entry]] = {}
-    for one in racers:
-        found.setdefault(one.work(same), []).append(one)
-    return list(found.values())
+    by_work: dict[tuple[Any, ...], list[_Entry]] = {}
+    for racer in racers:
+        by_work.setdefault(racer.work(same), []).append(racer)
+    return list(by_work.values())
 
 
 def _heat(
@@ -231,7 +231,7 @@ def _heat(
         absent_packages=absent_packages() if how is not None else (),
     )
     workload = request.workload(first.model, card)
-    lanes = [_lane(one, workload, dry_run=dry_run) for one in entries]
+    lanes = [_lane(entry, workload, dry_run=dry_run) for entry in entries]
     # what was measured here before corrects the plan alone: both sides are predicted alike
     plan = answered(workload, dry_run=dry_run, history=False)
     if isinstance(plan, NoPlan):
@@ -239,7 +239,7 @@ def _heat(
         plan = answered(replace(workload, fixed=free), dry_run=dry_run, history=False)  # by another method, if any
     planned = Lane(label=PLAN, candidate=plan.chosen) if isinstance(plan, Plan) else None
     if how is not None:
-        lanes = [_run(lane, one, how) for lane, one in zip(lanes, entries, strict=True)]
+        lanes = [_run(lane, entry, how) for lane, entry in zip(lanes, entries, strict=True)]
         if planned is not None and isinstance(plan, Plan) and target is not None:
             planned = _run_plan(planned, plan, target, how)
     return Heat(workload=workload, plan=plan, planned=planned, lanes=tuple(lanes))
@@ -251,10 +251,10 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
     config, model, card = entry.config, entry.model, workload.gpu
 
     def whole(prediction: Prediction) -> Prediction:
-        found = including(lambda setup: prediction, config, model, card)(config.setup)
-        return replace(found, memory_band_fraction=band_of(found, config).widest)
+        adjusted = including(lambda setup: prediction, config, model, card)(config.setup)
+        return replace(adjusted, memory_band_fraction=band_of(adjusted, config).widest)
 
-    found: Candidate = Candidate(
+    candidate: Candidate = Candidate(
         setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(predictor(model, card)(config.setup))
     )
     if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
@@ -262,8 +262,8 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
         line.say(f"dry run of {entry.label}")
         dry = dry_run_setup(model, card, config.setup, memory_bytes=workload.memory_bytes)
         line.close()
-        found = replace(found, dry_run=whole(dry) if isinstance(dry, Prediction) else dry)
-    return Lane(label=entry.label, candidate=found, form=config.format, source=entry.source)
+        candidate = replace(candidate, dry_run=whole(dry) if isinstance(dry, Prediction) else dry)
+    return Lane(label=entry.label, candidate=candidate, form=config.format, source=entry.source)
 
 
 def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
@@ -271,9 +271,11 @@ def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
     say(f"running {lane.label}")
     try:
         file = own_file(entry.path, entry.config, entry.arguments)
-        kept = not file.data_here  # of a person's own data nobody says that they fill every sequence
-        lane = lane if kept else replace(lane, remark=OWN_DATA)
-        outcome, _, device = run_file(file, entry.config.setup, entry.model, how, beside=Path(entry.path), kept=kept)
+        stored = not file.data_here  # of a person's own data nobody says that they fill every sequence
+        lane = lane if stored else replace(lane, remark=OWN_DATA)
+        outcome, _, device = run_file(
+            file, entry.config.setup, entry.model, how, sibling=Path(entry.path), stored=stored
+        )
     except (EnvironmentProblem, UsageError) as error:
         return replace(lane, not_run=f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
     return _with_outcome(lane, outcome, device)
@@ -320,7 +322,7 @@ def _code(heat: Heat) -> int:
     """0; 1 where nothing fits; what a run ended with."""
     if heat.planned is None:
         return EXIT_NOTHING_FITS
-    outcomes = [one for lane in heat.all if (one := lane.rehearsal or lane.candidate.run) is not None]
+    outcomes = [outcome for lane in heat.all if (outcome := lane.rehearsal or lane.candidate.run) is not None]
     return max([EXIT_ENVIRONMENT * any(lane.not_run != "" for lane in heat.all), *map(exit_code, outcomes)])
 
 

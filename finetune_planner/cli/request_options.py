@@ -121,14 +121,14 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
         if self.rank is not None and self.min_rank is not None and self.rank < self.min_rank:
             raise UsageError(f"--rank {self.rank} is below --min-rank {self.min_rank}", hint="leave one of the two out")
         num_gpus = self.gpus or 1
-        aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
+        fields = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
         if rollouts := self.rollouts(self.objective, self.seq_len, packages=not self.no_extra_packages):
-            aim["rollout"] = rollouts
+            fields["rollout"] = rollouts
         if images := self.images():
-            aim["images"] = (images,)
-        aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
-        asked = {row.key: value for row, value in given(self, setup_flags.LAYOUT).items()}
-        return aim | super().fixed() | options.layout_fields(num_gpus, **asked)
+            fields["images"] = (images,)
+        fields |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
+        layout = {row.key: value for row, value in given(self, setup_flags.LAYOUT).items()}
+        return fields | super().fixed() | options.layout_fields(num_gpus, **layout)
 
     def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
         """The same request with the links that this machine has, where its GPUs are meant and no link was named."""
@@ -194,14 +194,14 @@ class SetupOptions:
         Raises:
             UsageError: values out of range, or flags that contradict each other.
         """
-        said = given(self, self.rows)
-        found = {row.of: row.read(row.word, value) for row, value in said.items() if row not in setup_flags.LAYOUT}
-        found |= self._more()
-        if "method" not in found and found.get("quantization", "none") != "none":
-            found["method"] = "qlora"
+        flags = given(self, self.rows)
+        fields = {row.of: row.read(row.word, value) for row, value in flags.items() if row not in setup_flags.LAYOUT}
+        fields |= self._more()
+        if "method" not in fields and fields.get("quantization", "none") != "none":
+            fields["method"] = "qlora"
         num_gpus = self.num_gpus()
-        shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.LAYOUT}
-        return found | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
+        shared = {row.key: [value] if row.many else value for row, value in flags.items() if row in setup_flags.LAYOUT}
+        return fields | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
 
     def _more(self) -> dict[str, Any]:
         """Fields that have no row of their own."""
@@ -217,5 +217,5 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions
 
     def _more(self) -> dict[str, Any]:
         rollout = self.rollout(self.objective, self.seq_len)
-        found = {"objective": self.objective, "rollout": rollout, "images": self.images()}
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {"objective": self.objective, "rollout": rollout, "images": self.images()}
+        return {name: value for name, value in fields.items() if value is not None}

@@ -39,8 +39,10 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
         if isinstance(annotation, type) and is_dataclass(annotation):
             classes[parameter.name] = annotation
             parameters += [
-                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
-                for one in fields_of(annotation)
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+                )
+                for field in fields_of(annotation)
             ]
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
@@ -51,7 +53,7 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
 
             values["gpu"], values["gpus"] = card_and_count(values["gpu"], values["gpus"])
         groups = {
-            name: of_class(**{one.name: values.pop(one.name) for one in fields_of(of_class)})
+            name: of_class(**{field.name: values.pop(field.name) for field in fields_of(of_class)})
             for name, of_class in classes.items()
         }
         return command(**values, **groups)
@@ -62,7 +64,7 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-KINDS = {one.name: type(one.default) for of in (TrainSetup, Rollout) for one in fields_of(of)}
+KINDS = {field.name: type(field.default) for of in (TrainSetup, Rollout) for field in fields_of(of)}
 """Field -> the kind of its values."""
 
 
@@ -102,8 +104,8 @@ class Flag:
 
     def annotation(self, *, wished: bool) -> Any:
         """What typer reads the option from."""
-        own = self.kind or KINDS[self.of]
-        kind = own if own in (bool, int, float) else str
+        field_kind = self.kind or KINDS[self.of]
+        kind = field_kind if field_kind in (bool, int, float) else str
         pair = f"/--no-{self.word}" if kind is bool and not self.single else ""
         text = self.help or "/".join(self.values)
         if wished and self.many:
@@ -119,7 +121,7 @@ class Flag:
         several = value if self.many else [value]
         if self.values:
             return choices(self.word, several, self.values)
-        return tuple(dict.fromkeys(self.read(self.word, one) for one in several))
+        return tuple(dict.fromkeys(self.read(self.word, raw) for raw in several))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -130,9 +132,9 @@ def takes_flags(*rows: Flag, wished: bool) -> Callable[[type[T]], type[T]]:
     """
 
     def declare(cls: type[T]) -> type[T]:
-        own = {row.key: row.annotation(wished=wished) for row in rows}
-        cls.__annotations__ = own | {
-            key: kind for key, kind in vars(cls).get("__annotations__", {}).items() if key not in own
+        annotations = {row.key: row.annotation(wished=wished) for row in rows}
+        cls.__annotations__ = annotations | {
+            key: kind for key, kind in vars(cls).get("__annotations__", {}).items() if key not in annotations
         }
         for row in rows:
             setattr(cls, row.key, None)
@@ -147,10 +149,10 @@ def given(options: object, rows: Iterable[Flag]) -> dict[Flag, Any]:
     Raises:
         UsageError: --no-checkpointing together with --checkpoint-every.
     """
-    said = {row: getattr(options, row.key) for row in rows}
-    if said.get(CHECKPOINT_EVERY) is not None and said.get(CHECKPOINTING) is False:
+    values = {row: getattr(options, row.key) for row in rows}
+    if values.get(CHECKPOINT_EVERY) is not None and values.get(CHECKPOINTING) is False:
         raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
-    return {row: value for row, value in said.items() if value is not None and value != []}
+    return {row: value for row, value in values.items() if value is not None and value != []}
 
 
 def adapter_kind(flag: str, name: str) -> str:

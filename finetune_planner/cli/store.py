@@ -22,8 +22,8 @@ def export(
     store: options.StorePath = None,
 ) -> None:
     """Write the last outcome of every setup as JSON lines."""
-    kept = machine.open_store(store)
-    print_json({"exported": kept.export(target), "to": str(target)})
+    opened = machine.open_store(store)
+    print_json({"exported": opened.export(target), "to": str(target)})
 
 
 @store_app.command("import")
@@ -32,16 +32,16 @@ def import_(
     store: options.StorePath = None,
 ) -> None:
     """Add another store's outcomes; what is here already is left alone."""
-    kept = machine.open_store(store)
-    added, known = kept.merge(source)
-    print_json({"added": added, "already_here": known, "store": str(kept.path)})
+    opened = machine.open_store(store)
+    added, duplicates = opened.merge(source)
+    print_json({"added": added, "already_here": duplicates, "store": str(opened.path)})
 
 
 @store_app.command("show")
 def show(store: options.StorePath = None) -> None:
     """How much the store holds, and where it lies."""
-    kept = machine.open_store(store)
-    records = kept.latest()
+    opened = machine.open_store(store)
+    records = opened.latest()
     models = Counter(record.model_id for record in records)
     measured = sum(isinstance(record.outcome, Measurement) for record in records)
-    print_json({"store": str(kept.path), "outcomes": len(records), "measurements": measured, "models": models})
+    print_json({"store": str(opened.path), "outcomes": len(records), "measurements": measured, "models": models})

@@ -64,11 +64,11 @@ class TableOptions:
         """
         if self.sort not in SORTS:
             raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
-        cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
-        cards = [one for one in cards if self.built_in or not one.is_built_in]
+        cards = [card for card in all_gpus() if self.vendor is None or card.vendor.lower() == self.vendor.lower()]
+        cards = [card for card in cards if self.built_in or not card.is_built_in]
         if not cards:
-            known = ", ".join(sorted({card.vendor for card in all_gpus()}))
-            raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {known}")
+            vendors = ", ".join(sorted({card.vendor for card in all_gpus()}))
+            raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {vendors}")
         return cards
 
 
@@ -94,18 +94,20 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    said = RequestOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
-    sheet = gpus_sheet(model, said, data, table, gathering, lookup, charts=out is not None)
+    request_options = RequestOptions(
+        **vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom
+    )
+    sheet = gpus_sheet(model, request_options, data, table, gathering, lookup, charts=out is not None)
     show_table(out, as_json, sheet)
     if out is not None:
-        write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in sheet.choices])
-    if not any(one.fits for one in sheet.choices):
+        write_html(out, [Entry(plan=choice.answer, name=choice.gpu.key) for choice in sheet.choices])
+    if not any(choice.fits for choice in sheet.choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
 def gpus_sheet(
     model: str,
-    said: RequestOptions,
+    request_options: RequestOptions,
     data: DataOptions,
     table: TableOptions,
     gathering: options.Gathering,
@@ -115,7 +117,7 @@ def gpus_sheet(
 ) -> GpusSheet:
     """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
     cards, spec = table.cards(), options.said(lookup.model(model))
-    request = request_for(spec, said, data.checked())
+    request = request_for(spec, request_options, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         # What is tried of several GPUs where nothing is said.
         from planner.planning.decision.clusters import COARSE, COARSE_LAYOUTS
@@ -154,16 +156,16 @@ def _plans(
 
     def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
-            asked = request.workload(spec, card, cluster(card))
-            return card, plan_workload(asked, known=memory, num_ranked=num_ranked, helped=charts)
+            workload = request.workload(spec, card, cluster(card))
+            return card, plan_workload(workload, cache=memory, num_ranked=num_ranked, helped=charts)
         except UsageError as error:
             return card, error
 
     answered = chain.from_iterable(on_cores(lambda group: list(map(planned, group)), _groups(cards)))
-    found = list(steps(answered, "planning", console(stderr=True), num=len(cards)))
-    found.sort(key=lambda one: cards.index(one[0]))
-    answers = [answer for _, answer in found if not isinstance(answer, UsageError)]
-    problems = [(card, answer) for card, answer in found if isinstance(answer, UsageError)]
+    outcomes = list(steps(answered, "planning", console(stderr=True), num=len(cards)))
+    outcomes.sort(key=lambda outcome: cards.index(outcome[0]))
+    answers = [answer for _, answer in outcomes if not isinstance(answer, UsageError)]
+    problems = [(card, answer) for card, answer in outcomes if isinstance(answer, UsageError)]
     if not answers:
         raise problems[-1][1]
     if problems:
@@ -189,20 +191,20 @@ def which_model(
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one model.
     """
-    asked = PlanRequest(
+    plan_request = PlanRequest(
         fixed=space.fixed(),
         seq_len=seq_len,
         global_batch=global_batch,
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    rows, request = models_rows(asked, gpu, match)
+    rows, request = models_rows(plan_request, gpu, match)
     show_table(out, as_json, ModelsSheet(rows, request, every))
-    if not any(one.fits for one in rows):
+    if not any(row.fits for row in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def models_rows(asked: PlanRequest, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
+def models_rows(plan_request: PlanRequest, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
     """A row for each model whose name contains `match`, largest first; and the request for the longest context of them,
     which is what was asked for: models of a shorter one differ.
 
@@ -212,20 +214,24 @@ def models_rows(asked: PlanRequest, gpu: str, match: str) -> tuple[list[ModelCho
     card, names = options.said(find_gpu(gpu)), catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
-    answers = on_cores(partial(_row, asked, card, front_ends=bool(match)), names)
-    found = [one for one in steps(answers, "planning", console(stderr=True), num=len(names)) if one is not None]
-    rows = [row for row, _ in found]
-    rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
-    return rows, max((request for _, request in found), key=lambda one: (one.seq_len_tokens, one.model.model_id))
+    answers = on_cores(partial(_row, plan_request, card, front_ends=bool(match)), names)
+    pairs = [pair for pair in steps(answers, "planning", console(stderr=True), num=len(names)) if pair is not None]
+    rows = [row for row, _ in pairs]
+    rows.sort(key=lambda row: (-row.model.num_params, row.model.model_id))
+    return rows, max(
+        (request for _, request in pairs), key=lambda workload: (workload.seq_len_tokens, workload.model.model_id)
+    )
 
 
-def _row(asked: PlanRequest, card: GpuSpec, name: str, *, front_ends: bool) -> tuple[ModelChoice, Workload] | None:
+def _row(
+    plan_request: PlanRequest, card: GpuSpec, name: str, *, front_ends: bool
+) -> tuple[ModelChoice, Workload] | None:
     """A model's row and request; None for one that hears or sees, whose length is another thing: asked for by name."""
     spec = catalogue.load(name)
     assert spec is not None
     if spec.front_end is not None and not front_ends:
         return None
-    request = asked.workload(spec, card)
+    request = plan_request.workload(spec, card)
     longest = longest_tokens(request)
     within = any(tokens >= request.seq_len_tokens for tokens in longest.values())
     return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(request) if within else None), request
@@ -253,14 +259,14 @@ def compare_adapters(
         raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
     if "full" in fixed.get("method", ()):
         raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
-    asked = PlanRequest(
+    plan_request = PlanRequest(
         fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
         seq_len=seq_len,
         global_batch=global_batch,
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    request = asked.workload(options.said(lookup.model(model)), card)
+    request = plan_request.workload(options.said(lookup.model(model)), card)
     # The LoRA that a plan chooses; where none fits, it is said and the command ends.
     command = f"plan {model} --gpu {gpu}"
     plan = plan_workload(request)
@@ -294,7 +300,7 @@ def compare_targets(
 
 def targets_sheet(model: str, gpu: str, request: RequestOptions, lookup: options.Lookup) -> TargetsSheet:
     """The launch targets beside each other for one request."""
-    asked = workload_for(model, gpu, request, lookup=lookup)
-    options.said(asked.model)
-    options.said(asked.gpu)
-    return TargetsSheet(choices_of_targets(asked), asked)
+    workload = workload_for(model, gpu, request, lookup=lookup)
+    options.said(workload.model)
+    options.said(workload.gpu)
+    return TargetsSheet(choices_of_targets(workload), workload)

@@ -143,31 +143,31 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
         UsageError: the program's own error.
     """
     memory, reserve = memory_and_reserve
-    found, needs = _run(order)
+    trace, needs = _run(order)
     answer = document(
-        found,
+        trace,
         needs,
         command=without_secrets_in_words(order.command),
         gpu_key=card.key,
         gpu_name=card.name,
         memory_bytes=memory,
         budget_bytes=memory - reserve,
-        num_steps=order.options.num_steps or found.num_steps,
-        speed=speed_of(needs or found, card),
+        num_steps=order.options.num_steps or trace.num_steps,
+        speed=speed_of(needs or trace, card),
     )
     shown: dict[str, Any] = without_secrets_in(answer, secrets_known(order.command))
     return shown
 
 
-def speed_of(found: TraceResult, card: GpuSpec) -> "TracedSpeed | None":
+def speed_of(trace: TraceResult, card: GpuSpec) -> "TracedSpeed | None":
     """The speed of the program's last step; None where no step ended, of one rank of several, and where what the traced
     process wrote makes no program (the program could write to it too)."""
-    if found.program is None:
+    if trace.program is None:
         return None
     from planner.speed.traced import traced_speed
 
     try:
-        return traced_speed(found.program, card)
+        return traced_speed(trace.program, card)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
         return None
 
@@ -200,17 +200,17 @@ def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
         EnvironmentProblem: the program cannot be followed.
         UsageError: the program's own error.
     """
-    found = traced(order)
-    if found.refusal is None:
-        return found, None
-    if found.status in ("done", "ended") and found.num_steps:
-        return found, None  # the program caught it and went on
+    trace = traced(order)
+    if trace.refusal is None:
+        return trace, None
+    if trace.status in ("done", "ended") and trace.num_steps:
+        return trace, None  # the program caught it and went on
     print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
     try:
-        return found, traced(replace(order, options=replace(order.options, limited=False)))
+        return trace, traced(replace(order, options=replace(order.options, limited=False)))
     except (EnvironmentProblem, UsageError) as error:
         say(f"plan trace: {error.message}")
-        return found, None
+        return trace, None
 
 
 TRAINERS = (
@@ -235,29 +235,29 @@ def traced(order: "TraceOrder") -> TraceResult:
     from probes.phantom.runner import run_traced
 
     ended = run_traced(order)
-    if ended.absent in TRAINERS and not any(one.num_steps for one in ended.results):
+    if ended.absent in TRAINERS and not any(result.num_steps for result in ended.results):
         raise EnvironmentProblem(
             f"this program cannot be followed: it needs {ended.absent}, which is not installed here",
             hint=f"run it in the environment that has {ended.absent}; plan check {_program_of(order)} --gpu GPU reads "
             "it without running it",
         )
-    found = _training(ended)
-    if found.status == "refused":
-        raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")
-    if found.status == "untraceable":
+    trace = _training(ended)
+    if trace.status == "refused":
+        raise EnvironmentProblem(f"this program cannot be followed: {trace.error}", hint="docs/trace.md lists what can")
+    if trace.status == "untraceable":
         raise EnvironmentProblem(
-            f"this program cannot be followed: it failed, as it may do here alone: {found.error}",
+            f"this program cannot be followed: it failed, as it may do here alone: {trace.error}",
             hint="its traceback is above; docs/trace.md lists what is followed",
         )
-    if found.status == "failed":
-        raise UsageError(f"the program failed: {found.error}", hint="its traceback is above; does it run elsewhere?")
-    if found.status == "ended" and ended.exit_code and found.refusal is None:
+    if trace.status == "failed":
+        raise UsageError(f"the program failed: {trace.error}", hint="its traceback is above; does it run elsewhere?")
+    if trace.status == "ended" and ended.exit_code and trace.refusal is None:
         raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
-    if found.status == "ended" and not found.num_events:
+    if trace.status == "ended" and not trace.num_events:
         raise EnvironmentProblem(
             "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
         )
-    return replace(found, protection=ended.protection)
+    return replace(trace, protection=ended.protection)
 
 
 def _training(ended: "Ended") -> TraceResult:
@@ -277,13 +277,13 @@ def _training(ended: "Ended") -> TraceResult:
             f"the program ended (exit code {ended.exit_code}) without PyTorch on the phantom GPU",
             hint="is it a Python program that imports torch, in an environment that has it?",
         )
-    trained = [one for one in ended.results if one.num_steps]
+    trained = [result for result in ended.results if result.num_steps]
     if len(trained) > 1:
         raise EnvironmentProblem(
             f"this program cannot be followed: {len(trained)} of its processes trained",
             hint="trace one training program of one process at a time",
         )
-    stopped = [one for one in ended.results if one.status in ("refused", "untraceable")]
+    stopped = [result for result in ended.results if result.status in ("refused", "untraceable")]
     return (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it
 
 
@@ -321,7 +321,9 @@ def trace_files(
 ) -> dict[str, Prediction | ProbeFailure]:
     """What the launch files of `targets` in `folder` need, or why nobody can say, by target; one without files is left
     out."""
-    return {one.target: _traced(plan, one, folder) for one in launches if one.target in targets and one.files}
+    return {
+        launch.target: _traced(plan, launch, folder) for launch in launches if launch.target in targets and launch.files
+    }
 
 
 def with_trace(plan: Plan, traces: Mapping[str, Prediction | ProbeFailure]) -> Plan:
@@ -334,16 +336,16 @@ def with_trace(plan: Plan, traces: Mapping[str, Prediction | ProbeFailure]) -> P
     if not same:
         return plan
     chosen = replace(plan.chosen, trace=traces[same[0]])
-    ranked = tuple(chosen if one is plan.chosen else one for one in plan.ranked)
+    ranked = tuple(chosen if candidate is plan.chosen else candidate for candidate in plan.ranked)
     return replace(plan, chosen=chosen, ranked=ranked)
 
 
 def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) -> None:
     """Removes the files that were written for a trace which then said that they run out of memory."""
-    kept = {file.path for launch in after for file in launch.files}
+    remaining = {file.path for launch in after for file in launch.files}
     for launch in before:
         for file in launch.files:
-            if file.path not in kept:
+            if file.path not in remaining:
                 (folder / "launch" / file.path).unlink(missing_ok=True)
 
 

@@ -107,8 +107,8 @@ def tune(
         tuning = replace(tuning, budget=replace(tuning.budget, seconds=search_s))
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    asked = with_known_context(_workload(options.said(lookup.model(model)), gpu, request, how.goal), store)
-    plan = plan_workload(asked)
+    workload = with_known_context(_workload(options.said(lookup.model(model)), gpu, request, how.goal), store)
+    plan = plan_workload(workload)
     line.close()
     if isinstance(plan, Plan):
         plan = tune_plan(plan, tuning)
@@ -144,6 +144,6 @@ def _workload(spec: ModelSpec, gpu: str, request: RequestOptions, goal: str) -> 
     card = options.said(find_gpu(gpu))
     request = request.on_links_of(gpu, card)
     wanted = replace(request.request(), goal=goal).probed(absent_packages())
-    asked = wanted.workload(spec, card, request.cluster(card))
-    on_this_machine(asked)
-    return asked
+    workload = wanted.workload(spec, card, request.cluster(card))
+    on_this_machine(workload)
+    return workload

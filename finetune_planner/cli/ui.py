@@ -93,7 +93,9 @@ def ui(
         from finetune_planner.app.bulk import read_table  # late: with pyarrow
         from reports.table_page import table_site
 
-        for name, text in table_site(read_table(table_folder), {one.key: one for one in table.all_gpus()}, __version__):
+        for name, text in table_site(
+            read_table(table_folder), {card.key: card for card in table.all_gpus()}, __version__
+        ):
             write_text(static / name, text, inside=static)
         print(f"wrote {static / 'index.html'}", file=sys.stderr)
         return
@@ -147,7 +149,7 @@ class Shelf:
         self._request = plan_request
         self._stats: dict[str, DatasetStats | None] = {}
         self._grids: dict[tuple[str, str, int | None], Grid] = {}
-        first = next(one for one in self.models if one.model_id == self.first()[0])
+        first = next(model for model in self.models if model.model_id == self.first()[0])
         self.sized = self._read(first) is not None  # says at once what is wrong with it
 
     def stamp(self) -> str:
@@ -159,8 +161,8 @@ class Shelf:
 
     def first(self) -> tuple[str, str]:
         """What is shown at first."""
-        model = next((one for one in self.models if one.model_id == FIRST_MODEL), self.models[0])
-        gpu = next((one for one in self.gpus if one.key == FIRST_GPU), self.gpus[0])
+        model = next((spec for spec in self.models if spec.model_id == FIRST_MODEL), self.models[0])
+        gpu = next((card for card in self.gpus if card.key == FIRST_GPU), self.gpus[0])
         return model.model_id, gpu.key
 
     def pairs(self) -> list[tuple[ModelSpec, GpuSpec]]:
@@ -169,10 +171,10 @@ class Shelf:
 
     def search(self, text: str) -> list[str]:
         """Ids on offer that a name may mean: as `plan` understands it, then those that have its words."""
-        own = {one.model_id.lower(): one.model_id for one in self.models}
+        offered = {spec.model_id.lower(): spec.model_id for spec in self.models}
         words = text.lower().split()
-        ids = [*meant(text), *(one for one in own if all(word in one for word in words))]
-        return list(dict.fromkeys(own[one] for one in ids if one in own))[:MAX_FOUND]
+        ids = [*meant(text), *(name for name in offered if all(word in name for word in words))]
+        return list(dict.fromkeys(offered[name] for name in ids if name in offered))[:MAX_FOUND]
 
     def grid(self, model: ModelSpec, gpu: GpuSpec, tokens: int | None = None) -> Grid:
         """The figures of one pair; `tokens`: of one epoch, where the page says so. The last ones are kept."""
@@ -192,8 +194,10 @@ class Shelf:
         usual = of_length(None)
         most = model.max_position_embeddings
         lengths = {length for length in LENGTHS if most is None or length <= most} | {usual.seq_len_tokens}
-        asked = {length: of_length(length) for length in sorted(lengths)} | {usual.seq_len_tokens: usual}
-        return grid_of([asked[length] for length in sorted(asked)], sorted(asked).index(usual.seq_len_tokens))
+        by_length = {length: of_length(length) for length in sorted(lengths)} | {usual.seq_len_tokens: usual}
+        return grid_of(
+            [by_length[length] for length in sorted(by_length)], sorted(by_length).index(usual.seq_len_tokens)
+        )
 
     def _read(self, model: ModelSpec) -> DatasetStats | None:
         """The data set in this model's tokens."""
@@ -256,7 +260,7 @@ def _zipped(folder: Path) -> bytes:
 
     file = BytesIO()
     with ZipFile(file, "w", ZIP_DEFLATED) as packed:
-        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        for path in sorted(member for member in folder.rglob("*") if member.is_file()):
             entry = ZipInfo(str(path.relative_to(folder)), FILE_DATE)
             entry.compress_type, entry.external_attr = ZIP_DEFLATED, path.stat().st_mode << 16
             packed.writestr(entry, path.read_bytes())
@@ -284,7 +288,7 @@ class Server(ThreadingHTTPServer):
         """In a thread of its own. Where too many are open the oldest that keeps us waiting is let go for it; where all
         wait for us it is closed at once."""
         if not self._free.acquire(blocking=False):
-            oldest = next((one for one, waits in list(self.slow.items()) if waits), None)
+            oldest = next((connection for connection, waits in list(self.slow.items()) if waits), None)
             if oldest is not None:
                 self.slow[oldest] = False
                 with suppress(OSError):
@@ -327,15 +331,15 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         try:
             self.server.slow[self.connection] = False
-            found = self._content(path)
+            response = self._content(path)
             self.server.slow[self.connection] = True  # a slow reader
         except PlannerError as error:
             self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
             return
-        if found is None:
+        if response is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        kind, content = found
+        kind, content = response
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -377,8 +381,8 @@ def _write(shelf: Shelf, folder: Path) -> None:
     it was stopped is kept."""
     wanted, num = _to_write(shelf, folder), len(shelf.models) * len(shelf.gpus)
     left = sum(len(gpus) for _, gpus in wanted)
-    kept = f", {num - left} of them written before" if left < num else ""
-    print(f"{num} pair{'s' * (num > 1)} of model and GPU{kept}", file=sys.stderr)
+    note = f", {num - left} of them written before" if left < num else ""
+    print(f"{num} pair{'s' * (num > 1)} of model and GPU{note}", file=sys.stderr)
     line = ProgressLine(total=left)
     # a data set is counted once, by one process
     for model_id, num_gpus in on_cores(partial(_write_grids, shelf, folder), wanted, alone=shelf.sized):
@@ -404,12 +408,12 @@ def _to_write(shelf: Shelf, folder: Path) -> list[Wanted]:
         for model, gpu in shelf.pairs():
             _grid_file(folder, model, gpu).unlink(missing_ok=True)
         write_text(stamp, made_by, inside=folder)
-    found = []
+    missing = []
     for model in shelf.models:
         gpus = (gpu for gpu in shelf.gpus if not _grid_file(folder, model, gpu).is_file())
         if left := tuple(gpus):
-            found.append((model, left))
-    return found
+            missing.append((model, left))
+    return missing
 
 
 def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:

@@ -112,35 +112,39 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-    said = RequestOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch)
-    sheet = clusters_sheet(model, said, data, limits, clusters, lookup)
+    request_options = RequestOptions(
+        **vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch
+    )
+    sheet = clusters_sheet(model, request_options, data, limits, clusters, lookup)
     show_table(out, as_json, sheet)
-    if not any(one.meets for one in sheet.options):
+    if not any(option.meets for option in sheet.options):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
 def clusters_sheet(
     model: str,
-    said: RequestOptions,
+    request_options: RequestOptions,
     data: DataOptions,
     limits: LimitOptions,
     clusters: ClustersOptions,
     lookup: options.Lookup,
 ) -> ClustersSheet:
     """Every set of GPUs with what the job takes there."""
-    asked, numbers = limits.limits(), clusters.numbers()
+    bounds, numbers = limits.limits(), clusters.numbers()
     cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
-    batch = positive("global-batch", said.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
-    said = replace(said, global_batch=batch)
-    request = request_for(spec, said, data.checked())
+    batch = positive("global-batch", request_options.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
+    request_options = replace(request_options, global_batch=batch)
+    request = request_for(spec, request_options, data.checked())
     if not request.data.epoch_tokens and not request.data.num_samples:
         hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
         raise UsageError("how much work is it?", hint=hint)
-    found = _options(spec, cards, [one for one in numbers if batch % one == 0], request, clusters.interconnect, **asked)
+    cluster_options = _options(
+        spec, cards, [number for number in numbers if batch % number == 0], request, clusters.interconnect, **bounds
+    )
     asked_for = request.workload(spec, cards[0])
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
-    told = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
-    return ClustersSheet(spec, found, {**asked, **told})
+    job_summary = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
+    return ClustersSheet(spec, cluster_options, {**bounds, **job_summary})
 
 
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
@@ -163,7 +167,7 @@ def _options(
     Raises:
         UsageError: on every card.
     """
-    found: list[ClusterOption] = []
+    cluster_options: list[ClusterOption] = []
     problem: UsageError | None = None
     for card in steps(cards, "planning", console(stderr=True)):
         try:
@@ -177,13 +181,13 @@ def _options(
                 options.check_vendor(card, number)
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = request.workload(spec, card, cluster if number > 1 else None)
-                found += options_of(job, cluster, **limits)
+                cluster_options += options_of(job, cluster, **limits)
         except UsageError as error:
             problem = error
             say(f"left out {card.key} from here on: {error.message}")
-    if not found and problem is not None:
+    if not cluster_options and problem is not None:
         raise problem
-    return found
+    return cluster_options
 
 
 def _links(interconnect: str | None, number: int) -> str | None:

@@ -89,13 +89,15 @@ def write_out(
     with folder_lock(folder):
         if not _holds_a_plan(folder):
             names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
-            for name in sorted(one for one in names if (folder / one).exists()):
+            for name in sorted(file_name for file_name in names if (folder / file_name).exists()):
                 say(f"replaces {folder / name}, which no plan wrote")
         for launch in launches:
             for file in launch.files:
                 write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
         written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
-        earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
+        earlier = sorted(
+            entry.name for entry in (folder / "launch").glob("*") if entry.is_dir() and entry.name not in written
+        )
         if earlier and not traces:  # with them it is the second time for one plan, and was said
             where = ", ".join(f"launch/{name}" for name in earlier)
             say(f"not of this plan, and left as it was: {where} in {folder}")
@@ -123,11 +125,11 @@ def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, .
     ]
     refused = [launch for launch in launches if launch.refused and (named or launch.about)]
     # of why there are no files what is predicted of a run must be known first
-    said = (
-        Note(f"Not written for {one.target}: {one.refused}.", Place.RISK if one.about else Place.PLAIN)
-        for one in refused
+    refusals = (
+        Note(f"Not written for {launch.target}: {launch.refused}.", Place.RISK if launch.about else Place.PLAIN)
+        for launch in refused
     )
-    return (*forced, *said)
+    return (*forced, *refusals)
 
 
 def next_command(launches: Sequence[Launch], folder: Path) -> str:
@@ -165,9 +167,10 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
         if name not in EXPORTERS:
             if absent := told("--target", name):
                 raise UsageError(absent[0], hint=absent[1])
-            known = ", ".join(EXPORTERS)
+            target_names = ", ".join(EXPORTERS)
             raise UsageError(
-                f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
+                f"--target must be one of {target_names}; got {name!r}",
+                hint=f"for example --target {next(iter(EXPORTERS))}",
             )
     return names
 
@@ -201,18 +204,18 @@ def launch_files(
             evaluated[runs] = _evaluate(plan, chosen, runs)
         unfit = isinstance(runs, str) or not evaluated[runs].fits
         if unfit and not (plan.workload.targets or force) and chosen.fits:
-            own = own_choice(plan.workload, chosen.setup, name)
-            if own is not None:
-                given = runs = own.setup
+            choice = own_choice(plan.workload, chosen.setup, name)
+            if choice is not None:
+                given = runs = choice.setup
                 evaluated.setdefault(runs, _evaluate(plan, chosen, runs))
         if isinstance(runs, str):
             launches.append(Launch(target=name, refused=runs))
             continue
-        asked = replace(request, setup=given)
-        launches.append(_launch(name, asked, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
-    beside = folder_files(launches, request, jobs=jobs)
-    if beside:
-        launches.append(Launch(target=FOLDER, files=beside, complete=False))
+        target_request = replace(request, setup=given)
+        launches.append(_launch(name, target_request, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
+    folder_texts = folder_files(launches, request, jobs=jobs)
+    if folder_texts:
+        launches.append(Launch(target=FOLDER, files=folder_texts, complete=False))
     return tuple(launches)
 
 
@@ -263,9 +266,9 @@ def _launch(
     traced: Prediction | ProbeFailure | None,
 ) -> Launch:
     """One target's files with what is predicted of the run, or the prediction that forbids them."""
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if traced:
-        told = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
+        notes = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
         really = replace(really, trace=traced)
     about = _about(workload, chosen, really, name)
     if really.fits or force:
@@ -281,34 +284,34 @@ def _launch(
             differences=differences,
             peak_device_bytes=evidence.peak_device_bytes,
             rung=evidence.rung.value,
-            notes=(*launch.notes, *told),
+            notes=(*launch.notes, *notes),
         )
     other = really.setup != chosen.setup
     hint = f"plan for it with --target {name}" if other else "plan with a larger --headroom"
     reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
-    return Launch(target=name, about=about, refused=reason, notes=told)
+    return Launch(target=name, about=about, refused=reason, notes=notes)
 
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
     """What a target makes of the chosen setup, on the rung of the plan."""
     workload = plan.workload
-    found = candidate(workload, setup)
+    evaluated = candidate(workload, setup)
     if not isinstance(chosen.dry_run, Prediction):
-        return found
+        return evaluated
     return replace(
-        found, dry_run=dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
+        evaluated, dry_run=dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
     )
 
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
     """What is predicted of the run that a target makes of the plan: one number, with its rung."""
     evidence = really.memory_evidence
-    rung = evidence.rung.value.replace("_", " ")
-    words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({rung})"
+    level = evidence.rung.value.replace("_", " ")
+    words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({level})"
     where = f"planned for {gpus_words(workload)}: "
     if really.setup != chosen.setup:
-        own = gib(chosen.memory_evidence.peak_device_bytes)
-        where = f"planned for {gpus_words(workload)} with a peak of {own}; as {target} runs it: "
+        planned_peak = gib(chosen.memory_evidence.peak_device_bytes)
+        where = f"planned for {gpus_words(workload)} with a peak of {planned_peak}; as {target} runs it: "
     if really.fits:
         return (where + words,)
     over = gib(evidence.peak_device_bytes - really.budget_bytes)
@@ -339,7 +342,7 @@ def dataset_choice(data: Data, kinds: Sequence[str], folder: Path) -> DatasetCho
         path=_from_folder(data.file, folder),
         columns=kind,
         local=True,
-        plain=all(one.suffix in (".json", ".jsonl", ".parquet") for one in files_of(Path(data.file))),
+        plain=all(file.suffix in (".json", ".jsonl", ".parquet") for file in files_of(Path(data.file))),
         names=data.names,
     )
 
@@ -365,10 +368,10 @@ def launch_targets(launches: Sequence[Launch]) -> tuple[LaunchTarget, ...]:
 def _environment() -> dict[str, str]:
     from importlib import metadata  # late: it costs a plan that writes nothing several milliseconds
 
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -10,5 +10,5 @@ def close_names(wanted: str, names: Iterable[str], *, num: int = 3, cutoff: floa
         from rapidfuzz import fuzz, process  # late: 8 ms, and a name that is known needs neither
     except ImportError:  # in the environment of a program that is traced
         return get_close_matches(wanted[:100], list(names), n=num, cutoff=cutoff)
-    found = process.extract(wanted[:100], list(names), scorer=fuzz.ratio, limit=num, score_cutoff=100 * cutoff)
-    return [name for name, _, _ in found]
+    matches = process.extract(wanted[:100], list(names), scorer=fuzz.ratio, limit=num, score_cutoff=100 * cutoff)
+    return [name for name, _, _ in matches]

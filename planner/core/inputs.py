@@ -27,16 +27,16 @@ WITHIN = "FINETUNE_PLANNER_WITHIN"
 they may lie. A config that such a client sends names others in turn."""
 
 
-def open_regular(path: Path, *, hint: str = "", follow: bool = True, own: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, hint: str = "", follow: bool = True, trusted: bool = False) -> BinaryIO:
     """An open regular file; a pipe is not waited for, a device not opened for reading.
 
     Args:
-        own: no input and no config names it: it may lie outside the folders of WITHIN.
+        trusted: no input and no config names it: it may lie outside the folders of WITHIN.
 
     Raises:
         ConfigError: missing, not readable, a directory, a device or a pipe; a link where `follow` is False.
     """
-    if not own and (given := os.environ.get(WITHIN)):
+    if not trusted and (given := os.environ.get(WITHIN)):
         place = os.path.realpath(path)
         if not any(Path(place).is_relative_to(folder) for folder in json.loads(given)):
             raise ConfigError(f"cannot read {path}: outside the folders that may be read", hint=hint)
@@ -238,7 +238,7 @@ def whole(value: Any, name: str, *, least: int = 0) -> int:
     Raises:
         ValueError: anything else, with the field's name.
     """
-    found = number(value, name, least=least)
-    if found != int(found):
+    parsed = number(value, name, least=least)
+    if parsed != int(parsed):
         raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
     return int(value)

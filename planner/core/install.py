@@ -21,7 +21,7 @@ def install_command(extra: str) -> str:
 
 def packages_command(*requirements: str) -> str:
     """The command that adds packages which no extra has to where this runs; as for an extra."""
-    added = [word for one in requirements for word in ("--with", one)]
+    added = [word for requirement in requirements for word in ("--with", requirement)]
     return _one_call(_source("")[-1], *added) or shlex.join([*_pip(), *requirements])
 
 
@@ -52,8 +52,8 @@ def _source(extra: str) -> list[str]:
     Source: PEP 610, direct_url.json.
     """
     pattern = f"{DISTRIBUTION.replace('-', '_')}-*.dist-info/direct_url.json"  # importlib.metadata loads a mail reader
-    kept = next((found for one in sys.path if one for found in Path(one).glob(pattern)), None)
-    address = json.loads(kept.read_text("utf-8")).get("url", "") if kept is not None else ""
+    direct_url = next((file for folder in sys.path if folder for file in Path(folder).glob(pattern)), None)
+    address = json.loads(direct_url.read_text("utf-8")).get("url", "") if direct_url is not None else ""
     path = Path(unquote(urlsplit(address).path)) if address.startswith("file:") else None
     if path is not None and (path / "pyproject.toml").is_file():
         return ["-e", f"{path}{extra}"]

@@ -39,18 +39,18 @@ def write_whole(
     if _is_stream(path):
         _write_stream(path, content)
         return
-    beside = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}"
+    temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}"
     mode = 0o777 if executable else 0o666
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

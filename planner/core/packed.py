@@ -34,8 +34,8 @@ def read_packed(path: Path, schema: int, *, shipped: bool) -> dict[str, Any] | N
             seal, _, content = content.partition(b"\n")
             if seal != _seal(content):
                 return None
-        found: dict[str, Any] = json.loads(content)
-        return found if found["schema"] == schema else None
+        document: dict[str, Any] = json.loads(content)
+        return document if document["schema"] == schema else None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
         return None
 

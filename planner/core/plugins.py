@@ -36,14 +36,14 @@ def _entry_points() -> "tuple[EntryPoint, ...]":
         return ()
     from importlib.metadata import distributions  # late: it costs several milliseconds
 
-    found = {
+    points = {
         (point.group, point.name): point
         for distribution in distributions(path=places)
         if _is_plugin(f"{distribution.name.replace('-', '_').replace('.', '_')}-")
         for point in distribution.entry_points
         if point.group.startswith(GROUP)
     }
-    return tuple(found[key] for key in sorted(found))
+    return tuple(points[key] for key in sorted(points))
 
 
 def _listed(place: str) -> list[str]:
@@ -103,11 +103,11 @@ def _checked(given: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> list
     Raises:
         ValueError: a column that the table lacks, or an empty first one.
     """
-    found = []
+    checked = []
     for row in given:
         if unknown := sorted(set(row) - set(columns)):
             raise ValueError(f"no column {unknown[0]!r}; there are {', '.join(columns)}")
         if not row.get(columns[0]):
             raise ValueError(f"a row without {columns[0]!r}")
-        found.append({name: str(row.get(name, "")) for name in columns})
-    return found
+        checked.append({name: str(row.get(name, "")) for name in columns})
+    return checked

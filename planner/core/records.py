@@ -24,31 +24,31 @@ class _Later:
         self.owner, self.name, self.write = owner, name, write
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        known: dict[str, Any] = {}
-        exec(self.write(self.owner, known), known)
-        method = known[self.name]
+        namespace: dict[str, Any] = {}
+        exec(self.write(self.owner, namespace), namespace)
+        method = namespace[self.name]
         method.__qualname__, method.__module__ = f"{self.owner.__qualname__}.{self.name}", self.owner.__module__
         setattr(self.owner, self.name, method)
         return method.__get__(instance, owner)
 
 
-def _init(cls: Any, known: dict[str, Any]) -> str:
-    """The source of `__init__`; `known` takes the defaults that it names."""
-    known |= {"_put": object.__setattr__, "_unset": MISSING}
+def _init(cls: Any, namespace: dict[str, Any]) -> str:
+    """The source of `__init__`; `namespace` takes the defaults that it names."""
+    namespace |= {"_put": object.__setattr__, "_unset": MISSING}
     slots, store = any(vars(base).get("__slots__") for base in cls.__mro__), "self.{0} = {1}"
     if cls.__setattr__ is _refuse_assignment:
         store = "_put(self, {0!r}, {1})" if slots else "_own[{0!r}] = {1}"
     parameters: dict[bool, list[str]] = {False: [], True: []}
     lines = ["_own = self.__dict__"] * store.startswith("_own")
-    for one in dataclasses.fields(cls):
-        made, given = one.default_factory is not MISSING, one.default is not MISSING
-        known |= {f"_make_{one.name}": one.default_factory, f"_default_{one.name}": one.default}
-        value = f"_make_{one.name}()" if made else one.name if one.init else f"_default_{one.name}"
-        if one.init:
-            parameters[bool(one.kw_only)].append(one.name + f"=_default_{one.name}" * (made or given))
-            value += f" if {one.name} is _unset else {one.name}" * made
-        if one.init or made or (given and slots):  # without slots the default is the class's attribute
-            lines.append(store.format(one.name, value))
+    for field in dataclasses.fields(cls):
+        made, given = field.default_factory is not MISSING, field.default is not MISSING
+        namespace |= {f"_make_{field.name}": field.default_factory, f"_default_{field.name}": field.default}
+        value = f"_make_{field.name}()" if made else field.name if field.init else f"_default_{field.name}"
+        if field.init:
+            parameters[bool(field.kw_only)].append(field.name + f"=_default_{field.name}" * (made or given))
+            value += f" if {field.name} is _unset else {field.name}" * made
+        if field.init or made or (given and slots):  # without slots the default is the class's attribute
+            lines.append(store.format(field.name, value))
     lines.append("self.__post_init__()" if hasattr(cls, "__post_init__") else "pass")
     taken = ", ".join(["self", *parameters[False], *["*"] * bool(parameters[True]), *parameters[True]])
     return "\n    ".join([f"def __init__({taken}):", *lines])
@@ -59,8 +59,8 @@ def _values(of: str, names: Iterable[str]) -> str:
     return f"({''.join(f'{of}.{name}, ' for name in names)})"
 
 
-def _eq(cls: Any, known: dict[str, Any]) -> str:
-    names = [one.name for one in dataclasses.fields(cls) if one.compare]
+def _eq(cls: Any, namespace: dict[str, Any]) -> str:
+    names = [field.name for field in dataclasses.fields(cls) if field.compare]
     return (
         "def __eq__(self, other):\n"
         "    if other is self: return True\n"
@@ -69,13 +69,13 @@ def _eq(cls: Any, known: dict[str, Any]) -> str:
     )
 
 
-def _hash(cls: Any, known: dict[str, Any]) -> str:
-    names = [one.name for one in dataclasses.fields(cls) if (one.compare if one.hash is None else one.hash)]
+def _hash(cls: Any, namespace: dict[str, Any]) -> str:
+    names = [field.name for field in dataclasses.fields(cls) if (field.compare if field.hash is None else field.hash)]
     return f"def __hash__(self): return hash({_values('self', names)})"
 
 
 def _repr(self: Any) -> str:
-    shown = ", ".join(f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self) if one.repr)
+    shown = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
     return f"{type(self).__qualname__}({shown})"
 
 
@@ -89,12 +89,12 @@ def _refuse_deletion(self: object, name: str) -> None:
 
 def _get_state(self: Any) -> list[Any]:
     """What pickle keeps of a frozen object with slots, which it could not assign to."""
-    return [getattr(self, one.name) for one in dataclasses.fields(self)]
+    return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
 def _set_state(self: Any, state: list[Any]) -> None:
-    for one, value in zip(dataclasses.fields(self), state, strict=True):
-        object.__setattr__(self, one.name, value)
+    for field, value in zip(dataclasses.fields(self), state, strict=True):
+        object.__setattr__(self, field.name, value)
 
 
 def _made(cls: Any, *, frozen: bool, kw_only: bool, slots: bool, repr: bool, eq: bool) -> Any:

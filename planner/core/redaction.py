@@ -37,7 +37,7 @@ def without_secrets(text: str) -> str:
     """The text without what looks like a secret wherever it stands."""
     for pattern, instead in _FORMS:
         text = pattern.sub(instead, text)
-    return _SAID.sub(lambda said: f"{said[1]}{LEFT_OUT}" if is_secret_name(said[2] or said[3]) else said[0], text)
+    return _SAID.sub(lambda match: f"{match[1]}{LEFT_OUT}" if is_secret_name(match[2] or match[3]) else match[0], text)
 
 
 def is_secret_name(name: str) -> bool:
@@ -47,18 +47,18 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets_in_words(words: Sequence[str]) -> list[str]:
     """A command line: also the value of an option whose name tells (`--hub_token X`, `--password=X`, `HF_TOKEN=X`)."""
-    said = list(words)
+    masked = list(words)
     for index, secret in _told_by_name(words):
-        said[index] = words[index].removesuffix(secret) + LEFT_OUT
-    found: list[str] = without_secrets_in(said, secrets_known(words))
-    return found
+        masked[index] = words[index].removesuffix(secret) + LEFT_OUT
+    redacted: list[str] = without_secrets_in(masked, secrets_known(words))
+    return redacted
 
 
 def secrets_known(words: Sequence[str]) -> list[str]:
     """Values of this process's variables and of options whose names tell; short ones may stand anywhere: none."""
     of_words = (secret for _, secret in _told_by_name(words))
     of_variables = (text for name, text in os.environ.items() if is_secret_name(name))
-    return sorted((one for one in (*of_words, *of_variables) if len(one) >= _SHORT), key=len, reverse=True)
+    return sorted((secret for secret in (*of_words, *of_variables) if len(secret) >= _SHORT), key=len, reverse=True)
 
 
 def _told_by_name(words: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -72,14 +72,14 @@ def _told_by_name(words: Sequence[str]) -> Iterator[tuple[int, str]]:
             yield index, value
 
 
-def without_secrets_in(value: Any, known: Sequence[str] = ()) -> Any:
-    """Plain data with every text in it so; `known`: secrets themselves."""
+def without_secrets_in(value: Any, secrets: Sequence[str] = ()) -> Any:
+    """Plain data with every text in it so; `secrets`: those to leave out."""
     if isinstance(value, str):
-        for one in known:
-            value = value.replace(one, LEFT_OUT)
+        for secret in secrets:
+            value = value.replace(secret, LEFT_OUT)
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {name: without_secrets_in(one, known) for name, one in value.items()}
+        return {name: without_secrets_in(entry, secrets) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets_in(one, known) for one in value]
+        return [without_secrets_in(element, secrets) for element in value]
     return value

@@ -10,11 +10,11 @@ from planner.core.shipped import DATA
 
 def version_words() -> str:
     """The version, and the commit that a wheel was built from or a checkout is at, where that is known."""
-    kept, said = DATA / "commit.txt", ""
-    if kept.is_file():
-        said = kept.read_text("utf-8").strip()
+    commit_file, commit = DATA / "commit.txt", ""
+    if commit_file.is_file():
+        commit = commit_file.read_text("utf-8").strip()
     elif (ROOT / ".git").exists():
         with suppress(OSError):
             words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-            said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return f"{__version__} ({said})" if said else __version__
+            commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{__version__} ({commit})" if commit else __version__

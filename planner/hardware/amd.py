@@ -54,17 +54,17 @@ class AmdSmi:
         return tuple(handles)
 
     def _chosen(self, given: str, handles: list[Any]) -> list[Any]:
-        found: list[Any] = []
+        chosen: list[Any] = []
         for word in (part.strip() for part in given.split(",")):
             if word.isdecimal():
                 matching = handles[int(word) : int(word) + 1]
             else:
                 serial = word.removeprefix("GPU-").lower()
-                matching = [one for one in handles if word.startswith("GPU-") and self._serial(one) == serial]
+                matching = [handle for handle in handles if word.startswith("GPU-") and self._serial(handle) == serial]
             if not matching:  # as in CUDA, what names no device ends the list
                 break
-            found += matching
-        return found
+            chosen += matching
+        return chosen
 
     def _serial(self, handle: Any) -> str:
         """What HIP's variables name a GPU by."""
@@ -84,20 +84,20 @@ class AmdSmi:
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int = 1) -> SimpleNamespace:
         """As `nvmlMemory_t`, bytes. amdsmi counts in MiB; the firmware's part is in `used`, no program can have it."""
-        found = self._smi.amdsmi_get_gpu_vram_usage(handle)
-        total, used = int(found["vram_total"]) * MIB, int(found["vram_used"]) * MIB
+        usage = self._smi.amdsmi_get_gpu_vram_usage(handle)
+        total, used = int(usage["vram_total"]) * MIB, int(usage["vram_used"]) * MIB
         return SimpleNamespace(total=total, used=used, reserved=0)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[SimpleNamespace]:
         """Whoever holds memory of this GPU, as `nvmlProcessInfo_t`."""
         listed = self._smi.amdsmi_get_gpu_process_list(handle)
-        holding = [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in listed]
-        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in holding if held]
+        holding = [(int(process["pid"]), int(process["memory_usage"]["vram_mem"])) for process in listed]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used_bytes) for pid, used_bytes in holding if used_bytes]
 
     def nvmlSystemGetDriverVersion(self) -> str:
         """Name and version of the kernel driver."""
-        found = self._smi.amdsmi_get_gpu_driver_info(self._smi.amdsmi_get_processor_handles()[0])
-        return f"{found['driver_name']} {found['driver_version']}"
+        driver = self._smi.amdsmi_get_gpu_driver_info(self._smi.amdsmi_get_processor_handles()[0])
+        return f"{driver['driver_name']} {driver['driver_version']}"
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: Any) -> int:
         """Milliwatts; amdsmi says microwatts."""
@@ -116,8 +116,8 @@ def connect() -> AmdSmi | None:
         amdsmi.amdsmi_init()
     except AmdSmiException:
         return None
-    found = AmdSmi(amdsmi)
-    if found.nvmlDeviceGetCount():
-        return found
-    found.nvmlShutdown()
+    smi = AmdSmi(amdsmi)
+    if smi.nvmlDeviceGetCount():
+        return smi
+    smi.nvmlShutdown()
     return None

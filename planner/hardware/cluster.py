@@ -82,8 +82,8 @@ def links() -> dict[str, Link]:
 
 def host_link(gpu: GpuSpec) -> Link:
     """The link between a GPU and its host: PCIe of the generation in the GPU table."""
-    found = links().get("pcie-" + gpu.pcie.replace(" ", "-"))
-    return found if found is not None else links()["pcie-gen4-x16"]
+    link = links().get("pcie-" + gpu.pcie.replace(" ", "-"))
+    return link if link is not None else links()["pcie-gen4-x16"]
 
 
 def nvlink(gpu: GpuSpec) -> Link:
@@ -160,6 +160,6 @@ def known_link(key: str) -> None:
     Raises:
         UsageError: with those that do.
     """
-    known = ("nvlink", "pcie", *links())
-    if key not in known:
-        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {', '.join(known)}")
+    names = ("nvlink", "pcie", *links())
+    if key not in names:
+        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {', '.join(names)}")

@@ -40,7 +40,7 @@ def described_gpu(text: str, usable_bytes: Callable[[float], tuple[int, str]]) -
     Raises:
         UsageError: a field that cannot be read, or a figure that no card has.
     """
-    name, *fields = (one.strip() for one in text.split(":"))
+    name, *fields = (part.strip() for part in text.split(":"))
     if not name or len(fields) not in (3, 4):
         raise UsageError(
             f"--gpu {text:.80}: a description has a name and three figures, got {len(fields)}",
@@ -102,10 +102,10 @@ def _figure(
     bounds: tuple[float, float],
     unit: str,
 ) -> float:
-    found = form.fullmatch(text)
-    if found is None:
+    match = form.fullmatch(text)
+    if match is None:
         raise UsageError(f"--gpu: {text!r:.40} is no {what}", hint=f"for example {usual}; the whole form is {FORM}")
-    value = float(found[1]) * scale[found[2].lower()]
+    value = float(match[1]) * scale[match[2].lower()]
     if not bounds[0] <= value <= bounds[1]:
         raise UsageError(
             f"--gpu: a {what} of {text:.40} is no card's", hint=f"{bounds[0]:g} to {bounds[1]:g} {unit}, as in {FORM}"
@@ -114,12 +114,12 @@ def _figure(
 
 
 def _capability(text: str) -> tuple[int, int]:
-    found = _CAPABILITY.fullmatch(text)
-    if found is None or not 3 <= int(found[1]) <= 15:
+    match = _CAPABILITY.fullmatch(text)
+    if match is None or not 3 <= int(match[1]) <= 15:
         raise UsageError(
             f"--gpu: {text!r:.40} is no compute capability", hint="for example sm86 or 8.6; or leave it out"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 _CORES_PER_SM = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
@@ -143,28 +143,34 @@ def _tensor_ratio(name: str, capability: tuple[int, int]) -> int:
 
 def unlisted_gpu(seen: SeenGpu) -> GpuSpec:
     """A device that the table lacks, from what its driver tells, at its highest clocks (which few cards keep)."""
-    facts = seen.facts
-    assert facts is not None
-    fp32 = 2 * facts.num_cores * facts.core_clock_hz
-    half = fp32 * _tensor_ratio(seen.name, facts.capability)
-    bf16 = facts.capability >= FIRST_BF16
+    properties = seen.facts
+    assert properties is not None
+    fp32 = 2 * properties.num_cores * properties.core_clock_hz
+    half = fp32 * _tensor_ratio(seen.name, properties.capability)
+    bf16 = properties.capability >= FIRST_BF16
     return GpuSpec(
-        key=_key(seen.name, seen.total_bytes / GIB, facts.bandwidth_bytes_per_s / 1e9, half / 1e12, facts.capability),
+        key=_key(
+            seen.name,
+            seen.total_bytes / GIB,
+            properties.bandwidth_bytes_per_s / 1e9,
+            half / 1e12,
+            properties.capability,
+        ),
         name=seen.name,
         driver_name=seen.name,
         vendor="NVIDIA",
-        arch=_arch(facts.capability),
-        compute_capability=facts.capability,
+        arch=_arch(properties.capability),
+        compute_capability=properties.capability,
         memory_bytes=seen.total_bytes,
         memory_basis="this machine's driver",
         bf16_flops_per_s=half if bf16 else None,
         fp16_flops_per_s=half,
         fp32_flops_per_s=fp32,
         tf32_flops_per_s=half / 2 if bf16 else None,
-        memory_bandwidth_bytes_per_s=facts.bandwidth_bytes_per_s,
+        memory_bandwidth_bytes_per_s=properties.bandwidth_bytes_per_s,
         nvlink_bytes_per_s=0.0,
         pcie="",
-        sm_count=facts.num_cores // _CORES_PER_SM.get(facts.capability, 128),
+        sm_count=properties.num_cores // _CORES_PER_SM.get(properties.capability, 128),
         l2_bytes=None,
         tdp_w=None,
         flash_attention_2=bf16,

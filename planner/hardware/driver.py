@@ -41,8 +41,8 @@ def _nvidia() -> ModuleType | None:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
-    found: ModuleType = pynvml
-    return found
+    module: ModuleType = pynvml
+    return module
 
 
 def text(value: str | bytes) -> str:
@@ -56,7 +56,7 @@ def visible_names() -> tuple[str, ...] | None:
     if given is None:
         return None
     names = []
-    for part in (one.strip() for one in given.split(",")):
+    for part in (word.strip() for word in given.split(",")):
         if not (part.isdecimal() or part.startswith(("GPU-", "MIG-"))):
             break
         names.append(part)
@@ -71,24 +71,24 @@ def visible_handles(module: Any) -> tuple[Any, ...]:
     whole = [module.nvmlDeviceGetHandleByIndex(index) for index in range(int(module.nvmlDeviceGetCount()))]
     names = visible_names()
     if names is None:
-        return tuple(_first_slice(module, one) for one in whole)
-    found = []
+        return tuple(_first_slice(module, gpu) for gpu in whole)
+    handles = []
     for name in names:
         if name.isdecimal():
             handle = _first_slice(module, whole[int(name)]) if int(name) < len(whole) else None
         else:
-            slices = [one for gpu in whole for one in _slices(module, gpu)]
+            slices = [mig_slice for gpu in whole for mig_slice in _slices(module, gpu)]
             handle = _named(module, name, slices if name.startswith("MIG-") else whole)
             handle = _first_slice(module, handle) if handle is not None else None
         if handle is None:
             break
-        found.append(handle)
-    return tuple(found)
+        handles.append(handle)
+    return tuple(handles)
 
 
 def _named(module: ModuleType, name: str, handles: list[Any]) -> Any:
     """The one device whose UUID begins so; None for none and for several."""
-    matching = [one for one in handles if text(module.nvmlDeviceGetUUID(one)).startswith(name)]
+    matching = [handle for handle in handles if text(module.nvmlDeviceGetUUID(handle)).startswith(name)]
     return matching[0] if len(matching) == 1 else None
 
 
@@ -100,11 +100,11 @@ def _slices(module: ModuleType, gpu: Any) -> list[Any]:
         most = int(module.nvmlDeviceGetMaxMigDeviceCount(gpu))
     except module.NVMLError:
         return []
-    found = []
+    slices = []
     for index in range(most):
         with contextlib.suppress(module.NVMLError):  # not every place holds a slice
-            found.append(module.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
-    return found
+            slices.append(module.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
+    return slices
 
 
 def _first_slice(module: ModuleType, gpu: Any) -> Any:
@@ -179,8 +179,8 @@ def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
         share = total / int(module.nvmlDeviceGetMemoryInfo(whole).total)
         with contextlib.suppress(module.NVMLError):
             num_sms = int(module.nvmlDeviceGetAttributes(handle).multiprocessorCount)
-    held, facts = _held_bytes(module, handle), None if slice_name else facts_of(module, handle)
-    return SeenGpu(name=name, total_bytes=total, held_bytes=held, num_sms=num_sms, share=share, facts=facts)
+    held_bytes, properties = _held_bytes(module, handle), None if slice_name else facts_of(module, handle)
+    return SeenGpu(name=name, total_bytes=total, held_bytes=held_bytes, num_sms=num_sms, share=share, facts=properties)
 
 
 def _held_bytes(module: ModuleType, handle: Any) -> int:

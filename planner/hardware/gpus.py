@@ -44,10 +44,10 @@ def normalized(name: str) -> str:
     "rtx4090"."""
     text = name.lower()
     without = _WORDS(_MACHINES.sub(" ", text)) if "mac" in text else ()
-    words = [_SAME.get(one, one) for one in without or _WORDS(text)]
+    words = [_SAME.get(word, word) for word in without or _WORDS(text)]
     while len(words) > 1 and words[0] in _MAKERS:
         del words[0]
-    return "".join([one for one in words if one not in _NOISE] or words)
+    return "".join([word for word in words if word not in _NOISE] or words)
 
 
 def size_alone(name: str) -> float | None:
@@ -74,10 +74,10 @@ def counted(text: str) -> tuple[int | None, str]:
     if size_alone(text) is not None:  # "24 GB" is no 24 of a GB200
         return None, text
     for pattern in _COUNTED:
-        if found := pattern.fullmatch(text):
-            return int(found[1]), found[2]
-    behind = _COUNTED_BEHIND.fullmatch(text) if text.count(":") < 2 else None
-    return (int(behind[2]), behind[1]) if behind is not None else (None, text)
+        if match := pattern.fullmatch(text):
+            return int(match[1]), match[2]
+    trailing = _COUNTED_BEHIND.fullmatch(text) if text.count(":") < 2 else None
+    return (int(trailing[2]), trailing[1]) if trailing is not None else (None, text)
 
 
 def without_size(name: str) -> str:
@@ -173,13 +173,13 @@ def _memory(row: dict[str, str], gib: float | None = None) -> tuple[int, str]:
         usable = int(size * share * GIB)
         basis = f"what Metal recommends of {size:g} GiB unified memory ({share:.0%})"
     if len(sizes) > 1 and gib is None:
-        basis += f"; smallest of {', '.join(f'{one:g}' for one in sizes)} GiB: name another with the card"
+        basis += f"; smallest of {', '.join(f'{marketed:g}' for marketed in sizes)} GiB: name another with the card"
     return usable, basis
 
 
 def _marketed_gib(row: dict[str, str]) -> list[float]:
     """The sizes that a row is sold with."""
-    return [float(one) for one in row["marketing_gib"].split("|")]
+    return [float(size) for size in row["marketing_gib"].split("|")]
 
 
 def _less_reserve(gib: float) -> tuple[int, str]:
@@ -222,7 +222,7 @@ def _spec(row: dict[str, str]) -> GpuSpec:
         tdp_w=_number(row["tdp_w"]),
         flash_attention_2=row["flash_attention_2"] in ("yes", "rocm-ck"),
         source=row["source"],
-        unsourced=tuple(one.strip() for one in row["unsourced"].split(",") if one.strip()),
+        unsourced=tuple(field.strip() for field in row["unsourced"].split(",") if field.strip()),
         note=row["note"],
     )
 
@@ -232,12 +232,12 @@ def _rows() -> dict[str, dict[str, str]]:
     """The file's rows by their keys, and those of plug-ins."""
     with _PATH.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        found = {row["key"]: row for row in reader}
+        rows = {row["key"]: row for row in reader}
     for row in plugins.rows("gpus", tuple(reader.fieldnames or ())):
-        if row["key"] in found:
+        if row["key"] in rows:
             raise ConfigError(f"a plug-in's card has a key of the table: {row['key']}", hint="give it another key")
-        found[row["key"]] = row
-    return found
+        rows[row["key"]] = row
+    return rows
 
 
 @cache
@@ -247,27 +247,27 @@ def _keys() -> dict[str, str]:
     Raises:
         ConfigError: a name stands for two rows (a fault of the table).
     """
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, row in _rows().items():
-        for name in {normalized(one) for one in _names_of(key, row)}:
-            if name in found:
-                raise ConfigError(f"gpus.csv: the name {name!r} stands for {found[name]} and {key}")
-            found[name] = key
-    return found
+        for name in {normalized(spelling) for spelling in _names_of(key, row)}:
+            if name in keys:
+                raise ConfigError(f"gpus.csv: the name {name!r} stands for {keys[name]} and {key}")
+            keys[name] = key
+    return keys
 
 
 def _names_of(key: str, row: dict[str, str]) -> tuple[str, ...]:
-    return key, row["name"], row["driver_name"], *(one for one in row["aliases"].split("|") if one)
+    return key, row["name"], row["driver_name"], *(alias for alias in row["aliases"].split("|") if alias)
 
 
 @cache
 def _keys_without_size() -> dict[str, tuple[str, ...]]:
     """The keys of every normalised name without the memory that stands in it."""
-    found: dict[str, dict[str, None]] = {}
+    by_name: dict[str, dict[str, None]] = {}
     for key, row in _rows().items():
-        for name in {without_size(one) for one in _names_of(key, row)}:
-            found.setdefault(name, {})[key] = None
-    return {name: tuple(keys) for name, keys in found.items()}
+        for name in {without_size(spelling) for spelling in _names_of(key, row)}:
+            by_name.setdefault(name, {})[key] = None
+    return {name: tuple(keys) for name, keys in by_name.items()}
 
 
 @cache
@@ -342,8 +342,8 @@ def _named(text: str) -> GpuSpec:
     gib, words = size_and_words(text)
     exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
     if exact is not None:
-        own = normalized(text) == normalized(exact) or text == _rows()[exact]["driver_name"]
-        if own or gib or len(same) < 2 or not _has_size(exact):
+        verbatim = normalized(text) == normalized(exact) or text == _rows()[exact]["driver_name"]
+        if verbatim or gib or len(same) < 2 or not _has_size(exact):
             return _gpu(exact)
     usual = [key for key in _first(USUAL, words) or () if _agrees(key, gib)]
     could_be = same or tuple(spec.key for spec in all_gpus() if words and _may_mean(text, words, spec))
@@ -352,7 +352,7 @@ def _named(text: str) -> GpuSpec:
         return _with_size(agreeing[0], gib)
     if usual or (len(agreeing) == 1 and gib):
         key = (usual or agreeing)[0]
-        spec, others = _with_size(key, gib), ", ".join(one for one in could_be if one != key)[:120]
+        spec, others = _with_size(key, gib), ", ".join(candidate for candidate in could_be if candidate != key)[:120]
         return replace(spec, taken_as=f"{text!r}: taken as {spec.name}, {key}" + (f" (not {others})" if others else ""))
     if could_be and not agreeing:
         has = "; ".join(
@@ -384,7 +384,7 @@ def _first(index: Mapping[str, Names], name: str) -> Names | None:
     an RTX A6000, "H100s" are H100."""
     wanted = normalized(name)
     spellings = (wanted, f"rtx{wanted}", f"rx{wanted}", wanted.removeprefix("quadro"), wanted.removesuffix("s"))
-    return next((index[one] for one in spellings if one in index), None)
+    return next((index[spelling] for spelling in spellings if spelling in index), None)
 
 
 def _has_size(key: str) -> bool:
@@ -396,7 +396,9 @@ def _agrees(key: str, gib: float | None) -> bool:
     """Whether a card is sold, or shown, with so much memory."""
     row = _rows()[key]
     shown = [int(row[column]) / 1024 for column in ("torch_mib", "driver_mib") if row[column]]
-    return gib is None or any(abs(gib / one - 1) <= SIZE_TOLERANCE_FRACTION for one in (*_marketed_gib(row), *shown))
+    return gib is None or any(
+        abs(gib / size_gib - 1) <= SIZE_TOLERANCE_FRACTION for size_gib in (*_marketed_gib(row), *shown)
+    )
 
 
 def _with_size(key: str, gib: float | None) -> GpuSpec:
@@ -405,15 +407,15 @@ def _with_size(key: str, gib: float | None) -> GpuSpec:
     sizes = _marketed_gib(row)
     if gib is None or len(sizes) == 1:
         return spec
-    size = min(sizes, key=lambda one: abs(one - gib))
+    size = min(sizes, key=lambda sold_gib: abs(sold_gib - gib))
     memory_bytes, basis = _memory(row, size)
     return replace(spec, key=f"{key}-{size:g}gb", memory_bytes=memory_bytes, memory_basis=basis)
 
 
 def _service(name: str) -> str:
     """Which cards a notebook service gives, where the name is the service's."""
-    words = "".join(one for one in name.lower() if one.isalpha())
-    return next((f"{one.title()} gives {cards}" for one, cards in SERVICES.items() if one in words), "")
+    words = "".join(letter for letter in name.lower() if letter.isalpha())
+    return next((f"{service.title()} gives {cards}" for service, cards in SERVICES.items() if service in words), "")
 
 
 def _of_size(name: str) -> str:
@@ -426,25 +428,27 @@ def _of_size(name: str) -> str:
 def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
     """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090"), has some of its words
     ("jetson orin") or names its family."""
-    said = words_of(text)
-    if len(said) > 1 and said <= words_of(f"{spec.key} {spec.name}"):
+    given_words = words_of(text)
+    if len(given_words) > 1 and given_words <= words_of(f"{spec.key} {spec.name}"):
         return True
 
     if any(wanted in words and family in (spec.vendor, spec.name.split()[0]) for family, words in _FAMILIES.items()):
         return True
-    names = [normalized(one) for one in (spec.key, spec.name, spec.driver_name)]
+    names = [normalized(spelling) for spelling in (spec.key, spec.name, spec.driver_name)]
     inside = wanted.isdigit() or len(wanted) >= 4
-    return len(wanted) >= 2 and any(one.startswith(wanted) or (inside and wanted in one) for one in names)
+    return len(wanted) >= 2 and any(name.startswith(wanted) or (inside and wanted in name) for name in names)
 
 
 def _closest(name: str) -> list[str]:
     """Keys of the rows whose names are most like this one."""
     from planner.core.close import close_names
 
-    names = {normalized(one): key for key, row in _rows().items() for one in (key, row["name"], row["driver_name"])}
-    return list(dict.fromkeys(names[one] for one in close_names(normalized(name), names, num=8, cutoff=LIKE_ENOUGH)))[
-        :4
-    ]
+    names = {
+        normalized(spelling): key for key, row in _rows().items() for spelling in (key, row["name"], row["driver_name"])
+    }
+    return list(
+        dict.fromkeys(names[spelling] for spelling in close_names(normalized(name), names, num=8, cutoff=LIKE_ENOUGH))
+    )[:4]
 
 
 def local_gpu(device: str = "cuda:0") -> GpuSpec:
@@ -491,10 +495,10 @@ def _row_of(seen: SeenGpu) -> str | None:
     """The row of a device that the driver shows: of several that it calls alike, the one with the nearest memory."""
     key = _keys().get(normalized(seen.name))
     alike = _keys_without_size().get(without_size(seen.name), ())
-    if key is None or len(alike) < 2 or not any(_rows()[one]["driver_mib"] for one in alike):
+    if key is None or len(alike) < 2 or not any(_rows()[candidate]["driver_mib"] for candidate in alike):
         return key
     total = seen.total_bytes / GIB / seen.share
-    return min(alike, key=lambda one: min(abs(total - size) for size in _marketed_gib(_rows()[one])))
+    return min(alike, key=lambda candidate: min(abs(total - size) for size in _marketed_gib(_rows()[candidate])))
 
 
 def _with_ecc(spec: GpuSpec, total_mib: int) -> GpuSpec:
@@ -573,17 +577,17 @@ def _ask_nvidia_smi(device: str) -> SeenGpu | None:
     place = device_index(device)
     if names is not None:
         wanted = names[place] if place < len(names) else ""
-        known = [row[0] for row in rows if wanted and row[0].startswith(wanted)]
-        place = rows.index(next(row for row in rows if row[0] == known[0])) if len(known) == 1 else -1
+        uuids = [row[0] for row in rows if wanted and row[0].startswith(wanted)]
+        place = rows.index(next(row for row in rows if row[0] == uuids[0])) if len(uuids) == 1 else -1
         place = int(wanted) if wanted.isdecimal() else place
         if wanted.startswith("MIG-"):
             return None
     if not 0 <= place < len(rows):
         raise _not_visible(f"{device} does not exist: nvidia-smi shows {len(rows)} GPU(s)")
-    _, name, total, held, sliced = rows[place]
+    _, name, total, used, sliced = rows[place]
     if sliced == "Enabled":
         return None
-    return SeenGpu(name=name, total_bytes=int(total) * MIB, held_bytes=int(held) * MIB if held.isdecimal() else 0)
+    return SeenGpu(name=name, total_bytes=int(total) * MIB, held_bytes=int(used) * MIB if used.isdecimal() else 0)
 
 
 _SMI_FIELDS = ("uuid", "name", "memory.total", "memory.used", "mig.mode.current")

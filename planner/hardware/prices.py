@@ -58,7 +58,7 @@ class Price:
         return self.kind == "spot"
 
 
-COLUMNS = tuple(one.name for one in fields(Price))
+COLUMNS = tuple(field.name for field in fields(Price))
 
 
 @cache
@@ -92,8 +92,8 @@ def cluster_offer(gpu_key: str, *, spot: bool = False, least_bytes_per_s: float 
     the cheaper: price and network belong to it. None where nobody is known to offer that."""
     from planner.hardware.cluster import links  # one GPU needs none of it
 
-    known = (price for price in all_prices() if price.gpu_key == gpu_key and price.network)
-    offers = [price for price in known if price.is_spot == spot]
+    networked = (price for price in all_prices() if price.gpu_key == gpu_key and price.network)
+    offers = [price for price in networked if price.is_spot == spot]
     offers = [price for price in offers if links()[price.network].bytes_per_s >= least_bytes_per_s]
     offers.sort(key=lambda price: price.usd_per_h)
     return offers[(len(offers) - 1) // 2] if offers else None
@@ -106,8 +106,8 @@ def price_per_hour(gpu_key: str, *, spot: bool = False) -> tuple[float, str, str
     median counts (a range by its middle), so that one provider's offer or one hyperscaler's list price does not decide;
     the date is the newest one's.
     """
-    known = [price for price in all_prices() if price.gpu_key == gpu_key and price.is_spot == spot]
-    prices = [price for price in known if price.is_on_demand] or known
+    matching = [price for price in all_prices() if price.gpu_key == gpu_key and price.is_spot == spot]
+    prices = [price for price in matching if price.is_on_demand] or matching
     if not prices:
         return None
     usd = sorted(price.usd_per_h for price in prices)

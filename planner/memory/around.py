@@ -43,9 +43,9 @@ class Occasion:
 def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasion, ...]:
     """Evaluating, saving and merging in the order in which a job comes to them."""
     seqs, whole = setup.micro_batch_seqs, SIZE_BYTES["bf16"] * model.num_params
-    kept = logits_bytes(model, setup)
+    logits = logits_bytes(model, setup)
     trained = trained_parameters(model, setup).size_bytes
-    found = [
+    events = [
         Occasion(
             name=f"evaluation, {seqs} at once",
             device_bytes=evaluation_bytes(model, gpu, setup, seqs),
@@ -54,7 +54,7 @@ def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasi
         Occasion(
             name="the same, compute_metrics",
             device_bytes=evaluation_bytes(model, gpu, setup, seqs, logits=True),
-            host_bytes=kept * seqs,
+            host_bytes=logits * seqs,
             setting="eval_accumulation_steps 1",
         ),
         Occasion(
@@ -66,9 +66,11 @@ def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasi
     ]
     if setup.method != "full" and setup.kind.merges and setup.kind.adapts_matrices:
         merging = merging_bytes(model, gpu, setup)
-        found.append(Occasion(name="merging", device_bytes=merging, setting="a process of its own, base in 16 bits"))
-        found.append(Occasion(name="merging on the host", device_bytes=0, host_bytes=whole, setting='device_map "cpu"'))
-    return tuple(found)
+        events.append(Occasion(name="merging", device_bytes=merging, setting="a process of its own, base in 16 bits"))
+        events.append(
+            Occasion(name="merging on the host", device_bytes=0, host_bytes=whole, setting='device_map "cpu"')
+        )
+    return tuple(events)
 
 
 def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) -> int:
@@ -144,8 +146,8 @@ def between_steps_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> in
     """Device memory between two steps: weights, adapters and states; the gradients are gone (`set_to_none`)."""
     memory = predict_memory(model, gpu, setup)
     resident = (term for term in memory.terms if "load" in term.phases or term.category == "optimizer")
-    held = sum(term.size_bytes for term in resident)
-    return held + memory.peak_device_bytes - memory.peak_reserved_bytes
+    resident_bytes = sum(term.size_bytes for term in resident)
+    return resident_bytes + memory.peak_device_bytes - memory.peak_reserved_bytes
 
 
 def merging_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
@@ -156,7 +158,7 @@ def merging_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     merged into 4 bits it would be rounded anew.
     """
     adapters = trained_parameters(model, setup)
-    matrices = [one for _, _, linears in lora_linears(model, setup.lora_targets) for one in linears]
-    largest = max(one.in_features * one.out_features for one in matrices)
+    matrices = [linear for _, _, linears in lora_linears(model, setup.lora_targets) for linear in linears]
+    largest = max(matrix.in_features * matrix.out_features for matrix in matrices)
     base = SIZE_BYTES["bf16"] * model.num_params
     return base + adapters.size_bytes + 2 * SIZE_BYTES[adapters.dtype] * largest + context_bytes(gpu)

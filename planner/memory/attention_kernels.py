@@ -79,10 +79,10 @@ def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
     title = name.removeprefix("kernels-community/").replace("_", "-")
     if "flash-attention-2" not in model.attentions:
         return f"transformers has no flash attention for {model.model_type}"
-    softmax = [one for one in _attentions(model) if one.kind == "softmax"]
-    if not FLASH[name] and any(one.sinks for one in softmax):
+    softmax = [attention for attention in _attentions(model) if attention.kind == "softmax"]
+    if not FLASH[name] and any(attention.sinks for attention in softmax):
         return f"{title} has no attention sinks, which {model.model_id} trains with"
-    widest = max((one.head_dim for one in softmax), default=0)
+    widest = max((attention.head_dim for attention in softmax), default=0)
     if widest > FLASH_HEAD_DIM:
         return f"{title} stops at head size {FLASH_HEAD_DIM}; {model.model_id} has layers with {widest}"
     return ""
@@ -107,7 +107,9 @@ def hub_refusal(model: ModelSpec, attention: str) -> str:
 def _attentions(model: ModelSpec) -> tuple[AttentionSpec, ...]:
     """Attention of every kind of layer, those of idle encoders too (they are built with the same implementation)."""
     layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
-    return tuple(one for layer in layers for one in (layer.attention, layer.cross_attention) if one is not None)
+    return tuple(
+        attention for layer in layers for attention in (layer.attention, layer.cross_attention) if attention is not None
+    )
 
 
 def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
     if attention == "flash-attention-2":
         return flash_refusal(model)
     if attention == FLEX:
-        sinks = any(one.sinks for one in _attentions(model))
+        sinks = any(spec.sinks for spec in _attentions(model))
         return "" if sinks else f"FlexAttention is planned for attention sinks, which {model.model_type} has not"
     if attention == XFORMERS:
         return "" if model.model_type in XFORMERS_TYPES else f"xformers was read with no class of {model.model_type}"
@@ -235,7 +237,7 @@ def halves_refusal(model: ModelSpec, setup: TrainSetup) -> str:
 def _sees_ahead(model: ModelSpec) -> bool:
     """Whether tokens of a picture attend to later ones of it (transformers 5.23 `create_masks_for_vision_model`, which
     flash attention does not follow)."""
-    return any(one.sees_ahead for one in _attentions(model))
+    return any(attention.sees_ahead for attention in _attentions(model))
 
 
 def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:

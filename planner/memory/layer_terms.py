@@ -167,10 +167,10 @@ def eager_scores(
     plain = max(value, SIZE_BYTES[dtypes.table]) if sinks else value
     softmax = plain if sinks or (traits.plain_softmax and not dtypes.autocast) else 4
     copy = value if softmax != value or dropout else 0
-    kept = softmax + copy + int(dropout)
+    saved = softmax + copy + int(dropout)
     forward = 3 * softmax if sinks else 2 * softmax + (value if dtypes.table != "fp32" and softmax != value else 0)
-    backward = max(kept + value, 4 * softmax) - kept
-    return ScoreBytes(kept + (value if softcap else 0), forward, backward)
+    backward = max(saved + value, 4 * softmax) - saved
+    return ScoreBytes(saved + (value if softcap else 0), forward, backward)
 
 
 def mask_bytes(kernel: str, dtypes: DtypePolicy, *, masked: bool, adds: bool = False) -> int:
@@ -190,8 +190,8 @@ def math_scores(traits: Traits) -> ScoreBytes:
 
     Source: PyTorch 2.13 `_scaled_dot_product_attention_math` (`attention.cpp`).
     """
-    kept = 9 if traits.attention_dropout else 4
-    return ScoreBytes(kept, 8, max(kept + 4, 16 + int(traits.attention_dropout)) - kept)
+    saved = 9 if traits.attention_dropout else 4
+    return ScoreBytes(saved, 8, max(saved + 4, 16 + int(traits.attention_dropout)) - saved)
 
 
 # What attention over a sequence that is cut over several GPUs holds beside what it holds on one.
@@ -222,14 +222,14 @@ def exchanged_bytes(attention: AttentionSpec, context: LayerContext) -> tuple[in
     size = SIZE_BYTES[context.dtypes.attention_input]
     queries = attention.num_heads * attention.head_dim
     given = attention.num_heads * attention.value_head_dim
-    dealt = dealt_heads(attention, setup)
-    pairs = dealt.num_kv_heads * (attention.head_dim + attention.value_head_dim)
+    rank_attention = dealt_heads(attention, setup)
+    pairs = rank_attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     if not setup.rings:
         moved = size * (3 * max(queries, given) + pairs)
         return tokens * moved, tokens * moved
-    gathered = size * setup.context_degree * pairs
-    forward = gathered + size * (queries + pairs + given) + 4 * 4 * given
-    backward = gathered + size * (queries + pairs) + 4 * (2 * queries + 3 * pairs)
+    all_pairs = size * setup.context_degree * pairs
+    forward = all_pairs + size * (queries + pairs + given) + 4 * 4 * given
+    backward = all_pairs + size * (queries + pairs) + 4 * (2 * queries + 3 * pairs)
     return tokens * forward, tokens * backward
 
 
@@ -328,8 +328,8 @@ def inputs_saved(
     if setup.pins_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
-    own = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)
-    return Inputs(base=base, adapters=own or 0, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    adapter_bytes = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)
+    return Inputs(base=base, adapters=adapter_bytes or 0, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
 
 
 def _compiled(
@@ -367,7 +367,7 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
     elements = adapted[0].in_features * context.tokens
     constant = 0
     if setup.adapter != "lora" and not setup.kind.like_lora:
-        constant = sum(_kept_by_kind(one, context, input_dtype) for one in adapted)
+        constant = sum(_kept_by_kind(linear, context, input_dtype) for linear in adapted)
         if setup.adapter not in KEEP_INPUTS:
             return constant
     direct, copy_dtype = adapter_input(dtypes, input_dtype)
@@ -438,7 +438,7 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
 
 def shared_bytes(setup: TrainSetup, linears: Sequence[LinearSpec]) -> int:
     """VeRA's two frozen matrices, wide enough for every adapted one, in fp32 (peft casts buffers as well)."""
-    widest = max(one.in_features for one in linears) + max(one.out_features for one in linears)
+    widest = max(linear.in_features for linear in linears) + max(linear.out_features for linear in linears)
     return 4 * setup.lora_rank * widest
 
 
@@ -477,9 +477,9 @@ def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
 
 def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
     """Whether a dense gated MLP runs as one fused LoRA function: all three of its matrices carry adapters."""
-    roles = {one.role for one in layer.linears if one.name in context.adapted}
-    own = "lora" in context.fused and "inputs" not in context.fused
-    return own and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
+    roles = {linear.role for linear in layer.linears if linear.name in context.adapted}
+    fuses_lora = "lora" in context.fused and "inputs" not in context.fused
+    return fuses_lora and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
 
 
 def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
@@ -496,10 +496,10 @@ def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerConte
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
     if gated_fused(mlp, context):
         return 2 * SIZE_BYTES[dtype] * elements
-    kept = activation_bytes(mlp.activation, dtypes, dtype)
+    saved = activation_bytes(mlp.activation, dtypes, dtype)
     if mlp.kind != "plain":
-        kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, dtypes, dtype)]
-    return kept * elements
+        saved += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, dtypes, dtype)]
+    return saved * elements
 
 
 def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype: str) -> int:
@@ -520,23 +520,23 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
     copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
     multiplied = SIZE_BYTES[dtypes.autocast] if traits.dense_experts and dtypes.autocast else size
-    kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
+    saved = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
-        kept += routed * (mlp.intermediate_size + hidden) * multiplied
+        saved += routed * (mlp.intermediate_size + hidden) * multiplied
     if context.setup.trainer.grouped_experts:
         pass  # its kernels read the stacks as they lie
     elif context.setup.quantize_experts:
-        kept += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
+        saved += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
     elif context.stacks or (multiplied != size and not context.trained):
-        kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
+        saved += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
     tokens = context.tokens
-    return kept + 40 * routed + 4 * tokens * mlp.num_experts
+    return saved + 40 * routed + 4 * tokens * mlp.num_experts
 
 
 def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -> None:
     """What experts that are modules of their own keep beside `_routed_saved`: the rows that each adds to the
     result, and with adapters the rows gathered for each expert."""
-    experts = [one for one in layer.linears if one.is_expert and not one.is_stack]
+    experts = [linear for linear in layer.linears if linear.is_expert and not linear.is_stack]
     if not experts:
         return
     saved.mlp += SIZE_BYTES[context.dtypes.table] * context.tokens * experts[0].num_active * context.hidden
@@ -549,7 +549,7 @@ def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -
         else context.dtypes.linear_out(context.dtypes.residual)
     )
     for group in by_input(experts):
-        one_of_each = [replace(one, num=1, num_active=1) for one in group]
+        one_of_each = [replace(linear, num=1, num_active=1) for linear in group]
         saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
 
 
@@ -559,13 +559,13 @@ def add_mlp(
     """Adds what the MLP keeps, whose input has the type `normed`; nothing where the layer has none."""
     if layer.mlp is None:
         return
-    dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if not one.is_expert]
+    dense = [linear for role in ("gate", "up", "gate_up") for linear in by_role.get(role, ()) if not linear.is_expert]
     if dense:
         shares = layer.parallel_residual  # its input with the attention
         one_norm = sum(norm.rows_per_token == 1 for norm in layer.norms) == 1
         shared = inputs_saved(dense, context, normed, kept_elsewhere=shares, pinned_elsewhere=shares and one_norm)
         saved.add("mlp", shared)
-        down = [one for one in by_role.get("down", ()) if not one.is_expert]
+        down = [linear for linear in by_role.get("down", ()) if not linear.is_expert]
         saved.mlp += _between_dense(layer.mlp, down, context, normed)
         _add_last(saved, layer, layer.mlp, down, context, normed)
     if layer.mlp.kind == "moe":
@@ -580,9 +580,9 @@ def _add_last(
 ) -> None:
     """Adds what a dense MLP's last matrix keeps of its input."""
     dtypes = context.dtypes
-    again = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
+    unsaved = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
     activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(normed))
-    of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
+    of_down = inputs_saved(down, context, activated, kept_elsewhere=unsaved)
     saved.add("mlp", of_down)
     saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again
 
@@ -625,8 +625,12 @@ def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     size = SIZE_BYTES[dtypes.table]
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
     residual = 2 * context.tokens * SIZE_BYTES[dtypes.residual] * context.hidden
-    stacks = [one.num_weights + one.num_bias for one in layer.linears if one.is_stack]
-    elements, experts, ranks = sum(stacks), max(one.num for one in layer.linears if one.is_stack), replicas(setup)
+    stacks = [linear.num_weights + linear.num_bias for linear in layer.linears if linear.is_stack]
+    elements, experts, ranks = (
+        sum(stacks),
+        max(linear.num for linear in layer.linears if linear.is_stack),
+        replicas(setup),
+    )
     wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if dtypes.autocast else size)
     gradients = size * elements
     recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)

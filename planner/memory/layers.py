@@ -65,10 +65,10 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
     if norm_fused(norm, context):
         return SIZE_BYTES[input_dtype] * elements + 4 * rows
     if norm.kind == "rms":
-        kept = 4 * elements + 4 * rows
+        saved = 4 * elements + 4 * rows
         if trained:
-            kept += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
-        return kept
+            saved += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
+        return saved
     if style == "layer-composed":
         return 8 * elements + 4 * rows + (4 * elements if trained else 0)
     dtype = "fp32" if context.dtypes.autocast or style == "layer-cast-back" else input_dtype
@@ -129,20 +129,20 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
         width = query_width + value_width
-        kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
-        own = context.kernel == "efficient" and not context.traits.position_bias
-        handed = own and masked(context.setup, attention, masks_packed=context.masks_packed)
+        saved_elements = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
+        takes_mask = context.kernel == "efficient" and not context.traits.position_bias
+        handed = takes_mask and masked(context.setup, attention, masks_packed=context.masks_packed)
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
         if context.setup.attention == FLEX:
-            kept += tokens * value_width  # the output before the sinks' share is taken off, and after it
-        return size * kept + 4 * tokens * attention.num_heads, mask
+            saved_elements += tokens * value_width  # the output before the sinks' share is taken off, and after it
+        return size * saved_elements + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
-    held = score_bytes(attention, context, qkv_dtype)
+    per_score = score_bytes(attention, context, qkv_dtype)
     if context.kernel == "eager":
-        return size * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
-    return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
+        return size * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * per_score.kept
+    return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * per_score.kept
 
 
 def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
@@ -165,13 +165,15 @@ def attention_held(layer: LayerSpec, context: LayerContext) -> int:
 
     Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`.
     """
-    found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
-    size, held = SIZE_BYTES[context.dtypes.attention_input], 0
+    attentions = [attention for attention in (layer.attention, layer.cross_attention) if attention is not None]
+    size, kept_bytes = SIZE_BYTES[context.dtypes.attention_input], 0
     if context.kernel in ("flash", "efficient"):
-        held = sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
+        kept_bytes = sum(
+            context.tokens * attention.num_heads * (size * attention.value_head_dim + 4) for attention in attentions
+        )
     if context.setup.trainer.selects_products:
-        held += context.tokens * size * sum(one.out_features for one in layer.every_second_product)
-    return held
+        kept_bytes += context.tokens * size * sum(linear.out_features for linear in layer.every_second_product)
+    return kept_bytes
 
 
 def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
@@ -254,18 +256,18 @@ def _add_attention(
         if norm.rows_per_token > 1:
             saved.norm += norm_saved(norm, of_keys if norm.name.endswith("k_norm") else context, qkv)
     looks = ("k", "v") if layer.looks else ()
-    projections = [one for role in ("q", "k", "v", "qkv", "mixer", "other") for one in by_role.get(role, ())]
+    projections = [linear for role in ("q", "k", "v", "qkv", "mixer", "other") for linear in by_role.get(role, ())]
     cross = layer.cross_attention
-    for group in by_input([one for one in projections if one.role not in looks], apart=cross is not None):
+    for group in by_input([linear for linear in projections if linear.role not in looks], apart=cross is not None):
         there = group[0].of_encoder  # which all layers share
         rows = context.of_length(cross.key_tokens) if cross is not None and there else context
         saved.add("attention", inputs_saved(group, rows, normed, kept_elsewhere=there, pinned_elsewhere=there))
-    seen = [one for one in projections if one.role in looks]
+    seen = [linear for linear in projections if linear.role in looks]
     saved.add("attention", inputs_saved(seen, of_keys, looked_at_dtype(dtypes), kept_elsewhere=True))
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
-            kept, scores = attention_saved(attention, context, qkv)
-            saved.attention += kept
+            saved_bytes, scores = attention_saved(attention, context, qkv)
+            saved.attention += saved_bytes
             saved.scores += scores
     saved.attention += _pinned_by_views(layer, context, qkv)
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
@@ -292,7 +294,7 @@ def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
     batch of heads for eager attention's product (but in a micro-batch of one).
     """
     spec = layer.attention
-    fused = [one for one in layer.linears if one.role == "qkv"]
+    fused = [linear for linear in layer.linears if linear.role == "qkv"]
     if spec is None or not fused or context.kernel not in ("flash", "efficient"):
         return 0
     prefixed = context.setup.kind.form == "prefix"
@@ -333,9 +335,9 @@ def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[
     Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `lora/bnb.py`.
     """
     adapter = handed_on(context.dtypes, dtype)
-    cast, again = adapter != dtype, (context.dtypes.autocast or adapter) != adapter
+    cast, cast_back = adapter != dtype, (context.dtypes.autocast or adapter) != adapter
     dropout, size = context.setup.lora_dropout > 0, SIZE_BYTES[adapter]
-    copies = size * (cast and (dropout or again)) + size * (dropout and again)
+    copies = size * (cast and (dropout or cast_back)) + size * (dropout and cast_back)
     backward = 2 * size if dropout else size + SIZE_BYTES[dtype] * cast
     return width * copies, width * backward
 
@@ -355,7 +357,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     if gated_fused(mlp, context) and lora_mlp(layer, context) and not _composed(mlp):
         # at the recomputed end: the product, its copy and the last matrix's result
         return 2 * gradients + SIZE_BYTES[hidden_dtype] * context.hidden, gradients
-    down = next((one for one in layer.linears if one.role == "down" and not one.is_expert), None)
+    down = next((linear for linear in layer.linears if linear.role == "down" and not linear.is_expert), None)
     if mlp.kind == "moe" or down is None:
         if mlp.kind == "moe" and not context.traits.dense_experts:  # the experts' weighted outputs sorted back
             rows = 3 * SIZE_BYTES[dtypes.table] * _rows_at_once(layer, context.hidden)
@@ -396,13 +398,13 @@ def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int
     copies of that matrix's input, its result, the gradient of its adapter's product, and the stream before the MLP with
     its norm's result; 0 where that matrix has no adapter."""
     mlp, dtypes = layer.mlp, context.dtypes
-    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
+    down = next((linear for linear in layer.linears if linear.role == "down" and linear.name in context.adapted), None)
     if mlp is None or down is None:
         return 0
     activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(dtypes.residual))
     copies, _ = adapter_temporaries(down.in_features, activated, context)
-    kept = context.trained or saved.pinned or mlp.activation == "relu"  # the input itself
-    shared = kept or (not copies and context.setup.lora_dropout == 0)
+    keeps_input = context.trained or saved.pinned or mlp.activation == "relu"  # the input itself
+    shared = keeps_input or (not copies and context.setup.lora_dropout == 0)
     product = 0 if shared else SIZE_BYTES[activated] * down.in_features
     results = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] + SIZE_BYTES[dtypes.autocast or dtypes.adapter]
     return copies + product + (results + HELD * SIZE_BYTES[dtypes.residual]) * context.hidden
@@ -467,18 +469,20 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     """
     residual = SIZE_BYTES[context.dtypes.residual] * context.hidden
     mlp, at_matrix = _mlp_moments(layer, context, saved)
-    stack, found = stack_temporary(layer, context), []
+    stack, moments = stack_temporary(layer, context), []
     if context.stacks:
-        found.append((context.tokens * (residual + mlp) - saved.behind + stack, 0))
+        moments.append((context.tokens * (residual + mlp) - saved.behind + stack, 0))
     if context.setup.adapter == "dora":
-        found.append((context.tokens * residual, magnitude_bytes(layer, context)))
+        moments.append((context.tokens * residual, magnitude_bytes(layer, context)))
     if context.setup.expert_degree > 1:
-        found += dispatched_moments(layer, context, saved)
+        moments += dispatched_moments(layer, context, saved)
     if context.setup.quantized:
-        lasts = [one for one in layer.linears if one.role == "down" and not one.is_expert]
-        copy = max([dequantized_bytes(one, context.setup, context.dtypes.residual) for one in lasts or layer.linears])
-        found.append((context.tokens * (residual + at_matrix) - saved.behind + stack, copy))
-    return tuple(found)
+        lasts = [linear for linear in layer.linears if linear.role == "down" and not linear.is_expert]
+        copy = max(
+            [dequantized_bytes(linear, context.setup, context.dtypes.residual) for linear in lasts or layer.linears]
+        )
+        moments.append((context.tokens * (residual + at_matrix) - saved.behind + stack, copy))
+    return tuple(moments)
 
 
 def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
@@ -492,8 +496,8 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
     scores = exchange = 0
     if layer.attention is not None:
         exchange = exchanged_bytes(layer.attention, context)[0]
-        held = score_bytes(layer.attention, context, dtypes.linear_out(dtypes.residual))
-        scores = held.forward * layer.attention.num_heads * context.row_tokens
+        per_score = score_bytes(layer.attention, context, dtypes.linear_out(dtypes.residual))
+        scores = per_score.forward * layer.attention.num_heads * context.row_tokens
         if scores:  # beside queries, keys and values and what they are made of
             width = layer.attention.num_heads * (2 * layer.attention.head_dim + layer.attention.value_head_dim)
             scores += size * (width + context.hidden)
@@ -506,14 +510,14 @@ def magnitude_bytes(layer: LayerSpec, context: LayerContext) -> int:
 
     Source: peft 0.21 `tuners/lora/dora.py` get_lora_weight, get_weight_norm.
     """
-    found = []
-    for one in layer.linears:
-        if one.name in context.adapted:
-            handed = SIZE_BYTES[handed_on(context.dtypes, input_dtype(one, layer, context))]
+    sizes = []
+    for linear in layer.linears:
+        if linear.name in context.adapted:
+            handed = SIZE_BYTES[handed_on(context.dtypes, input_dtype(linear, layer, context))]
             multiplied = SIZE_BYTES[context.dtypes.autocast or context.dtypes.adapter]
-            identity = multiplied * one.in_features**2
-            found.append(identity + 4 * handed * one.in_features * one.out_features)
-    return max(found, default=0)
+            identity = multiplied * linear.in_features**2
+            sizes.append(identity + 4 * handed * linear.in_features * linear.out_features)
+    return max(sizes, default=0)
 
 
 def stack_temporary(layer: LayerSpec, context: LayerContext) -> int:
@@ -525,7 +529,7 @@ def stack_temporary(layer: LayerSpec, context: LayerContext) -> int:
     """
     if context.setup.trainer.grouped_experts:
         return grouped_temporary(layer, context)
-    stacks = {one.role: one.num_weights for one in layer.linears if one.is_stack} if context.stacks else {}
+    stacks = {linear.role: linear.num_weights for linear in layer.linears if linear.is_stack} if context.stacks else {}
     down = stacks.pop("down", 0)
     return SIZE_BYTES[context.dtypes.table] * max(down, max(stacks.values(), default=0) - down)
 
@@ -578,7 +582,7 @@ def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
     if not (context.stacks or context.setup.quantize_experts) or context.setup.trainer.grouped_experts:
         return 0
     size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.dtypes.table]
-    return size * sum(one.num_weights for one in layer.linears if one.is_stack)
+    return size * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
 
 
 # What one layer of each kind costs at one micro-batch, before it is said which of them are checkpointed.
@@ -641,17 +645,17 @@ def layer_costs(
     """
     fused = setup.fused_parts(model.model_type)
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
-    found = []
+    costs = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
-        own = setup.replace_trusted(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
+        layer_setup = setup.replace_trusted(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
         if layer.frozen:  # as under adapters, of which it has none
-            own = own.replace_trusted(method="lora")
+            layer_setup = layer_setup.replace_trusted(method="lora")
         context = LayerContext(
-            setup=own,
+            setup=layer_setup,
             dtypes=replace(dtypes, table="fp32") if setup.widens_trained and not layer.frozen else dtypes,
             adapted=names,
-            kernel=_kernel(model, layer, gpu, own, dtypes),
-            tokens=own.forward_tokens,
+            kernel=_kernel(model, layer, gpu, layer_setup, dtypes),
+            tokens=layer_setup.forward_tokens,
             hidden=model.hidden_size,
             traits=model.traits,
             masks_packed=masks_packed(model.model_type),
@@ -659,8 +663,8 @@ def layer_costs(
             fused=fused,
             looked_at=_looked_at(model, layer, setup),
         )
-        found.append(_costs(layer, context))
-    return tuple(found)
+        costs.append(_costs(layer, context))
+    return tuple(costs)
 
 
 def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
@@ -676,23 +680,23 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     setup, dtypes, tokens, traits = context.setup, context.dtypes, context.tokens, context.traits
     saved = layer_saved(layer, context)
     saved.norm += kept_by_streams(context)
-    mask = beside = dequantized = 0
+    mask = extra_bytes = dequantized = 0
     if layer.attention is not None:
         handed = masked(setup, layer.attention, masks_packed=context.masks_packed)
         each = mask_bytes(context.kernel, dtypes, masked=handed, adds=layer.attention.adds_mask)
         mask = each * tokens * context.row_tokens
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
-        beside = magnitude_bytes(layer, context)
-    beside = max(beside, tokens * at_last_matrix(layer, context, saved))
+        extra_bytes = magnitude_bytes(layer, context)
+    extra_bytes = max(extra_bytes, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
-        dequantized = max([dequantized_bytes(one, setup, dtypes.residual) for one in layer.linears], default=0)
+        dequantized = max([dequantized_bytes(linear, setup, dtypes.residual) for linear in layer.linears], default=0)
     return LayerCosts(
         saved=saved,
         entry=SIZE_BYTES[dtypes.residual] * context.hidden * tokens * traits.streams,
         held=attention_held(layer, context),
         forward=forward_temporary(layer, context),
         merged=merged_stacks(layer, context),
-        beside=beside,
+        beside=extra_bytes,
         moments=((backward_temporary(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,

@@ -55,7 +55,7 @@ def reference_forward_bytes(
         return ReferenceForward()
     frames = 4 * SIZE_BYTES[dtypes.residual] * model.hidden_size * setup.forward_tokens
     return ReferenceForward(
-        frames, max(one.forward + one.merged for one in costs), weight_casts if setup.copies_reference else 0
+        frames, max(cost.forward + cost.merged for cost in costs), weight_casts if setup.copies_reference else 0
     )
 
 
@@ -194,11 +194,11 @@ class WeightCasts(NamedTuple):
     trained: bool = False
     gone: bool = False
 
-    def at(self, kept: int, layers: int) -> tuple[int, int]:
+    def at(self, num_kept: int, layers: int) -> tuple[int, int]:
         """Bytes alive in (forward and loss, backward) where so many of the layers keep their activations."""
         if self.gone:
             return self.size_bytes, 0
-        of_kept, frozen = (size * kept // max(1, layers) for size in (self.size_bytes, self.frozen_bytes))
+        of_kept, frozen = (size * num_kept // max(1, layers) for size in (self.size_bytes, self.frozen_bytes))
         return frozen + (self.size_bytes if self.trained else of_kept), frozen + of_kept
 
 
@@ -220,7 +220,7 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> We
         return WeightCasts()
     copied = decoder_alone(model) if setup.frozen_encoder else model
     each = [
-        2 * sum(one.num_weights for one in layer.linears if one.module != "parameter" or batched)
+        2 * sum(linear.num_weights for linear in layer.linears if linear.module != "parameter" or batched)
         for layer in copied.layer_kinds
     ]
     if trained and setup.trained_layers:
@@ -246,10 +246,10 @@ def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy
         traits=model.traits,
         fused=setup.fused_parts(model.model_type),
     )
-    before = [one for one in model.outer_norms if "embed" in one.name]
-    behind = [one for one in model.outer_norms if "embed" not in one.name][-1:]
-    kept, last = ([norm_saved(norm, around, dtypes.residual) for norm in norms] for norms in (before, behind))
-    return sum(kept), sum(last)
+    before = [norm for norm in model.outer_norms if "embed" in norm.name]
+    after = [norm for norm in model.outer_norms if "embed" not in norm.name][-1:]
+    first, last = ([norm_saved(norm, around, dtypes.residual) for norm in norms] for norms in (before, after))
+    return sum(first), sum(last)
 
 
 # Learned position biases (T5): matrices of heads x tokens x tokens that every layer adds to its scores.
@@ -271,9 +271,9 @@ def position_bias_bytes(
     spec = model.layer_kinds[0].attention
     if not model.traits.position_bias or spec is None:
         return 0
-    one, zeros = SIZE_BYTES[dtypes.table], SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
+    bias, zeros = SIZE_BYTES[dtypes.table], SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if kernel == "efficient" else 0
-    shared = 3 * one + 2 * zeros if setup.checkpointing else zeros
+    shared = 3 * bias + 2 * zeros if setup.checkpointing else zeros
     return spec.num_heads * row_tokens * row_tokens * (num_kept * mask + shared)
 
 
@@ -391,22 +391,22 @@ def activation_parts(
     ground = shared_layer_costs(model, gpu, setup) if ground is None else ground
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
-    kept = _counted(model, setup, ground.below)[1]
-    num, num_kept = sum(counts), sum(kept)
-    stored = _stored(model, setup, ground, kept)
+    kept_counts = _counted(model, setup, ground.below)[1]
+    num, num_kept = sum(counts), sum(kept_counts)
+    stored = _stored(model, setup, ground, kept_counts)
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
-    behind = _gone_behind(model, setup, costs, kept)
-    layer_moments = _largest_moments(setup, costs, counts, kept, behind)
+    freed = _gone_behind(model, setup, costs, kept_counts)
+    layer_moments = _largest_moments(setup, costs, counts, kept_counts, freed)
     largest = max(layer_moments, key=_TOTAL)
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()} if forwards > 1 else stored,
         recomputed=largest.recomputed,
         temporary=largest.temporary,
         layer_moments=layer_moments,
-        forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
-        dequantized=max([one.dequantized for one in costs]),
+        forward_temp=_forward_temporaries(setup, costs, counts, kept_counts, freed),
+        dequantized=max([cost.dequantized for cost in costs]),
         final_norm=forwards * ground.final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_cache,
@@ -428,15 +428,15 @@ def _kept_by_layers(
     setup: TrainSetup,
     costs: Sequence[LayerCosts],
     counts: Sequence[int],
-    kept: Sequence[int],
+    kept_counts: Sequence[int],
 ) -> dict[str, int]:
     """What all layers keep of one micro-batch, by part.
 
     Args:
-        counts, kept: layers of each kind, and how many of them keep their activations.
+        counts, kept_counts: layers of each kind, and how many of them keep their activations.
     """
     stored = dict.fromkeys(PARTS, 0)
-    for cost, count, num in zip(costs, counts, kept, strict=True):
+    for cost, count, num in zip(costs, counts, kept_counts, strict=True):
         saved = cost.saved
         if num:
             stored["norm"] += num * saved.norm
@@ -445,46 +445,52 @@ def _kept_by_layers(
             stored["mlp"] += num * saved.mlp
             stored["adapters"] += num * saved.adapters
             stored["pinned"] += num * (saved.pinned - saved.pinned_again)
-        if again := count - num:
+        if num_recomputed := count - num:
             if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
                 stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
             else:
-                stored["inputs"] += again * cost.entry
+                stored["inputs"] += num_recomputed * cost.entry
             # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
-            stored["pinned"] += 0 if setup.reentrant_checkpointing else again * saved.pinned
-            stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
+            stored["pinned"] += 0 if setup.reentrant_checkpointing else num_recomputed * saved.pinned
+            stored["attention"] += num_recomputed * cost.held if setup.selective_checkpointing else 0
     return stored
 
 
 def _masks(model: ModelSpec, costs: Sequence[LayerCosts]) -> int:
     """Bytes of the attention masks: layers of one window share theirs, and those that look at pictures."""
-    attended = [(one.attention, cost) for one, cost in zip(model.layer_kinds, costs, strict=True)]
-    return sum({(one.window_tokens, one.cross): cost.mask for one, cost in attended if one is not None}.values())
+    attended = [(layer.attention, cost) for layer, cost in zip(model.layer_kinds, costs, strict=True)]
+    return sum(
+        {
+            (attention.window_tokens, attention.cross): cost.mask
+            for attention, cost in attended
+            if attention is not None
+        }.values()
+    )
 
 
-def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept: Sequence[int]) -> int:
+def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept_counts: Sequence[int]) -> int:
     """With every n-th layer checkpointed: bytes of the kept layers behind the last checkpointed one, which are gone by
     its turn."""
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
-    return gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
+    return gone * min([cost.saved.total for cost, num in zip(costs, kept_counts, strict=True) if num], default=0)
 
 
 _TOTAL = attrgetter("total")
 
 
 def _largest_moments(
-    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], behind: int
+    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept_counts: Sequence[int], freed: int
 ) -> tuple[LayerMoment, ...]:
-    """What can be the largest moment of one layer's backward, over all kinds of layers; `behind` bytes are gone."""
+    """What can be the largest moment of one layer's backward, over all kinds of layers; `freed` bytes are gone."""
     moments: list[list[LayerMoment]] = []
-    for cost, count, num in zip(costs, counts, kept, strict=True):
+    for cost, count, num in zip(costs, counts, kept_counts, strict=True):
         if count > num:
             # an offloaded input is copied to the host when its layer is done, and back when its turn comes
-            again = cost.saved.total + (cost.entry if setup.activation_offload else 0)
-            again = max(0, again - (cost.held if setup.selective_checkpointing else 0) - behind)
-            moments.append([_moment(again, *one) for one in cost.moments])
+            recomputed = cost.saved.total + (cost.entry if setup.activation_offload else 0)
+            recomputed = max(0, recomputed - (cost.held if setup.selective_checkpointing else 0) - freed)
+            moments.append([_moment(recomputed, *sizes) for sizes in cost.moments])
         if num:
-            moments.append([_moment(0, *one) for one in cost.moments])
+            moments.append([_moment(0, *sizes) for sizes in cost.moments])
     if len(moments) == 1:
         return tuple(moments[0])
     return tuple([max(of_all_kinds, key=_TOTAL) for of_all_kinds in zip(*moments, strict=True)])
@@ -496,27 +502,29 @@ def _moment(recomputed: int, temporary: int, constant: int) -> LayerMoment:
 
 
 def _forward_temporaries(
-    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], behind: int
+    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept_counts: Sequence[int], freed: int
 ) -> int:
     """The largest of one layer's forward; what the kept layers behind the last checkpointed one hold is not there yet
     in its forward."""
-    again, whole = 0, 0
-    for cost, count, num in zip(costs, counts, kept, strict=True):
+    recomputed, whole = 0, 0
+    for cost, count, num in zip(costs, counts, kept_counts, strict=True):
         if count > num:
-            again = max(again, cost.forward + cost.merged + (cost.entry if setup.activation_offload else 0))
+            recomputed = max(recomputed, cost.forward + cost.merged + (cost.entry if setup.activation_offload else 0))
         if num:
             whole = max(whole, cost.forward - cost.saved.total, cost.beside)
-    return max(again - behind, whole)
+    return max(recomputed - freed, whole)
 
 
-def _stored(model: ModelSpec, setup: TrainSetup, ground: SharedLayerCosts, kept: Sequence[int]) -> dict[str, int]:
+def _stored(
+    model: ModelSpec, setup: TrainSetup, ground: SharedLayerCosts, kept_counts: Sequence[int]
+) -> dict[str, int]:
     """What is kept to the backward's end by part, copies apart."""
-    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept)
+    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept_counts)
     for part, size in ground.outside.items():
         stored[part] += size
     last = ground.costs[-1]
     stored["bias"] = position_bias_bytes(
-        model, setup, ground.dtypes, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept)
+        model, setup, ground.dtypes, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept_counts)
     )
     if model.is_encoder_decoder:
         stored["output"] = encoder_output_bytes(model, setup, ground.dtypes)
@@ -527,9 +535,15 @@ def _stored(model: ModelSpec, setup: TrainSetup, ground: SharedLayerCosts, kept:
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
-    counts, kept = _counted(model, setup, frozen_below(model, setup))
+    counts, kept_counts = _counted(model, setup, frozen_below(model, setup))
     size = SIZE_BYTES[step_dtype_policy(model, setup).residual]
-    return (sum(counts) - sum(kept)) * size * model.traits.streams * model.hidden_size * setup.tokens_per_micro_batch
+    return (
+        (sum(counts) - sum(kept_counts))
+        * size
+        * model.traits.streams
+        * model.hidden_size
+        * setup.tokens_per_micro_batch
+    )
 
 
 def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = False) -> int:
@@ -548,13 +562,13 @@ def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = Fa
         return 0
     dtypes = step_dtype_policy(model, setup)
     size = SIZE_BYTES[dtypes.autocast or dtypes.attention_input]
-    counts, kept = _counted(model, setup, 0)
+    counts, kept_counts = _counted(model, setup, 0)
     total = 0
-    for layer, count, num in zip(model.layer_kinds, counts, kept, strict=True):
+    for layer, count, num in zip(model.layer_kinds, counts, kept_counts, strict=True):
         if (spec := layer.attention) is None or spec.kind == "linear":
             continue
-        beside = count - num * (beside_graph and not setup.repeats_keys)
-        total += beside * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
+        num_cached = count - num * (beside_graph and not setup.repeats_keys)
+        total += num_cached * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
     return total * size * setup.tokens_per_micro_batch
 
 
@@ -583,11 +597,11 @@ def _checkpointed(model: ModelSpec, every: int, below: int, whole: bool) -> tupl
     is checkpointed when i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`; with `whole` no frozen
     one)."""
     counts = [0] * len(model.layer_kinds)
-    kept = [0] * len(model.layer_kinds)
+    kept_counts = [0] * len(model.layer_kinds)
     for position, kind in enumerate(model.layer_order):
         if position < below:
             continue
         counts[kind] += 1
         if not every or position % every or (whole and model.layer_kinds[kind].frozen):
-            kept[kind] += 1
-    return counts, kept
+            kept_counts[kind] += 1
+    return counts, kept_counts

@@ -40,9 +40,12 @@ def encoder_adapted(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
     if setup.method == "full" or not setup.kind.adapts_matrices:
         return frozenset()
     idle = {id(layer) for layer, _ in model.idle_layers}
-    found = [(layer, linears) for layer, _, linears in lora_linears(model, setup.lora_targets)]
+    adapted_layers = [(layer, linears) for layer, _, linears in lora_linears(model, setup.lora_targets)]
     return frozenset(
-        f"{layer.path}.{one.name}".lstrip(".") for layer, linears in found if id(layer) in idle for one in linears
+        f"{layer.path}.{linear.name}".lstrip(".")
+        for layer, linears in adapted_layers
+        if id(layer) in idle
+        for linear in linears
     )
 
 
@@ -59,7 +62,7 @@ def asks_gradients(encoder: Encoder, setup: TrainSetup, adapted: frozenset[str])
 def encoder_names(encoder: Encoder, adapted: frozenset[str]) -> tuple[frozenset[str], ...]:
     """Of each kind of layer of the encoder, the names of its adapted matrices."""
     return tuple(
-        frozenset(one.name for one in layer.linears if f"{layer.path}.{one.name}" in adapted)
+        frozenset(linear.name for linear in layer.linears if f"{layer.path}.{linear.name}" in adapted)
         for layer in encoder.model.layer_kinds
     )
 
@@ -82,9 +85,9 @@ def _context(
 def projectors_saved(encoder: Encoder, setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]) -> int:
     """Bytes that the networks between encoder and text keep: no class checkpoints them."""
     total, frames = 0, setup.micro_batch_seqs
-    for one in encoder.projectors:
-        context = _context(encoder, one.layer, setup, dtypes, adapted, frames * one.tokens)
-        total += one.num * layer_saved(one.layer, context).total
+    for projector in encoder.projectors:
+        context = _context(encoder, projector.layer, setup, dtypes, adapted, frames * projector.tokens)
+        total += projector.num * layer_saved(projector.layer, context).total
     return total
 
 
@@ -116,7 +119,9 @@ def _clamps(layer: LayerSpec, context: LayerContext) -> int:
     """
     taken = context.dtypes.residual
     given = context.dtypes.linear_out(taken)
-    width = sum(SIZE_BYTES[taken] * one.in_features + SIZE_BYTES[given] * one.out_features for one in layer.linears)
+    width = sum(
+        SIZE_BYTES[taken] * linear.in_features + SIZE_BYTES[given] * linear.out_features for linear in layer.linears
+    )
     return context.tokens * width
 
 
@@ -124,52 +129,59 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
     """What the pictures of a micro-batch add."""
     assert setup.images is not None
     encoder = encoder_of(model, setup.images)
-    own, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
-    dtypes = step_dtype_policy(encoder.model, own)
+    tower_setup, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
+    dtypes = step_dtype_policy(encoder.model, tower_setup)
     if encoder.convolves:
-        return _convolved(model, encoder, own, dtypes, adapted)
-    costs = layer_costs(encoder.model, gpu, own, dtypes, encoder_names(encoder, adapted))
+        return _convolved(model, encoder, tower_setup, dtypes, adapted)
+    costs = layer_costs(encoder.model, gpu, tower_setup, dtypes, encoder_names(encoder, adapted))
     if encoder.clipped:
         for layer, cost in zip(encoder.model.layer_kinds, costs, strict=True):
-            cost.saved.mlp += _clamps(layer, _context(encoder, layer, own, dtypes, adapted, _patches(encoder, own)))
-    ground = shared_layer_costs(encoder.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
-    parts = activation_parts(encoder.model, gpu, own, ground)
-    inputs, mask = own.micro_batch_seqs * encoder.input_bytes, _mask(encoder, own, dtypes)
+            cost.saved.mlp += _clamps(
+                layer, _context(encoder, layer, tower_setup, dtypes, adapted, _patches(encoder, tower_setup))
+            )
+    ground = shared_layer_costs(
+        encoder.model, gpu, tower_setup, costs, casts_adapters=False
+    )  # the text's count those of both
+    parts = activation_parts(encoder.model, gpu, tower_setup, ground)
+    inputs, mask = tower_setup.micro_batch_seqs * encoder.input_bytes, _mask(encoder, tower_setup, dtypes)
     row = SIZE_BYTES[dtypes.residual]
-    outputs = row * (_patches(encoder, own) * encoder.model.hidden_size + _seen(encoder, own) * model.hidden_size)
+    outputs = row * (
+        _patches(encoder, tower_setup) * encoder.model.hidden_size + _seen(encoder, tower_setup) * model.hidden_size
+    )
     if not asks_gradients(encoder, setup, adapted):
         return EncoderBytes(inputs=inputs, behind=outputs, forward=parts.forward_temp + mask)
-    beside = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
+    text_gradients = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
     if encoder.looked_at:  # text is embedded after the encoder has run, so that its gradients come back first
-        beside += SIZE_BYTES[dtypes.table] * model.num_embedding_params * (setup.method == "full")
+        text_gradients += SIZE_BYTES[dtypes.table] * model.num_embedding_params * (setup.method == "full")
     return EncoderBytes(
         inputs=inputs,
         stored=sum(parts.stored.values()) + parts.weight_casts[1],
         mask=mask,
-        behind=outputs + parts.final_norm + projectors_saved(encoder, own, dtypes, adapted),
+        behind=outputs + parts.final_norm + projectors_saved(encoder, tower_setup, dtypes, adapted),
         forward=parts.forward_temp,
-        backward=tuple(moment.total + beside for moment in parts.layer_moments),
+        backward=tuple(moment.total + text_gradients for moment in parts.layer_moments),
     )
 
 
 def _convolved(
-    model: ModelSpec, encoder: Encoder, own: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]
+    model: ModelSpec, encoder: Encoder, tower_setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]
 ) -> EncoderBytes:
     """Of an encoder of convolutions: PEFT adapts none, so that it keeps something where it is trained itself, and all
     of it; the copies that autocast makes of fp32 weights too."""
     narrow = SIZE_BYTES[dtypes.autocast or dtypes.table]
-    frames, sizes = own.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow]
+    frames, sizes = tower_setup.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow]
     widened = replace(dtypes, residual="fp32" if dtypes.autocast else dtypes.residual)
-    features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, own) * model.hidden_size
-    found = EncoderBytes(
+    features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, tower_setup) * model.hidden_size
+    frozen = EncoderBytes(
         inputs=frames * encoder.input_bytes,
-        behind=features + (projectors_saved(encoder, own, widened, adapted) if own.method == "full" or adapted else 0),
+        behind=features
+        + (projectors_saved(encoder, tower_setup, widened, adapted) if tower_setup.method == "full" or adapted else 0),
         forward=frames * sizes.idle,
     )
-    if own.method != "full":
-        return found
+    if tower_setup.method != "full":
+        return frozen
     casts = SIZE_BYTES[dtypes.autocast] * encoder.num_other_params if dtypes.autocast and dtypes.table == "fp32" else 0
-    return replace(found, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
+    return replace(frozen, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
 
 
 def with_encoder(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:

@@ -38,7 +38,7 @@ def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Ra
     Not counted: host memory (`planner.memory.engines.host`), paged optimizer states, the data loader.
     """
     engine, accumulated = engine_of(setup), setup.adds_gradients
-    found = [
+    memories = [
         RankMemory(
             name=part.name,
             num_ranks=part.num_ranks,
@@ -46,4 +46,4 @@ def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Ra
         )
         for part in (*rank_parts(model, setup), *followers(model, setup))
     ]
-    return tuple(sorted(found, key=lambda one: -one.breakdown.peak_device_bytes))
+    return tuple(sorted(memories, key=lambda rank: -rank.breakdown.peak_device_bytes))

@@ -89,10 +89,12 @@ class StepProfile:
 
     def piece(self, *, one_sequence: bool, tokens: int) -> Piece | None:
         """What was run for such samples, None where nothing was."""
-        for one in self.pieces:
-            inside = one.shortest_tokens <= tokens and (one.longest_tokens is None or tokens <= one.longest_tokens)
-            if one.one_sequence == one_sequence and inside:
-                return one
+        for piece in self.pieces:
+            inside = piece.shortest_tokens <= tokens and (
+                piece.longest_tokens is None or tokens <= piece.longest_tokens
+            )
+            if piece.one_sequence == one_sequence and inside:
+                return piece
         return None
 
 
@@ -119,28 +121,28 @@ class Sizes:
 
     def form(self, form: Form) -> Line:
         """One group's."""
-        known = self._forms.get(id(form))
-        if known is None:
-            found = [0.0] * 4
+        cached = self._forms.get(id(form))
+        if cached is None:
+            coefficients = [0.0] * 4
             for index, factor in form:
                 batch, length, ranks, tile = MONOMIALS[index]
-                found[3 if tile else batch] += factor * self._tokens**length * self._rank**ranks
-            known = self._forms[id(form)] = form, Line(*found)
-        return known[1]
+                coefficients[3 if tile else batch] += factor * self._tokens**length * self._rank**ranks
+            cached = self._forms[id(form)] = form, Line(*coefficients)
+        return cached[1]
 
     def moments(self, moments: Iterable[ProfileMoment], *, accumulated: bool) -> list[Line]:
         """Of each all groups'; without accumulation of one micro-batch's samples."""
-        known, found = self._moments[accumulated], []
+        cache, totals = self._moments[accumulated], []
         for moment in moments:
-            one = known.get(id(moment))
-            if one is None:
+            cached = cache.get(id(moment))
+            if cached is None:
                 lines: list[Sequence[float]] = []
                 for group, form in moment.groups:
                     line = self.form(form)
                     lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
-                one = known[id(moment)] = moment, Line(*map(sum, zip(*lines, strict=True)))
-            found.append(one[1])
-        return found
+                cached = cache[id(moment)] = moment, Line(*map(sum, zip(*lines, strict=True)))
+            totals.append(cached[1])
+        return totals
 
 
 @lru_cache(maxsize=16)
@@ -157,7 +159,10 @@ class ProfiledStep:
         self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
         self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
         self._holes = holes_of_loss(model, setup, cublas_workspace_bytes(gpu) // 2 if gpu is not None else 0)
-        self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
+        self._pieces = {
+            one_sequence: profile.piece(one_sequence=one_sequence, tokens=setup.seq_len_tokens)
+            for one_sequence in (False, True)
+        }
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)
         self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
         self._tiles: dict[int, int] = {}
@@ -168,29 +173,29 @@ class ProfiledStep:
         return None not in self._pieces.values()
 
     def _piece(self, micro_batch_seqs: int) -> Piece:
-        found = self._pieces[micro_batch_seqs == 1]
-        assert found is not None, "`complete` was not asked"
-        return found
+        piece = self._pieces[micro_batch_seqs == 1]
+        assert piece is not None, "`complete` was not asked"
+        return piece
 
     def _alive(self, micro_batch_seqs: int, *, accumulated: bool) -> list[ProfileMoment]:
-        return [one for one in self._piece(micro_batch_seqs).moments if accumulated or not one.later]
+        return [moment for moment in self._piece(micro_batch_seqs).moments if accumulated or not moment.later]
 
     def _tile_tokens(self, micro_batch_seqs: int) -> int:
-        found = self._tiles.get(micro_batch_seqs)
-        if found is None:
+        tokens = self._tiles.get(micro_batch_seqs)
+        if tokens is None:
             tiling = self._loss.tiling(micro_batch_seqs * self._tokens_each, *self._vocabulary)
-            found = self._tiles[micro_batch_seqs] = tiling.tokens
-        return found
+            tokens = self._tiles[micro_batch_seqs] = tiling.tokens
+        return tokens
 
     def _by_phase(self, micro_batch_seqs: int, *, accumulated: bool) -> dict[str, list[Line]]:
         key = micro_batch_seqs == 1, accumulated
-        found = self._lines.get(key)
-        if found is None:
-            found = self._lines[key] = {}
+        by_phase = self._lines.get(key)
+        if by_phase is None:
+            by_phase = self._lines[key] = {}
             alive = self._alive(micro_batch_seqs, accumulated=accumulated)
-            for one, line in zip(alive, self._sizes.moments(alive, accumulated=accumulated), strict=True):
-                found.setdefault(one.phase, []).append(line)
-        return found
+            for moment, line in zip(alive, self._sizes.moments(alive, accumulated=accumulated), strict=True):
+                by_phase.setdefault(moment.phase, []).append(line)
+        return by_phase
 
     def bytes_at(self, micro_batch_seqs: int, *phases: str, accumulated: bool) -> list[int]:
         """Allocated bytes at the highest moment of each phase (or at LOSS_BEGINS)."""
@@ -203,17 +208,17 @@ class ProfiledStep:
     def groups_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> dict[Group, int]:
         """What is alive at a phase's highest moment, in bytes that add up to `bytes_at`."""
         tile = self._tile_tokens(micro_batch_seqs)
-        own = [one for one in self._alive(micro_batch_seqs, accumulated=accumulated) if one.phase == phase]
-        sizes = [line.at(micro_batch_seqs, tile) for line in self._sizes.moments(own, accumulated=accumulated)]
-        best = own[sizes.index(max(sizes))]
-        found = {}
+        moments = [moment for moment in self._alive(micro_batch_seqs, accumulated=accumulated) if moment.phase == phase]
+        sizes = [line.at(micro_batch_seqs, tile) for line in self._sizes.moments(moments, accumulated=accumulated)]
+        best = moments[sizes.index(max(sizes))]
+        by_group = {}
         for group, form in best.groups:
             size = self._sizes.form(form).at(micro_batch_seqs, tile)
-            found[group] = round(size if accumulated or group != BATCH else size / 2)
-        found = {group: size for group, size in found.items() if size > 0}
-        rest = self.bytes_at(micro_batch_seqs, phase, accumulated=accumulated)[0] - sum(found.values())
-        found[max(found, key=lambda group: found[group])] += rest  # of rounding
-        return found
+            by_group[group] = round(size if accumulated or group != BATCH else size / 2)
+        by_group = {group: size for group, size in by_group.items() if size > 0}
+        rest = self.bytes_at(micro_batch_seqs, phase, accumulated=accumulated)[0] - sum(by_group.values())
+        by_group[max(by_group, key=lambda group: by_group[group])] += rest  # of rounding
+        return by_group
 
     def before_step(self, micro_batch_seqs: int, *, accumulated: bool) -> tuple[int, int]:
         """Allocated bytes at the highest moment before the optimizer's step, and what the allocator holds beyond them
@@ -277,23 +282,23 @@ class ModelProfiles:
         Args:
             every: how many layers apart its checkpoints lie (0: there are none).
         """
-        found = self._found.get(key)
-        if found is None:
-            repeats, kept = 0, key
+        profile = self._found.get(key)
+        if profile is None:
+            repeats, stored_key = 0, key
             if self._model is not None:
                 repeats = self._model.num_layers // max(1, every)
                 if not repeats:
                     return None
-                kept = at_rest(key, self._model.num_layers, every)
-            pieces = self._raw["profiles"].get(kept)
+                stored_key = at_rest(key, self._model.num_layers, every)
+            pieces = self._raw["profiles"].get(stored_key)
             if pieces is None:
                 return None
-            own = [self._piece(one, repeats) for one in pieces]
-            found = self._found[key] = StepProfile(pieces=tuple([one for one in own if one is not None]))
-        return found
+            parsed = [self._piece(values, repeats) for values in pieces]
+            profile = self._found[key] = StepProfile(pieces=tuple([piece for piece in parsed if piece is not None]))
+        return profile
 
     def _piece(self, values: Sequence[Any], repeats: int) -> Piece | None:
-        alone, shortest, longest, own = values
+        alone, shortest, longest, numbers = values
         if self._model is not None:
             if shortest > 1 and self._raw["changes"] != self._changes:
                 return None
@@ -303,7 +308,12 @@ class ModelProfiles:
             one_sequence=bool(alone),
             shortest_tokens=shortest,
             longest_tokens=longest,
-            moments=tuple([self._moments.get((one, repeats)) or self._moment(one, repeats) for one in own]),
+            moments=tuple(
+                [
+                    self._moments.get((moment_number, repeats)) or self._moment(moment_number, repeats)
+                    for moment_number in numbers
+                ]
+            ),
         )
 
     def _moment(self, number: int, repeats: int) -> ProfileMoment:
@@ -312,52 +322,56 @@ class ModelProfiles:
         groups = tuple(
             [(self._groups[group], forms.get((form, repeats)) or self._form(form, repeats)) for group, form in pairs]
         )
-        found = self._moments[number, repeats] = ProfileMoment(phase, bool(later), groups)
-        return found
+        moment = self._moments[number, repeats] = ProfileMoment(phase, bool(later), groups)
+        return moment
 
     def _form(self, number: int, repeats: int) -> Form:
-        own = self._raw["forms"][number]
+        values = self._raw["forms"][number]
         if self._sizes is None:
-            form = tuple(zip(own[::2], map(float, own[1::2]), strict=True))
+            form = tuple(zip(values[::2], map(float, values[1::2]), strict=True))
         else:
-            parts = self._parts.get(number) or self._parts_of(number, own)
+            parts = self._parts.get(number) or self._parts_of(number, values)
             form = tuple([(index, fixed + each * repeats) for index, (fixed, each) in parts.items()])
         self._forms[number, repeats] = form
         return form
 
-    def _parts_of(self, number: int, own: Sequence[float]) -> dict[int, tuple[float, float]]:
+    def _parts_of(self, number: int, values: Sequence[float]) -> dict[int, tuple[float, float]]:
         """Of a form by monomial: its factor in all, and each repetition."""
         assert self._sizes is not None
-        found = self._parts[number] = {}
-        for index, factor, fixed, each in zip(own[::4], own[1::4], own[2::4], own[3::4], strict=True):
+        parts = self._parts[number] = {}
+        for index, factor, fixed, each in zip(values[::4], values[1::4], values[2::4], values[3::4], strict=True):
             place = int(index)
             size = self._known.get((place, factor))
             if size is None:
                 size = self._known[place, factor] = resized_bytes(self._sizes, place, factor)
-            so_far = found.get(place, (0.0, 0.0))
-            found[place] = so_far[0] + fixed * size, so_far[1] + each * size
-        return found
+            so_far = parts.get(place, (0.0, 0.0))
+            parts[place] = so_far[0] + fixed * size, so_far[1] + each * size
+        return parts
 
 
 def resized_bytes(sizes: Resizer, index: int, factor: float) -> float:
     """The factor of a monomial for a model, of that of the one that was run."""
-    found = sizes.product(factor)
-    return found if index else math.ceil(found / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    product = sizes.product(factor)
+    return product if index else math.ceil(product / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that stand for what a configuration makes of a step."""
-    kept = {name: value for name, value in config.items() if name not in _NO_MATTER and not name.startswith("_")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = {name: value for name, value in config.items() if name not in _NO_MATTER and not name.startswith("_")}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def profiled_kind(setup: TrainSetup) -> bool:
     """Whether profiles are made of such setups: text on one GPU, whole weights or adapters whose matrices have a rank,
     objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
     """
-    known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
+    covered = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     plain = (
-        setup.alone and known and setup.images is None and not setup.compile and setup.attention not in (XFORMERS, FLEX)
+        setup.alone
+        and covered
+        and setup.images is None
+        and not setup.compile
+        and setup.attention not in (XFORMERS, FLEX)
     )
     plain = plain and not (any(_LATER(setup)) and setup.computed_otherwise)
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
@@ -375,11 +389,11 @@ _ADAPTERS = (*_LIKE_LORA, "dora", "vera")
 def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card."""
     dtype = dtype_policy_of(setup).attention_input
-    found = {
+    kernels = {
         attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
         for layer in model.layer_kinds
     }
-    return key_with(setup, found)
+    return key_with(setup, kernels)
 
 
 def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
@@ -396,7 +410,7 @@ def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     )
     values += [
         "dropout" if setup.lora_dropout else "-",
-        *(f"{name}={own}" for name, own, usual in rarer if own != usual),
+        *(f"{name}={value}" for name, value, usual in rarer if value != usual),
     ]
     return " ".join(["+".join(sorted({*kernels})), *values])
 
@@ -406,7 +420,10 @@ _FIELDS = (
     "loss", "packing", "kernels", "activation_offload", "selective_checkpointing", "quantize_experts", "stack",
     "reentrant_checkpointing",
 )  # fmt: skip
-_OF_ADAPTERS, _OF_FULL = attrgetter(*_FIELDS), attrgetter(*(one for one in _FIELDS if one != "resolved_adapter_dtype"))
+_OF_ADAPTERS, _OF_FULL = (
+    attrgetter(*_FIELDS),
+    attrgetter(*(name for name in _FIELDS if name != "resolved_adapter_dtype")),
+)
 
 
 def respaced(key: str, every: int) -> str:
@@ -435,10 +452,10 @@ def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfi
         setup = setup.replace_trusted(num_gpus=1, parallel="none")
     if not profiled_kind(setup):
         return None
-    known = profiles_of(model)
-    if known is None or gpu.vendor == "Apple":
+    profiles = profiles_of(model)
+    if profiles is None or gpu.vendor == "Apple":
         return None
-    return known.get(structure_key(model, gpu, setup), setup.checkpointing)
+    return profiles.get(structure_key(model, gpu, setup), setup.checkpointing)
 
 
 def profiles_of(model: ModelSpec) -> ModelProfiles | None:
@@ -448,35 +465,39 @@ def profiles_of(model: ModelSpec) -> ModelProfiles | None:
 
 def rank_profiles_of(model: ModelSpec) -> ModelProfiles | None:
     """The same of ranks."""
-    return model.once("rank profiles", lambda one: _read_profiles(one, OF_RANKS, "ranks-"))
+    return model.once("rank profiles", lambda spec: _read_profiles(spec, OF_RANKS, "ranks-"))
 
 
 def _read_profiles(model: ModelSpec, shipped: Path | None = None, before: str = "") -> ModelProfiles | None:
     digest, shipped = config_digest(model.config), shipped or SHIPPED
-    own = _own_profiles(f"{before}{digest}") or load_profiles(shipped / f"{digest}.json.gz")
-    structure = structure_of(model) if own is None else None
+    profiles = _own_profiles(f"{before}{digest}") or load_profiles(shipped / f"{digest}.json.gz")
+    structure = structure_of(model) if profiles is None else None
     raw = read_packed(shipped / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
-    return ModelProfiles(raw, model) if raw else own
+    return ModelProfiles(raw, model) if raw else profiles
 
 
 def _own_profiles(name: str) -> ModelProfiles | None:
     """What this user made with the libraries that are installed."""
-    found = [kept for path in user_directory().glob(f"{name}-*.json.gz") if (kept := load_profiles(path)) is not None]
-    if not found:
+    candidates = [
+        profiles for path in user_directory().glob(f"{name}-*.json.gz") if (profiles := load_profiles(path)) is not None
+    ]
+    if not candidates:
         return None
     here = library_versions()
-    return next((one for one in found if {name: one.versions.get(name) for name in here} == here), None)
+    return next(
+        (candidate for candidate in candidates if {name: candidate.versions.get(name) for name in here} == here), None
+    )
 
 
 def library_versions() -> dict[str, str]:
     """Installed versions of what a step executes; "absent" where one is missing."""
     from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
 
-    found = dict.fromkeys(LIBRARIES, "absent")
+    versions = dict.fromkeys(LIBRARIES, "absent")
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def user_directory() -> Path:
@@ -522,20 +543,20 @@ def save_profiles(
     def number(table: str, value: Any) -> int:
         return shared[table].setdefault(value, len(shared[table]))
 
-    found = {}
+    packed = {}
     for key, profile in sorted(profiles.items()):
         pieces: list[Sequence[Any]] = []
-        for one in profile.pieces:
-            own = []
-            for phase, later, alive in one.moments:
+        for piece in profile.pieces:
+            numbers = []
+            for phase, later, alive in piece.moments:
                 pairs = [(number("groups", group), number("forms", tuple(chain(*form)))) for group, form in alive]
-                own.append(number("moments", (phase, int(later), *chain(*pairs))))
-            pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own])
-        found[key] = pieces
+                numbers.append(number("moments", (phase, int(later), *chain(*pairs))))
+            pieces.append([int(piece.one_sequence), piece.shortest_tokens, piece.longest_tokens, numbers])
+        packed[key] = pieces
     raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
     if like is not None:
         raw |= {"sizes": sizes_of(like), "changes": changes(like)}
-    write_packed(path, {**raw, "profiles": found})
+    write_packed(path, {**raw, "profiles": packed})
     load_profiles.cache_clear()
 
 
@@ -577,10 +598,10 @@ class StepTerms:
         if size > 0:
             self._found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
 
-    def add_held(self, held: Iterable[Held]) -> None:
+    def add_held(self, allocations: Iterable[Held]) -> None:
         """What an engine holds all along, cuBLAS's workspaces and the optimizer's states."""
-        for one in held:
-            self.add(one.category, one.name, one.size_bytes, *PHASES)
+        for allocation in allocations:
+            self.add(allocation.category, allocation.name, allocation.size_bytes, *PHASES)
         self.add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(self._gpu), *PHASES[1:])
         self.add("optimizer", f"states of {self._setup.optimizer}", self._states, *PHASES[1:])
 
@@ -591,8 +612,10 @@ class StepTerms:
             MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
             for (category, name, size), alive in self._found.items()
         )
-        outside = context_bytes(self._gpu) + communicator_bytes(self._gpu, self._setup)
-        return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap_bytes, context_bytes=outside, profiled=True)
+        outside_allocator = context_bytes(self._gpu) + communicator_bytes(self._gpu, self._setup)
+        return MemoryBreakdown(
+            terms=terms, allocator_gap_bytes=gap_bytes, context_bytes=outside_allocator, profiled=True
+        )
 
 
 def gap_until_step(before: int, gap: int, at_end: int) -> int:
@@ -618,16 +641,16 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
 
 def _buckets(state: RankState) -> list[Held]:
     """DDP's, which are there all along and no part of what one GPU does."""
-    return [one for one in state.held if one.resident and one.category == "gradients"]
+    return [allocation for allocation in state.held if allocation.resident and allocation.category == "gradients"]
 
 
 def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:
     """What the allocator holds beyond live tensors at the peak."""
     load, micro = sizes["load"], setup.micro_batch_seqs
     if not setup.expandable_segments:
-        kept = step.bytes_at(micro, LOSS_BEGINS, accumulated=setup.adds_gradients)[0] - load
+        saved = step.bytes_at(micro, LOSS_BEGINS, accumulated=setup.adds_gradients)[0] - load
         dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
-        return fixed_segments_gap_bytes(kept=max(0, kept), **dynamic)
+        return fixed_segments_gap_bytes(saved=max(0, saved), **dynamic)
     largest, gap = step.before_step(micro, accumulated=setup.adds_gradients)
     return gap_until_step(largest, gap, sizes["step"] + temporaries)
 
@@ -643,11 +666,11 @@ def profiled_peaks(
         optimizers: of each, by whether gradients add up, bytes of its (states, temporaries).
     """
     micro, accumulated = pair[0], pair[1] > 1
-    beside = beside_bytes + sum([one.size_bytes for one in _buckets(state)])
+    fixed = beside_bytes + sum([bucket.size_bytes for bucket in _buckets(state)])
     before = sum(step.before_step(micro, accumulated=accumulated))
     at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0] + GAP_FLOOR_BYTES
-    found = []
+    peaks = []
     for by_kind in optimizers:
-        kept, temporaries = by_kind[accumulated]
-        found.append(beside + kept + max(before, at_end + temporaries))
-    return found
+        states, temporaries = by_kind[accumulated]
+        peaks.append(fixed + states + max(before, at_end + temporaries))
+    return peaks

@@ -178,7 +178,8 @@ def _expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
         replace(
             layer,
             linears=tuple(
-                replace(one, num=one.num // degree, dealt=True) if one.is_stack else one for one in layer.linears
+                replace(linear, num=linear.num // degree, dealt=True) if linear.is_stack else linear
+                for linear in layer.linears
             ),
         )
         for layer in model.layer_kinds
@@ -193,8 +194,8 @@ def _tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     if head is not None and not model.tied:
         head = replace(head, out_features=-(-head.out_features // degree))
     tables = tuple(
-        replace(one, num_rows=-(-one.num_rows // degree)) if one.num_rows == model.vocab_size else one
-        for one in model.embeddings
+        replace(table, num_rows=-(-table.num_rows // degree)) if table.num_rows == model.vocab_size else table
+        for table in model.embeddings
     )
     kinds = tuple(_layer_shard(layer, degree) for layer in model.layer_kinds)
     return replace(model, layer_kinds=kinds, head=head, embeddings=tables)
@@ -203,8 +204,8 @@ def _tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
 def _layer_shard(layer: LayerSpec, degree: int) -> LayerSpec:
     return replace(
         layer,
-        linears=tuple(_linear_shard(one, layer, degree) for one in layer.linears),
-        norms=tuple(replace(one, rows_per_token=-(-one.rows_per_token // degree)) for one in layer.norms),
+        linears=tuple(_linear_shard(linear, layer, degree) for linear in layer.linears),
+        norms=tuple(replace(norm, rows_per_token=-(-norm.rows_per_token // degree)) for norm in layer.norms),
         attention=_attention_shard(layer.attention, degree),
         cross_attention=_attention_shard(layer.cross_attention, degree),
         mlp=_mlp_shard(layer.mlp, degree),

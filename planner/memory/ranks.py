@@ -77,24 +77,24 @@ def as_profiled(inner: TrainSetup) -> TrainSetup:
 
 def _passed_on(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
     """The profile without gradients but the head's in the loss: an engine takes each as it comes."""
-    found = profiles.passed_on.get(id(profile))
-    if found is None:
+    stripped = profiles.passed_on.get(id(profile))
+    if stripped is None:
         pieces = [
             Piece(
-                one_sequence=one.one_sequence,
-                shortest_tokens=one.shortest_tokens,
-                longest_tokens=one.longest_tokens,
+                one_sequence=piece.one_sequence,
+                shortest_tokens=piece.shortest_tokens,
+                longest_tokens=piece.longest_tokens,
                 moments=tuple(
                     moment
                     if moment.phase == "loss"
                     else moment._replace(groups=tuple(pair for pair in moment.groups if pair[0][0] != GRADIENTS))
-                    for moment in one.moments
+                    for moment in piece.moments
                 ),
             )
-            for one in profile.pieces
+            for piece in profile.pieces
         ]
-        found = profiles.passed_on[id(profile)] = StepProfile(pieces=tuple(pieces))
-    return found
+        stripped = profiles.passed_on[id(profile)] = StepProfile(pieces=tuple(pieces))
+    return stripped
 
 
 class RankMoment(NamedTuple):
@@ -117,10 +117,10 @@ class RankMoments:
     def __init__(self, step: ProfiledStep, state: RankState, *, accumulated: bool) -> None:
         self._step, self._state, self._accumulated = step, state, accumulated
         self._held = dict(state.moment_bytes)
-        for one in state.held:
-            if one.name == ONE_GRADIENT:
-                for moment in one.moments:
-                    self._held[moment] -= one.size_bytes
+        for allocation in state.held:
+            if allocation.name == ONE_GRADIENT:
+                for moment in allocation.moments:
+                    self._held[moment] -= allocation.size_bytes
         trained = state.trained
         # a tied head's half is the engine's to say
         apart = halves_stay_apart(state.part.model, state.setup)
@@ -129,14 +129,14 @@ class RankMoments:
     def at(self, micro_batch_seqs: int, chain: LossChain) -> dict[Phase, list[RankMoment]]:
         """The moments of each phase, optimizer states and temporaries apart."""
         sizes = iter(self._step.bytes_at(micro_batch_seqs, *_NAMES, accumulated=self._accumulated))
-        found: dict[Phase, list[RankMoment]] = {}
+        by_phase: dict[Phase, list[RankMoment]] = {}
         for phase, moments in _MOMENTS.items():
-            found[phase] = []
+            by_phase[phase] = []
             for mine, engines in moments:
                 size = next(sizes) - (self._half if mine in _OF_LAYERS else 0)
-                beside = self._held[engines] + (self._beside_loss(chain) if mine == "loss" else 0)
-                found[phase].append(RankMoment(mine, engines, size, size + beside))
-        return found
+                engine_bytes = self._held[engines] + (self._beside_loss(chain) if mine == "loss" else 0)
+                by_phase[phase].append(RankMoment(mine, engines, size, size + engine_bytes))
+        return by_phase
 
     def _beside_loss(self, chain: LossChain) -> int:
         """What is gathered for the loss's forward or its backward alone, as far as it makes the loss's largest moment
@@ -162,11 +162,11 @@ def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float, h
         of_loss: `planner.memory.step.gap_of_loss`.
         holes_bytes: see `RankState`.
     """
-    largest = max(one.size_bytes for phase in PHASES[1:-1] for one in moments[phase])
-    computing = {one.of_profile: one.computing for phase in PHASES[1:-1] for one in moments[phase]}
-    kept = computing[LOSS_BEGINS]
-    layer = max(computing[name] for name in ("forward", FIRST, TURN)) - kept
-    gap = allocator_gap_bytes(loss=computing["loss"] - kept, layer=layer, of_loss=of_loss)
+    largest = max(moment.size_bytes for phase in PHASES[1:-1] for moment in moments[phase])
+    computing = {moment.of_profile: moment.computing for phase in PHASES[1:-1] for moment in moments[phase]}
+    saved = computing[LOSS_BEGINS]
+    layer = max(computing[name] for name in ("forward", FIRST, TURN)) - saved
+    gap = allocator_gap_bytes(loss=computing["loss"] - saved, layer=layer, of_loss=of_loss)
     return BeforeStep(largest, gap + holes_bytes)
 
 
@@ -176,23 +176,23 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
     chain = loss_parts(state.part.model, state.setup)
     moments = RankMoments(step, state, accumulated=accumulated).at(micro, chain)
     terms = StepTerms(gpu, setup, state)
-    terms.add_held(one for one in state.held if one.resident)
-    largest = {phase: max(each, key=lambda one: one.size_bytes) for phase, each in moments.items()}
+    terms.add_held(allocation for allocation in state.held if allocation.resident)
+    largest = {phase: max(each, key=lambda candidate: candidate.size_bytes) for phase, each in moments.items()}
     for phase, moment in largest.items():
         groups = step.groups_at(moment.of_profile, micro, accumulated=accumulated)
         groups[max(groups, key=lambda group: groups[group])] += moment.computing - sum(groups.values())
         for (category, name), size in groups.items():
             terms.add(category, name, size, phase)
-        beside = moment.size_bytes - moment.computing
-        for one in state.held:
-            if moment.of_engine in one.moments and not one.resident and one.name != ONE_GRADIENT:
-                terms.add(one.category, one.name, one.size_bytes, phase)
-                beside -= one.size_bytes
-        terms.add("weights", "weights and buffers beside the loss", beside, phase)
+        remaining = moment.size_bytes - moment.computing
+        for allocation in state.held:
+            if moment.of_engine in allocation.moments and not allocation.resident and allocation.name != ONE_GRADIENT:
+                terms.add(allocation.category, allocation.name, allocation.size_bytes, phase)
+                remaining -= allocation.size_bytes
+        terms.add("weights", "weights and buffers beside the loss", remaining, phase)
     if setup.expandable_segments:
         before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing), state.holes_bytes)
         at_end = largest["step"].size_bytes + terms.temporaries
         return terms.breakdown(gap_until_step(before.size_bytes, before.gap_bytes, at_end))
-    kept = next(one.computing for one in moments["forward"] if one.of_profile == LOSS_BEGINS)
+    saved = next(candidate.computing for candidate in moments["forward"] if candidate.of_profile == LOSS_BEGINS)
     dynamic = {phase: largest[phase].size_bytes for phase in PHASES[1:-1]}
-    return terms.breakdown(fixed_segments_gap_bytes(kept=kept, **dynamic))
+    return terms.breakdown(fixed_segments_gap_bytes(saved=saved, **dynamic))

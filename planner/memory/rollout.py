@@ -39,13 +39,13 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
     """
     if not setup.aim.rolls_out or setup.rolls.generator == "vllm-server":
         return ()
-    again = setup.rolls.within_a_step(setup.global_batch_seqs)
-    beside: tuple[Term, ...] = (("gradients", "accumulated gradients", gradients),) if again else ()
+    mid_step = setup.rolls.within_a_step(setup.global_batch_seqs)
+    gradient_terms: tuple[Term, ...] = (("gradients", "accumulated gradients", gradients),) if mid_step else ()
     if setup.rolls.colocated:
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
-        return (*beside, ("other", VLLM, awake))
+        return (*gradient_terms, ("other", VLLM, awake))
     shared = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1)
-    return (*beside, *_by_the_model(model, shared, setup.generation_seqs))
+    return (*gradient_terms, *_by_the_model(model, shared, setup.generation_seqs))
 
 
 @lru_cache(maxsize=256)
@@ -57,25 +57,25 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
     """
     stream, out = _sizes(setup)
     layers = [model.layer_kinds[kind] for kind in model.layer_order]
-    weights = [one.num_weights for layer in layers for one in layer.linears]
+    weights = [linear.num_weights for layer in layers for linear in layer.linears]
     head = [model.head.num_weights] if model.head is not None else []
     casts = out * sum(weights + head) if out < stream else 0
 
-    def held(tokens: int, beside: int) -> tuple[Term, ...]:
+    def held(tokens: int, temporaries: int) -> tuple[Term, ...]:
         return (
             ("activations", f"keys and values of {seqs} completions", cache_bytes(model, setup, seqs, tokens)),
-            ("activations", "one forward's temporaries in generation", beside),
+            ("activations", "one forward's temporaries in generation", temporaries),
             ("activations", "autocast copies of the weights in generation", casts),
         )
 
     before = seqs * setup.prompt_tokens * max(_widest(model, layer, setup, stream, out) for layer in layers)
     longest = setup.seq_len_tokens - 1
-    grown = seqs * max((_kept(one.attention, longest, stream, 0) for one in layers if one.attention), default=0)
+    grown = seqs * max((_kept(layer.attention, longest, stream, 0) for layer in layers if layer.attention), default=0)
     sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
     return max(
         held(setup.prompt_tokens, before),
         held(longest, max(grown, sampled)),
-        key=lambda terms: sum(one[2] for one in terms),
+        key=lambda terms: sum(term[2] for term in terms),
     )
 
 
@@ -83,7 +83,7 @@ def cache_bytes(model: ModelSpec, setup: TrainSetup, seqs: int, tokens: int) -> 
     """Keys and values of so many sequences in all layers; a rotary embedding widens keys to the stream's type."""
     stream, out = _sizes(setup)
     layers = [model.layer_kinds[kind].attention for kind in model.layer_order]
-    return seqs * sum(_kept(one, tokens, stream, out) for one in layers if one is not None)
+    return seqs * sum(_kept(attention, tokens, stream, out) for attention in layers if attention is not None)
 
 
 def _sizes(setup: TrainSetup) -> tuple[int, int]:
@@ -103,9 +103,9 @@ def _widest(model: ModelSpec, layer: LayerSpec, setup: TrainSetup, stream: int, 
     next matrix with its adapter's product before and after scaling. Seen in the trainer's trace."""
     gated = layer.mlp is not None and layer.mlp.kind != "plain"
     width = mlp_width(layer)
-    found = 4 * stream * model.hidden_size + (1 + gated) * out * width
+    token_bytes = 4 * stream * model.hidden_size + (1 + gated) * out * width
     if setup.method == "full" or not setup.kind.adapts_matrices:
-        return found + out * width
+        return token_bytes + out * width
     adapter = SIZE_BYTES[dtype_policy_of(setup).adapter]
     cast = adapter * model.hidden_size if adapter != stream else 0
-    return found + 2 * adapter * width + cast
+    return token_bytes + 2 * adapter * width + cast

@@ -66,11 +66,11 @@ def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
         return stack + linear.num_bias * plain
     if not setup.quantized or not linear.quantizes:
         return (linear.num_weights + linear.num_bias) * plain
-    one = linear.in_features * linear.out_features
+    elements = linear.in_features * linear.out_features
     if setup.quantization == "int8":
-        quantized = int8_bytes(one, linear.out_features)
+        quantized = int8_bytes(elements, linear.out_features)
     else:
-        quantized = nf4_bytes(one, double=setup.quantization == "nf4-double")
+        quantized = nf4_bytes(elements, double=setup.quantization == "nf4-double")
     return linear.num * quantized + linear.num_bias * plain
 
 
@@ -90,7 +90,7 @@ def streamed_stacks(model: ModelSpec, setup: TrainSetup) -> list[int]:
     if not (setup.trainer.streams_experts and setup.quantize_experts):
         return []
     each = [
-        sum(linear_bytes(one, setup) for one in layer.linears if one.is_stack)
+        sum(linear_bytes(linear, setup) for linear in layer.linears if linear.is_stack)
         for layer, num in model.layer_counts
         for _ in range(num)
     ]
@@ -103,8 +103,9 @@ def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
     Source: PyTorch 2.13 `CachingHostAllocator.h`.
     """
-    stacks = [one for layer, num in model.layer_counts for one in layer.linears if one.is_stack for _ in range(num)]
-    sizes = [size for one in stacks for size in (one.num_weights // 2, 4 * -(-one.num_weights // NF4_BLOCK))]
+    counts = model.layer_counts
+    stacks = [linear for layer, num in counts for linear in layer.linears if linear.is_stack for _ in range(num)]
+    sizes = [size for stack in stacks for size in (stack.num_weights // 2, 4 * -(-stack.num_weights // NF4_BLOCK))]
     return sum(1 << (size - 1).bit_length() for size in sizes) if streamed_stacks(model, setup) else 0
 
 
@@ -119,7 +120,7 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     streams = setup.trainer.streams_experts and setup.quantize_experts
     what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts, streams)
     widened = setup.trained_layers if setup.widens_trained else 0
-    return model.once(("weight bytes", *what, widened), lambda one: _weight_bytes(one, setup))
+    return model.once(("weight bytes", *what, widened), lambda spec: _weight_bytes(spec, setup))
 
 
 def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
@@ -248,27 +249,27 @@ Layers = int | tuple[int, ...]
 """`TrainSetup.trained_layers`."""
 
 
-def layer_numbers(asked: Layers, full: int) -> Sequence[int]:
+def layer_numbers(selection: Layers, full: int) -> Sequence[int]:
     """Numbers of the layers that train, of so many.
 
     Raises:
         SetupError: a number that no layer has.
     """
-    if isinstance(asked, tuple):
-        if asked[-1] >= full:
-            raise SetupError(f"trained_layers names layer {asked[-1]}, the last of {full} has number {full - 1}")
-        return asked
-    return range(min(full, -asked)) if asked < 0 else range(max(0, full - (asked or full)), full)
+    if isinstance(selection, tuple):
+        if selection[-1] >= full:
+            raise SetupError(f"trained_layers names layer {selection[-1]}, the last of {full} has number {full - 1}")
+        return selection
+    return range(min(full, -selection)) if selection < 0 else range(max(0, full - (selection or full)), full)
 
 
 @lru_cache(maxsize=256)
-def layers_alone(model: ModelSpec, asked: Layers) -> ModelSpec:
+def layers_alone(model: ModelSpec, selection: Layers) -> ModelSpec:
     """The layers that train alone: nothing before them, between them or behind.
 
     Source: LLaMA-Factory 0.9 `model/adapter.py` _setup_freeze_tuning (whatever is no trained layer is frozen,
     embeddings, norm and head too); peft 0.21 LoraConfig.layers_to_transform.
     """
-    order = [model.layer_order[number] for number in layer_numbers(asked, model.num_layers)]
+    order = [model.layer_order[number] for number in layer_numbers(selection, model.num_layers)]
     used = sorted(set(order))
     layers = tuple(model.layer_kinds[kind] for kind in used)
     return replace(
@@ -287,9 +288,9 @@ def layers_alone(model: ModelSpec, asked: Layers) -> ModelSpec:
 
 
 @lru_cache(maxsize=256)
-def parted(model: ModelSpec, asked: Layers) -> ModelSpec:
+def parted(model: ModelSpec, selection: Layers) -> ModelSpec:
     """The model whose layers that do not train are kinds of their own, behind the others; itself where all do."""
-    numbers = set(layer_numbers(asked, model.num_layers))
+    numbers = set(layer_numbers(selection, model.num_layers))
     order = tuple(kind if place in numbers else -1 - kind for place, kind in enumerate(model.layer_order))
     frozen = sorted({-1 - kind for kind in order if kind < 0})
     if not frozen:
@@ -338,7 +339,7 @@ def decoder_alone(model: ModelSpec) -> ModelSpec:
         layer_order=tuple(kind - first for kind in model.layer_order[model.num_encoder_layers :]),
         outer_norms=model.outer_norms[1:],
         num_outer_other_params=0,
-        embeddings=tuple(one for one in model.embeddings if not one.frozen),
+        embeddings=tuple(table for table in model.embeddings if not table.frozen),
     )
 
 
@@ -355,7 +356,7 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
     if setup.quantized and setup.stack == "trl":
         dtype = adapters.dtype
     names = set(setup.modules_to_save)
-    tables = max((one.num_params for one in model.embeddings), default=0) if names & set(SAVED_EMBEDDINGS) else 0
+    tables = max((table.num_params for table in model.embeddings), default=0) if names & set(SAVED_EMBEDDINGS) else 0
     head = 0
     if names & set(SAVED_HEADS) and model.head is not None:
         head = model.head.num_weights + model.head.num_bias
@@ -376,8 +377,8 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
 
 @lru_cache(maxsize=256)
 def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
-    matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
-    edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
+    matrices = [(linear, num) for layer, num in model.layer_counts for linear in layer.linears]
+    edges = sum(num * linear.num * (linear.in_features + linear.out_features) for linear, num in matrices)
     unused = [  # Gemma 3n's embedders look up tokens of text too
         (layer, num)
         for layer, num in model.idle_layers
@@ -388,7 +389,8 @@ def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -
     )  # what sees no picture and hears nothing gets no gradient
     idle += 0 if sees else model.num_idle_other_params
     tensors = [
-        one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
+        linear.in_features * linear.out_features * (linear.num if linear.module == "parameter" else 1)
+        for linear, _ in matrices
     ]
     return Trained(
         num=model.num_params - idle - sum(table.num_params for table in model.embeddings if table.frozen),
@@ -405,15 +407,15 @@ def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -
 def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str) -> Trained:
     num = edges = largest = stacked = small = 0
     for _, repeats, linears in lora_linears(model, targets):
-        for one in linears:
-            real = lora_rank(one, rank)
-            for edge in (one.in_features, one.out_features) if one.module != "parameter" else ():
-                small += repeats * one.num * real * edge if real * edge < UNPAGED else 0
-            num += repeats * lora_params(one, rank)
-            edges += repeats * one.num * (one.in_features + one.out_features + 2 * real)
-            experts = one.num if one.module == "parameter" else 1
-            stacked += repeats * lora_params(one, rank) if one.module == "parameter" else 0
-            largest = max(largest, experts * real * max(one.in_features, one.out_features))
+        for linear in linears:
+            real = lora_rank(linear, rank)
+            for edge in (linear.in_features, linear.out_features) if linear.module != "parameter" else ():
+                small += repeats * linear.num * real * edge if real * edge < UNPAGED else 0
+            num += repeats * lora_params(linear, rank)
+            edges += repeats * linear.num * (linear.in_features + linear.out_features + 2 * real)
+            experts = linear.num if linear.module == "parameter" else 1
+            stacked += repeats * lora_params(linear, rank) if linear.module == "parameter" else 0
+            largest = max(largest, experts * real * max(linear.in_features, linear.out_features))
     return Trained(
         num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked, small=small
     )
@@ -429,8 +431,9 @@ def _trained_kind(model: ModelSpec, kind: str, targets: str | tuple[str, ...], s
         shapes = [
             shape
             for _, repeats, linears in kind_linears(model, kind, targets)
-            for one in linears
-            for shape in row.shapes(one.in_features, one.out_features, size, one.role == "down") * (repeats * one.num)
+            for linear in linears
+            for shape in row.shapes(linear.in_features, linear.out_features, size, linear.role == "down")
+            * (repeats * linear.num)
         ]
     elements = [rows * max(1, columns) for rows, columns in shapes]
     return Trained(
@@ -449,15 +452,15 @@ def kind_linears(model: ModelSpec, kind: str, targets: str | tuple[str, ...]) ->
     Raises:
         SetupError: the targets reach stacked experts, which are parameters: peft adapts those with LoRA alone.
     """
-    found = lora_linears(model, targets)
-    if any(one.module == "parameter" for _, _, linears in found for one in linears):
+    targeted = lora_linears(model, targets)
+    if any(linear.module == "parameter" for _, _, linears in targeted for linear in linears):
         raise SetupError(
             f"peft adapts the stacked experts of {model.model_id} with LoRA alone, got adapter {kind!r}",
             hint="use --targets attention, or --adapter lora",
         )
-    if not ADAPTERS[kind].conv1d and any(one.module == "conv1d" for _, _, linears in found for one in linears):
+    if not ADAPTERS[kind].conv1d and any(linear.module == "conv1d" for _, _, linears in targeted for linear in linears):
         raise SetupError(f"peft's adapter {kind!r} does not take the Conv1D matrices of {model.model_id}")
-    return found
+    return targeted
 
 
 def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, int]]:
@@ -474,7 +477,7 @@ def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, i
     if row.form in TOKEN_FORMS and model.is_encoder_decoder:
         raise SetupError(f"adapter {row.name!r} is planned for decoders, got {model.model_type}")
     if row.form == "norms":
-        shapes = [(one.size, 0) for one in tuned_norms(model) for _ in range(int(one.weight) + int(one.bias))]
+        shapes = [(norm.size, 0) for norm in tuned_norms(model) for _ in range(int(norm.weight) + int(norm.bias))]
         if not shapes:
             raise SetupError(f"the norms of {model.model_id} have no weights that adapter {row.name!r} could train")
         return shapes
@@ -487,16 +490,16 @@ def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, i
 
 def tuned_norms(model: ModelSpec) -> list[NormSpec]:
     """The norms that LN-tuning trains: those of whole tokens in every layer, and the final one."""
-    layers = [one for layer, num in model.layer_counts for one in layer.norms if of_tokens(one) for _ in range(num)]
+    layers = [norm for layer, num in model.layer_counts for norm in layer.norms if of_tokens(norm) for _ in range(num)]
     return [*layers, *model.outer_norms[-1:]]
 
 
 def scaled_inputs(model: ModelSpec, targets: str | Sequence[str]) -> list[str]:
     """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
-    downs = {one.name for layer in model.layer_kinds for one in layer.linears if one.role == "down"}
+    downs = {linear.name for layer in model.layer_kinds for linear in layer.linears if linear.role == "down"}
     if isinstance(targets, str):
         return sorted(downs)
-    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
+    return [name for name in targets if any(down == name or down.endswith(f".{name}") for down in downs)]
 
 
 def of_tokens(norm: NormSpec) -> bool:
@@ -510,10 +513,14 @@ def prefix_width(model: ModelSpec) -> int:
     Raises:
         SetupError: no layer keeps keys.
     """
-    kept = [one.attention for one in model.layer_kinds if one.attention is not None and one.attention.kind == "softmax"]
-    if not kept:
+    attentions = [
+        layer.attention
+        for layer in model.layer_kinds
+        if layer.attention is not None and layer.attention.kind == "softmax"
+    ]
+    if not attentions:
         raise SetupError(f"{model.model_id} has no attention whose keys a prefix could stand before")
-    widest = max(kept, key=lambda one: one.head_dim)
+    widest = max(attentions, key=lambda attention: attention.head_dim)
     return widest.num_kv_heads * widest.head_dim
 
 
@@ -524,8 +531,8 @@ def adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> tu
         return tuple(frozenset() for _ in model.layer_kinds)
     names: dict[int, frozenset[str]] = {}
     for layer, _, linears in lora_linears(model, targets):
-        names[id(layer)] = frozenset(one.name for one in linears)
-    return tuple(frozenset() if one.frozen else names.get(id(one), frozenset()) for one in model.layer_kinds)
+        names[id(layer)] = frozenset(linear.name for linear in linears)
+    return tuple(frozenset() if layer.frozen else names.get(id(layer), frozenset()) for layer in model.layer_kinds)
 
 
 # `RankState`: what one rank holds beside its activations, moment by moment of a step; an engine builds it.
@@ -607,9 +614,9 @@ class RankState:
 
     def __post_init__(self) -> None:
         totals = dict.fromkeys((*MOMENTS, "resident"), 0)
-        for one in self.held:
-            for moment in ("resident",) if one.resident else one.moments:
-                totals[moment] += one.size_bytes
+        for allocation in self.held:
+            for moment in ("resident",) if allocation.resident else allocation.moments:
+                totals[moment] += allocation.size_bytes
         self.moment_bytes.update(totals)
 
     def optimizer_bytes(self, optimizer: str) -> tuple[int, int]:
@@ -635,9 +642,11 @@ class RankState:
         return state_bytes(self.local.num, self.local.dtype, optimizer, matrix_edge_sum=self.local.edge_sum)
 
 
-def rank_state(part: RankPart, setup: TrainSetup, held: Iterable[Held], **other: Any) -> RankState:
+def rank_state(part: RankPart, setup: TrainSetup, allocations: Iterable[Held], **other: Any) -> RankState:
     """The state of a rank that shards: what holds nothing is left out."""
-    return RankState(part=part, setup=setup, held=tuple(one for one in held if one.size_bytes), **other)
+    return RankState(
+        part=part, setup=setup, held=tuple(allocation for allocation in allocations if allocation.size_bytes), **other
+    )
 
 
 def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
@@ -661,14 +670,17 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             size_bytes=trained.size_bytes,
         )
         if setup.kind.form == "shared":
-            linears = [one for _, _, group in lora_linears(model, setup.lora_targets) for one in group]
+            linears = [linear for _, _, group in lora_linears(model, setup.lora_targets) for linear in group]
             yield Held(
                 category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
             )
         if setup.kind.form == "rows":
-            table = max(one.num_params for one in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
+            table = max(weights.num_params for weights in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
             yield Held(
-                category="gradients", name="gradient of the embedding with its rows", size_bytes=table, moments=("end",)
+                category="gradients",
+                name="gradient of the embedding with its rows",
+                size_bytes=table,
+                moments=("end",),
             )
             if model.tied and setup.loss == "full" and not setup.kbit_fp32_cast:
                 name = "the tied head with its rows"  # multiplied from a copy of the table
@@ -686,7 +698,7 @@ def rotary_table_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     if not setup.before_transformers(4, 43):
         return 0
     kinds = [(layer.attention, num) for layer, num in model.layer_counts]
-    width = sum(int(one.head_dim * one.rotary_fraction) * num for one, num in kinds if one is not None and one.rotary)
+    width = sum(int(spec.head_dim * spec.rotary_fraction) * num for spec, num in kinds if spec and spec.rotary)
     return 2 * (model.max_position_embeddings or 0) * width * SIZE_BYTES[setup.weight_dtype]
 
 
@@ -770,16 +782,16 @@ def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accum
     it comes, as if it were added to others that take no room."""
     goes = setup.trainer.steps_in_backward
     at = backward_gradients(model, setup, trained, accumulated=accumulated or goes)
-    found = [
+    allocations = [
         Held(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
         for moment, size in at.items()
     ]
     if goes:
-        return found
-    found.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
+        return allocations
+    allocations.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
     if accumulated:
-        kept = (*COMPUTE, "end")
-        found.append(
-            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=kept)
+        moments = (*COMPUTE, "end")
+        allocations.append(
+            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=moments)
         )
-    return found
+    return allocations

@@ -52,19 +52,19 @@ blocks of the other. Fitted to 112 replays by the dry run and 39 measured peaks 
 median error of the peak 1.4 %, 90th percentile 5.7 %; each of seven sources left out 2.6 and 8.7 % (November 2026)."""
 
 
-def fixed_segments_gap_bytes(*, kept: int, forward: int, loss: int, backward: int) -> int:
+def fixed_segments_gap_bytes(*, saved: int, forward: int, loss: int, backward: int) -> int:
     """Reserved minus allocated at the peak where segments do not expand (PyTorch's default), estimated from the phases.
 
     A block that is freed stays in its segment, and only a request that fits into it takes it again.
 
     Args:
-        kept: activations from forward to backward; `forward`, `loss`, `backward`: the largest moment of each phase,
+        saved: activations from forward to backward; `forward`, `loss`, `backward`: the largest moment of each phase,
             those activations included, resident memory not.
 
     Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp`.
     """
-    mixed = min(kept, max(0, backward - kept))
-    holes = OF_LOSS * max(0, loss - kept) + OF_FORWARD * max(0, forward - kept) + OF_MIXED * mixed
+    mixed = min(saved, max(0, backward - saved))
+    holes = OF_LOSS * max(0, loss - saved) + OF_FORWARD * max(0, forward - saved) + OF_MIXED * mixed
     return GAP_FLOOR_BYTES + int(holes)
 
 
@@ -114,8 +114,8 @@ def holes_of_loss(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> 
     if spaced and composed and setup.four_bit:
         return LossHoles(GAP_OF_LOSS, GAP_OF_LOSS)
     if setup.four_bit:
-        linears = (one for layer in model.layer_kinds for one in layer.linears)
-        unpacked = max(dequantized_bytes(one, setup, setup.compute_dtype) for one in linears)
+        linears = (linear for layer in model.layer_kinds for linear in layer.linears)
+        unpacked = max(dequantized_bytes(linear, setup, setup.compute_dtype) for linear in linears)
         return LossHoles(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS, unpacked + 1 if spaced else int(UNPACKED_FILLED * unpacked))
     if spaced:
         return LossHoles(GAP_OF_SPACED_LOSS, GAP_OF_SPACED_LOSS)
@@ -160,7 +160,7 @@ def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, token
     return logits + max(0, flight - 2) * (logits + wide)
 
 
-def in_flight_bytes(state: RankState, setup: TrainSetup, kept: int, flight: int, micro_batches: int) -> int:
+def in_flight_bytes(state: RankState, setup: TrainSetup, saved: int, flight: int, micro_batches: int) -> int:
     """Activations of further micro-batches in flight, less what they never meet.
 
     Where every forward comes before the first backward (GPipe; 1F1B with no more micro-batches than in flight), whole
@@ -168,17 +168,17 @@ def in_flight_bytes(state: RankState, setup: TrainSetup, kept: int, flight: int,
     end, when its activations are gone, and freed by the next forward.
 
     Args:
-        kept: activation bytes of one micro-batch in flight.
+        saved: activation bytes of one micro-batch in flight.
     """
     if flight < 2:
         return 0
     apart = 0
-    for one in state.held:
-        if "gather" in one.moments and not one.resident:
-            gradients = one.category == "gradients" and micro_batches <= flight
-            weights = one.category == "weights" and setup.reshard_after_forward
-            apart += one.size_bytes * (gradients or weights)
-    return (flight - 1) * kept - min(kept, apart)
+    for allocation in state.held:
+        if "gather" in allocation.moments and not allocation.resident:
+            gradients = allocation.category == "gradients" and micro_batches <= flight
+            weights = allocation.category == "weights" and setup.reshard_after_forward
+            apart += allocation.size_bytes * (gradients or weights)
+    return (flight - 1) * saved - min(saved, apart)
 
 
 def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micro_batches: int, flight: int) -> int:
@@ -194,15 +194,15 @@ def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micr
     """
     if setup.pipeline_degree == 1:
         return 0
-    one = (
+    buffer_bytes = (
         SIZE_BYTES[step_dtype_policy(part.model, inner).residual]
         * part.model.hidden_size
         * inner.tokens_per_micro_batch
     )
-    total = micro_batches * one * (int(not part.first) + int(not part.last))
-    total += 0 if part.last else flight * one
+    total = micro_batches * buffer_bytes * (int(not part.first) + int(not part.last))
+    total += 0 if part.last else flight * buffer_bytes
     if not part.first and setup.checkpointing:
-        total -= flight * one
+        total -= flight * buffer_bytes
     return total
 
 
@@ -229,11 +229,11 @@ def _with_head_in_pieces(chain: LossChain, shape: LossShape) -> LossChain:
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
-    dtypes, by, aim = step_dtype_policy(model, setup), setup.trainer, setup.aim
+    dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.aim
     several = setup.micro_batch_seqs > 1 and (by.packs_rows or not setup.packing)  # all but one row's last: no copy
     shape = LossShape(
-        tokens=setup.forward_tokens if aim.head == "none" else setup.scored_tokens,
-        vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
+        tokens=setup.forward_tokens if objective.head == "none" else setup.scored_tokens,
+        vocab_size=model.vocab_size if objective.head == "vocabulary" else 1,
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[dtypes.autocast or dtypes.table],
         hidden_bytes=SIZE_BYTES[dtypes.residual],
@@ -253,8 +253,8 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         log_probs=setup.log_probs,
         copies_shifted=several and (by.shifted_loss or setup.copies_logits),
     )
-    if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
-        return aim.whole_logits(shape, setup.stack)
+    if objective.whole_logits is not None and LOSSES[setup.loss].whole_logits:
+        return objective.whole_logits(shape, setup.stack)
     if by.grouped_experts and 4 * shape.tokens * shape.vocab_size >= CUT_FROM_BYTES:
         piece = CUT_LOGIT_BYTES * min(shape.tokens, CUT_TOKENS) * shape.vocab_size
         rows = shape.hidden_bytes * shape.tokens * shape.hidden_size
@@ -307,13 +307,13 @@ class LossMoment(NamedTuple):
             state.arriving_bytes,
         )
 
-    def largest(self, until_loss: int, asked: ReferenceForward) -> int:
+    def largest(self, until_loss: int, reference: ReferenceForward) -> int:
         """Bytes of the largest of them beside activations of which this is gone in the loss's own backward, and what a
         reference holds."""
-        found = max(self.within + until_loss, self.forward, self.backward, self.head)
-        if not asked.frames:
-            return found
-        return max(found, self.asked + asked.frames + asked.cached + max(asked.layer, self.arriving))
+        peak = max(self.within + until_loss, self.forward, self.backward, self.head)
+        if not reference.frames:
+            return peak
+        return max(peak, self.asked + reference.frames + reference.cached + max(reference.layer, self.arriving))
 
 
 def loss_terms(
@@ -324,21 +324,21 @@ def loss_terms(
     Args:
         outputs_bytes: logits of other GPUs that are gathered here before the backward.
     """
-    name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
+    name, extra_name = f"loss chain ({loss})", "weights and buffers beside the loss"
     moment = LossMoment.of(state, chain, outputs_bytes)
     within = moment.within + parts.until_loss
-    asked = _asking(state, chain, parts, loss)
-    if total_bytes(asked) > max(within, moment.forward, moment.backward, moment.head):
-        return asked
+    reference_terms = _asking(state, chain, parts, loss)
+    if total_bytes(reference_terms) > max(within, moment.forward, moment.backward, moment.head):
+        return reference_terms
     if within >= moment.forward and within > max(moment.backward, moment.head):
         return (
             ("loss", name, chain.within_bytes + outputs_bytes),
             ("activations", "autocast's cache in the loss", parts.until_loss),
-            ("loss", beside, state.loss_forward_bytes),
+            ("loss", extra_name, state.loss_forward_bytes),
         )
     if max(moment.forward, moment.head) > moment.backward:
         return (("loss", name, max(moment.forward, moment.head)),)
-    return ("loss", name, chain.backward_bytes), ("loss", beside, state.loss_backward_bytes)
+    return ("loss", name, chain.backward_bytes), ("loss", extra_name, state.loss_backward_bytes)
 
 
 def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
@@ -397,7 +397,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     """
     of_text, seen = stored_terms(parts), _seen(parts)
     stored = (*of_text, *seen)
-    found = _ahead(parts, stored, seen, last=last)
+    moments = _ahead(parts, stored, seen, last=last)
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
     at_last: Term = ("activations", LEFT, max(others, size // max(1, model.num_layers)))
@@ -405,30 +405,30 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         at_last = ("activations", HOOKED, parts.hooked)
     for moment in parts.layer_moments:
         of_layer = _of_layer(moment)
-        found += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
-    return (*found, Moment("end", (("activations", LEFT, others),) if others else ()))
+        moments += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
+    return (*moments, Moment("end", (("activations", LEFT, others),) if others else ()))
 
 
 def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
     """Before the layers' backward, and the backward of an encoder, which comes behind it."""
     cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
-    kept = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
+    saved = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
     unpacked: Term = ("dequantization", "one dequantized matrix in the forward", parts.dequantized)
     norm: Term = ("activations", "final norm", parts.final_norm)
-    found = [
+    moments = [
         Moment("start", ()),
-        Moment("gather", kept),
-        Moment("forward", (*kept, temporaries, unpacked)),
+        Moment("gather", saved),
+        Moment("forward", (*saved, temporaries, unpacked)),
         Moment("loss", (*stored, cached, norm) if last else ()),
         Moment("head", stored),
     ]
     if seen:
         running: Term = ("activations", "one layer's forward temporaries", parts.encoder.forward)
-        found.append(Moment("forward", (*seen, running)))
+        moments.append(Moment("forward", (*seen, running)))
         name = "one recomputed layer of the tower, and gradients"
-        found += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.encoder.backward]
-    return found
+        moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.encoder.backward]
+    return moments
 
 
 def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
@@ -442,8 +442,8 @@ def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
 
 def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
     """What a micro-batch keeps from its forward to its backward."""
-    kept: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
-    return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
+    terms: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
+    return (*terms, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
 
 
 def _seen(parts: ActivationParts) -> tuple[Term, ...]:
@@ -487,8 +487,11 @@ def step_parts(
 def dynamic_bytes(state: RankState, moments: Iterable[Moment], *, in_flight: int, in_loss: int) -> list[int]:
     """What changes within a step at every moment: the engine's, computing's, the loss and what a pipeline has in
     flight."""
-    held = state.moment_bytes
-    return [held[one.name] + one.size_bytes + in_flight + (in_loss if one.name == "loss" else 0) for one in moments]
+    engine_bytes = state.moment_bytes
+    return [
+        engine_bytes[moment.name] + moment.size_bytes + in_flight + (in_loss if moment.name == "loss" else 0)
+        for moment in moments
+    ]
 
 
 Line = tuple[int, int]
@@ -510,16 +513,16 @@ class MomentLines(NamedTuple):
     layer: tuple[Line, ...]
 
     @classmethod
-    def through(cls, one: Sequence[Moment], two: Sequence[Moment]) -> "MomentLines":
+    def through(cls, at_one: Sequence[Moment], two: Sequence[Moment]) -> "MomentLines":
         """The lines through what computing holds at micro-batch 1 and at 2."""
-        found: dict[str, list[Line]] = {}
-        for first, second in zip(one, two, strict=True):
+        by_name: dict[str, list[Line]] = {}
+        for first, second in zip(at_one, two, strict=True):
             size = first.size_bytes
-            found.setdefault(first.name, []).append((size, second.size_bytes - size))
-        loss, kept = found.pop("loss")[0], found["head"][0]
-        layer = _highest([_less(line, kept) for name in _OF_LAYERS for line in found.get(name, ())])
-        beside = tuple([(name, _highest(lines)) for name, lines in found.items()])
-        return cls(beside, loss, kept, layer)
+            by_name.setdefault(first.name, []).append((size, second.size_bytes - size))
+        loss, saved = by_name.pop("loss")[0], by_name["head"][0]
+        layer = _highest([_less(line, saved) for name in _OF_LAYERS for line in by_name.get(name, ())])
+        envelopes = tuple([(name, _highest(lines)) for name, lines in by_name.items()])
+        return cls(envelopes, loss, saved, layer)
 
 
 class Lines(NamedTuple):
@@ -534,16 +537,18 @@ class Lines(NamedTuple):
     @classmethod
     def through(cls, state: RankState, computed: MomentLines) -> "Lines":
         """What computing holds on top of what the rank's engine does."""
-        held, loss = state.moment_bytes, computed.loss
-        lines = [(held[name] + one, slope) for name, each in computed.beside for one, slope in each]
-        return cls(_highest(lines), (held["loss"] + loss[0], loss[1]), _less(loss, computed.kept), computed.layer)
+        engine_bytes, loss = state.moment_bytes, computed.loss
+        lines = [(engine_bytes[name] + intercept, slope) for name, each in computed.beside for intercept, slope in each]
+        return cls(
+            _highest(lines), (engine_bytes["loss"] + loss[0], loss[1]), _less(loss, computed.kept), computed.layer
+        )
 
     def largest(self, micro_batch_seqs: int, in_loss: int) -> int:
         """The largest moment before the step at one micro-batch."""
         more = micro_batch_seqs - 1
         highest = self.loss[0] + more * self.loss[1] + in_loss
-        for one, slope in self.beside:
-            here = one + more * slope
+        for intercept, slope in self.beside:
+            here = intercept + more * slope
             if here > highest:
                 highest = here
         return highest
@@ -552,7 +557,9 @@ class Lines(NamedTuple):
         """What the loss and what a layer make beyond the activations kept, at one micro-batch."""
         more = micro_batch_seqs - 1
         alone, slope = self.loss_alone
-        return alone + more * slope + in_loss, max([one + more * slope for one, slope in self.layer], default=0)
+        return alone + more * slope + in_loss, max(
+            [intercept + more * slope for intercept, slope in self.layer], default=0
+        )
 
 
 def _less(line: Line, other: Line) -> Line:
@@ -561,11 +568,11 @@ def _less(line: Line, other: Line) -> Line:
 
 def _highest(lines: Iterable[Line]) -> tuple[Line, ...]:
     """The lines that are above all others at some micro-batch from 1 on, or may be."""
-    found: list[Line] = []
+    envelope: list[Line] = []
     for line in sorted(lines, reverse=True):
-        if not found or line[1] > found[-1][1]:
-            found.append(line)
-    return tuple(found)
+        if not envelope or line[1] > envelope[-1][1]:
+            envelope.append(line)
+    return tuple(envelope)
 
 
 def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
@@ -585,8 +592,8 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     shown = _Shown(_resident(part, gpu, setup, state, parts))
     shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
     if setup.trainer.keeps_outputs and setup.pins_inputs:  # the outputs hold the last micro-batch's graph
-        held = parts.stored["pinned"]
-        shown.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", held)])
+        pinned = parts.stored["pinned"]
+        shown.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", pinned)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
     largest: dict[str, int] = {}
     for phase in AFTER_LOAD[:-1]:
@@ -608,16 +615,16 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         layer = max(layer, total_bytes(generated))
         gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss) + state.holes_bytes
     else:
-        gap = fixed_segments_gap_bytes(kept=total_bytes(stored_terms(parts)) + waiting, **largest)
-    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
-    return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside)
+        gap = fixed_segments_gap_bytes(saved=total_bytes(stored_terms(parts)) + waiting, **largest)
+    outside_allocator = context_bytes(gpu) + communicator_bytes(gpu, setup)
+    return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside_allocator)
 
 
 def _come_and_gone(moments: Sequence[Moment]) -> tuple[int, int]:
     """What the loss, its chain not counted, and what a layer make beyond the activations kept."""
     sizes: dict[str, int] = {}
-    for one in moments:
-        sizes[one.name] = max(sizes.get(one.name, 0), one.size_bytes)
+    for moment in moments:
+        sizes[moment.name] = max(sizes.get(moment.name, 0), moment.size_bytes)
     return sizes["loss"] - sizes["head"], max(sizes.get(name, 0) for name in _OF_LAYERS) - sizes["head"]
 
 
@@ -637,7 +644,11 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
     steps = setup.accumulation_steps
     boundary = boundary_bytes(part, setup, state.setup, micro_batches=steps, flight=part.in_flight)
     return [
-        *((one.category, one.name, one.size_bytes) for one in state.held if one.resident),
+        *(
+            (allocation.category, allocation.name, allocation.size_bytes)
+            for allocation in state.held
+            if allocation.resident
+        ),
         ("weights", "rotary tables of every layer", rotary_table_bytes(part.model, setup)),
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
@@ -649,7 +660,9 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
 
 def _held_at(state: RankState, moment: str) -> list[Term]:
     return [
-        (one.category, one.name, one.size_bytes) for one in state.held if moment in one.moments and not one.resident
+        (allocation.category, allocation.name, allocation.size_bytes)
+        for allocation in state.held
+        if moment in allocation.moments and not allocation.resident
     ]
 
 

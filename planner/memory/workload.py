@@ -135,7 +135,7 @@ class Workload:
 
         tokens = image_tokens(self.model, images)
         if "sdpa" not in self.model.attentions and any(
-            one.attention.sees_ahead for one in self.model.layer_kinds if one.attention
+            layer.attention.sees_ahead for layer in self.model.layer_kinds if layer.attention
         ):
             raise UsageError(
                 f"images are not planned for {self.model.model_id}: its text has no SDPA in transformers, "
@@ -152,8 +152,8 @@ class Workload:
     @property
     def images(self) -> Images | None:
         """The pictures of every sample, None where there are none."""
-        found: Images | None = self.fixed.get("images", (None,))[0]
-        return found
+        images: Images | None = self.fixed.get("images", (None,))[0]
+        return images
 
     @property
     def aim(self) -> Objective:

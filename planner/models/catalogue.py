@@ -89,15 +89,15 @@ def find(name: str) -> CatalogueEntry | None:
 def _lines_naming(needle: bytes) -> set[bytes]:
     """The lines whose list of names holds `needle`."""
     text = _text()
-    found: set[bytes] = set()
+    lines: set[bytes] = set()
     at = text.find(needle)
     while at >= 0:
         start, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
         # A name counts only inside the list at the head of its line.
         if at < text.index(b"]", start):
-            found.add(text[start : end if end >= 0 else len(text)])
+            lines.add(text[start : end if end >= 0 else len(text)])
         at = text.find(needle, at + 1)
-    return found
+    return lines
 
 
 def load(name: str) -> ModelSpec | None:
@@ -106,17 +106,19 @@ def load(name: str) -> ModelSpec | None:
     if entry is None:
         return _plain_copy(name.strip().lower())
     # An alias has its own weights, so a launch file must name it, not its catalogue sibling.
-    asked = name.strip().lower()
+    wanted = name.strip().lower()
     spelled = (entry.model_id, *entry.aliases)
-    model_id = next(one for one in spelled if asked in (one.lower(), one.lower().rpartition("/")[2]))
+    model_id = next(
+        spelling for spelling in spelled if wanted in (spelling.lower(), spelling.lower().rpartition("/")[2])
+    )
     return _spec(entry.model_id, model_id)
 
 
 @cache
-def _plain_copy(asked: str) -> ModelSpec | None:
+def _plain_copy(name: str) -> ModelSpec | None:
     """The 16-bit copy of a catalogue model that has this lower-case name."""
     for published, copy in PLAIN_COPIES.items():
-        if asked in (copy.lower(), copy.lower().rpartition("/")[2]):
+        if name in (copy.lower(), copy.lower().rpartition("/")[2]):
             model = load(published)
             return plain_copy(model) if model is not None else None
     return None
@@ -155,13 +157,13 @@ def names_with(text: str) -> tuple[str, ...]:
 
 def hub_ids() -> tuple[tuple[tuple[str, ...], int], ...]:
     """(lower-case hub ids, its own first; parameters) of every configuration."""
-    found = []
+    models = []
     for line in _text().splitlines():
         names = json.loads(b"[" + _list_of_names(line) + b"]")
         num_params = re.search(rb'"num_params":(\d+)', line)
         assert num_params is not None
-        found.append(((names[0], *(one for one in names[1:] if "/" in one)), int(num_params[1])))
-    return tuple(found)
+        models.append(((names[0], *(name for name in names[1:] if "/" in name)), int(num_params[1])))
+    return tuple(models)
 
 
 def all_names() -> tuple[str, ...]:

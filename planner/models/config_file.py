@@ -64,8 +64,8 @@ def with_floats(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {FLOAT_TAG} and value[FLOAT_TAG] in ("NaN", "Infinity", "-Infinity"):
             return float(value[FLOAT_TAG])
-        return {key: with_floats(one) for key, one in value.items()}
-    return [with_floats(one) for one in value] if isinstance(value, list) else value
+        return {key: with_floats(entry) for key, entry in value.items()}
+    return [with_floats(element) for element in value] if isinstance(value, list) else value
 
 
 def _adapter_hint(directory: Path) -> str:

@@ -28,8 +28,8 @@ PACKED = re.compile(r"[-_](awq|gptq)(?:[-_](?:int|w)?(4|8)(?:bit)?)?$", re.IGNOR
 def plain_name(name: str) -> tuple[str, dict[str, Any]]:
     """The name of a copy without what says how it is stored, and what its config.json has more for that."""
     if packed := PACKED.search(name):
-        told = {"quant_method": packed[1].lower(), "bits": int(packed[2] or 4)}
-        return name[: packed.start()], {"quantization_config": told}
+        quantization = {"quant_method": packed[1].lower(), "bits": int(packed[2] or 4)}
+        return name[: packed.start()], {"quantization_config": quantization}
     owner, _, model = name.lower().rpartition("/")
     if owner not in PUBLISHERS or not model.endswith(IN_4_BITS) or model.endswith(DYNAMIC):
         return name, {}

@@ -30,7 +30,9 @@ def of_transformers_4(model: ModelSpec) -> ModelSpec:
     if model.model_type not in _NAMES:
         return model
     kinds = tuple(
-        replace(layer, linears=tuple(one for linear in layer.linears for one in _modules(linear, model.model_type)))
+        replace(
+            layer, linears=tuple(module for linear in layer.linears for module in _modules(linear, model.model_type))
+        )
         for layer in model.layer_kinds
     )
     return replace(model, layer_kinds=kinds)
@@ -51,7 +53,7 @@ def with_one_kernel_gelu(model: ModelSpec) -> ModelSpec:
 
 def has_expert_modules(layer: LayerSpec) -> bool:
     """Whether the layer's experts are modules of their own."""
-    return any(one.is_expert and not one.is_stack for one in layer.linears)
+    return any(linear.is_expert and not linear.is_stack for linear in layer.linears)
 
 
 def built_by_transformers_4(model: ModelSpec) -> bool:

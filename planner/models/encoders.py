@@ -56,13 +56,13 @@ def with_vision(model: ModelSpec) -> ModelSpec:
 def _seeing(model: ModelSpec, built: str) -> ModelSpec:
     """With its encoder idle, and the text's layers one name deeper, those that look at pictures among them."""
     encoder = _encoder(model, 32, 32)
-    parts = [*encoder.model.layer_counts, *((one.layer, one.num) for one in encoder.projectors)]
+    parts = [*encoder.model.layer_counts, *((projector.layer, projector.num) for projector in encoder.projectors)]
     model = mllama.looking(model) if model.model_type == "mllama" else model
     return replace(
         model,
         built_class=built,
         tied=bool(model.config.get("tie_word_embeddings", False)),
-        layer_kinds=tuple(replace(one, path="model.language_model.layers") for one in model.layer_kinds),
+        layer_kinds=tuple(replace(layer, path="model.language_model.layers") for layer in model.layer_kinds),
         idle_layers=tuple((idle(layer), num) for layer, num in parts),
         num_idle_other_params=encoder.num_other_params,
     )
@@ -82,9 +82,9 @@ def _encoder(model: ModelSpec, width: int, height: int) -> Encoder:
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:
-        known = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
+        reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
-            f"images are not planned for {model.model_id}: {known if vision else 'it has no eyes'}",
+            f"images are not planned for {model.model_id}: {reason if vision else 'it has no eyes'}",
             hint="leave --images-per-sample and --image-size out: text alone is planned",
         )
     return make(model, vision or {}, width, height)

@@ -108,8 +108,8 @@ def _snapshot(snapshots: Path, revision: str | None) -> Path | None:
         return snapshots / commit if re.fullmatch(r"[0-9a-f]{7,64}", commit) else None
     if revision is not None:
         return snapshots / revision if re.fullmatch(r"[0-9a-f]{40}", revision) else None
-    known = [path for path in snapshots.iterdir() if (path / CONFIG_NAME).is_file()]
-    return max(known, key=lambda path: path.stat().st_mtime, default=None)
+    candidates = [path for path in snapshots.iterdir() if (path / CONFIG_NAME).is_file()]
+    return max(candidates, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def from_hub(name: str, revision: str | None) -> HubAnswer:
@@ -190,7 +190,7 @@ def _token() -> str | None:
         path = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").expanduser()
         value = ""
         if path.is_file():
-            with open_regular(path, own=True) as file:
+            with open_regular(path, trusted=True) as file:
                 value = file.read(1000).decode("utf-8").strip()
     except (OSError, ValueError, RuntimeError, ConfigError):
         return None

@@ -43,14 +43,14 @@ def full_matches(pattern: str, names: tuple[str, ...]) -> frozenset[str]:
             timeout=WAIT_LIMIT_S,
             check=False,
         )
-        found = json.loads(child.stdout) if child.returncode == 0 else None
+        answer = json.loads(child.stdout) if child.returncode == 0 else None
     except subprocess.TimeoutExpired:
-        found = None
-    if isinstance(found, str):
-        raise SetupError(f"LoRA targets {pattern:.80} are no valid pattern: {found}")
-    if found is None:
+        answer = None
+    if isinstance(answer, str):
+        raise SetupError(f"LoRA targets {pattern:.80} are no valid pattern: {answer}")
+    if answer is None:
         raise SetupError(
             f"LoRA targets {pattern:.80} take more than {CPU_LIMIT_S} s to match",
             hint="write the pattern without a repetition inside a repetition, or name the modules",
         )
-    return frozenset(found)
+    return frozenset(answer)

@@ -83,7 +83,9 @@ def tree_digest(config: Mapping[str, Any]) -> str:
     def kept(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {name: kept(one) for name, one in value.items() if name not in _OF_NO_TREE and not name.startswith("_")}
+        return {
+            name: kept(entry) for name, entry in value.items() if name not in _OF_NO_TREE and not name.startswith("_")
+        }
 
     return hashlib.sha256(json.dumps(kept(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -96,7 +98,7 @@ def _shipped() -> bytes:
 @cache
 def shipped_types() -> frozenset[str]:
     """The `model_type`s of shipped trees."""
-    return frozenset(one.decode() for one in re.findall(rb'"model_type":"([^"]+)"', _shipped()))
+    return frozenset(model_type.decode() for model_type in re.findall(rb'"model_type":"([^"]+)"', _shipped()))
 
 
 def _shipped_tree(config: Mapping[str, Any]) -> ModelSpec | None:
@@ -128,10 +130,10 @@ def _read_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
 
 def _named_by_transformers(model_type: str) -> bool:
     """Whether the installed transformers' tables name the type, without importing it."""
-    found = find_spec("transformers")
-    assert found is not None
-    assert found.origin is not None
-    tables = (Path(found.origin).parent / "models" / "auto").glob("*.py")
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    tables = (Path(spec.origin).parent / "models" / "auto").glob("*.py")
     return any(f'("{model_type}", ' in path.read_text(encoding="utf-8") for path in tables)
 
 
@@ -156,7 +158,7 @@ def _read(path: Path) -> ModelSpec | None:
 
 def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
     """The spec as JSON, from another process."""
-    answer = next((found for reader in _readers if (found := reader(config)) is not None), None)
+    answer = next((reply for reader in _readers if (reply := reader(config)) is not None), None)
     answer = _child_answer(config) if answer is None else answer
     spec = answer.get("spec")
     if isinstance(spec, dict):

@@ -58,18 +58,18 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")
     if revision is not None or ask_hub:
         return _hub_first(name, revision, like)
-    found = catalogue.load(name)
-    if found is None and "/" in name and hub.is_repo_id(name):
+    model = catalogue.load(name)
+    if model is None and "/" in name and hub.is_repo_id(name):
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
-    if found is None:
-        found = _spoken(name)
-    if found is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
+    if model is None:
+        model = _spoken(name)
+    if model is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
-    if found is None:
+    if model is None:
         raise UnknownModelError(f"no model of the catalogue is called {shown(name)}", hint=_hint(name))
     if like:
-        raise UsageError(f"--like {shown(like)}: {found.model_id} is known", hint="leave --like out")
-    return found
+        raise UsageError(f"--like {shown(like)}: {model.model_id} is known", hint="leave --like out")
+    return model
 
 
 def _spoken(name: str) -> ModelSpec | None:
@@ -97,24 +97,24 @@ def _spoken(name: str) -> ModelSpec | None:
 def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:
     """Ask the hub; where it gives nothing, the cache, and the catalogue unless a revision was asked for."""
     spoken = None if ("/" in name and hub.is_repo_id(name)) or catalogue.find(name) else _spoken(name)
-    said = spoken.taken_as if spoken is not None else ""
+    taken_as = spoken.taken_as if spoken is not None else ""
     name = spoken.model_id if spoken is not None else name
     answer = hub.from_hub(name, revision)
     if answer.config is not None:
-        return replace(_spec(name, [lambda: answer], like=like), taken_as=said)
+        return replace(_spec(name, [lambda: answer], like=like), taken_as=taken_as)
     cached = hub.from_cache(name, revision)
     if cached.config is not None:
         note = f" (hub not used: {answer.reason})"
-        return replace(_spec(name, [lambda: cached], note=note, like=like), taken_as=said)
-    found = (spoken or catalogue.load(name)) if revision is None else None
-    if found is not None:
-        return replace(found, config_source=f"{found.config_source} (hub not used: {answer.reason})")
+        return replace(_spec(name, [lambda: cached], note=note, like=like), taken_as=taken_as)
+    model = (spoken or catalogue.load(name)) if revision is None else None
+    if model is not None:
+        return replace(model, config_source=f"{model.config_source} (hub not used: {answer.reason})")
     return _spec(name, [lambda: cached, lambda: answer], revision=revision, like=like)
 
 
 def _spec(
     name: str,
-    asked: Sequence[Callable[[], hub.HubAnswer]],
+    sources: Sequence[Callable[[], hub.HubAnswer]],
     *,
     note: str = "",
     revision: str | None = None,
@@ -123,7 +123,7 @@ def _spec(
     """The spec of the first answer that holds a configuration, else of what the name is a copy of, else an error with
     every reason."""
     reasons = []
-    for ask in asked:
+    for ask in sources:
         answer = ask()
         if answer.config is not None:
             return spec_from_config(answer.config, model_id=name, source=answer.source + note, like=like)
@@ -150,7 +150,7 @@ def meant(name: str) -> list[str]:
     entry = catalogue.find(taken.catalogue_id) if taken is not None else entry
     if entry is not None:
         return [entry.model_id.lower()]
-    return [*catalogue.names_with(name)] or [one.lower() for one in _close(name)]
+    return [*catalogue.names_with(name)] or [hub_id.lower() for hub_id in _close(name)]
 
 
 def _close(name: str) -> list[str]:
@@ -159,7 +159,9 @@ def _close(name: str) -> list[str]:
     from planner.models.spoken import of_other_size
 
     close = of_other_size(name) or close_names(name.lower().rpartition("/")[2], catalogue.all_names(), num=12)
-    return list(dict.fromkeys(entry.model_id for one in close if (entry := catalogue.find(one)) is not None))
+    return list(
+        dict.fromkeys(entry.model_id for candidate in close if (entry := catalogue.find(candidate)) is not None)
+    )
 
 
 def _hint(name: str) -> str:

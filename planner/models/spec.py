@@ -212,7 +212,7 @@ class LayerSpec:
 
         Source: torchtitan 0.2 `distributed/activation_checkpoint.py` _apply_op_sac.
         """
-        return tuple(one for one in self.linears if not (one.is_stack or one.bias))[::2]
+        return tuple(linear for linear in self.linears if not (linear.is_stack or linear.bias))[::2]
 
     @property
     def num_params(self) -> int:
@@ -380,10 +380,10 @@ class ModelSpec:
     def once(self, key: Hashable, work_out: Callable[["ModelSpec"], T]) -> T:
         """What is worked out of this very object, once: a walk asks thousands of times, and models of one shape are
         equal whatever their configurations say."""
-        found = self._worked_out.get(key, _NOT_YET)
-        if found is _NOT_YET:
-            found = self._worked_out[key] = work_out(self)
-        return cast(T, found)
+        cached = self._worked_out.get(key, _NOT_YET)
+        if cached is _NOT_YET:
+            cached = self._worked_out[key] = work_out(self)
+        return cast(T, cached)
 
     @property
     def num_layers(self) -> int:
@@ -401,12 +401,14 @@ class ModelSpec:
     @cached_property
     def expert_stacks(self) -> tuple[int, ...]:
         """How many experts each stack of each kind of layer holds."""
-        return tuple(one.num for layer in self.layer_kinds for one in layer.linears if one.is_stack)
+        return tuple(linear.num for layer in self.layer_kinds for linear in layer.linears if linear.is_stack)
 
     @cached_property
     def num_dealt_weights(self) -> int:
         """Elements of experts that are dealt out over GPUs (`planner.memory.rank_part.expert_shard`)."""
-        return sum(one.num_weights * num for layer, num in self.layer_counts for one in layer.linears if one.dealt)
+        return sum(
+            linear.num_weights * num for layer, num in self.layer_counts for linear in layer.linears if linear.dealt
+        )
 
     @property
     def reads_both_ways(self) -> bool:
@@ -459,5 +461,5 @@ class ModelSpec:
         total = self.head.num_weights if self.head is not None else 0
         total += sum(linear.num_weights for linear in self.outer_linears)
         for layer, num in self.layer_counts:
-            total += num * sum(one.in_features * one.out_features * one.num_active for one in layer.linears)
+            total += num * sum(linear.in_features * linear.out_features * linear.num_active for linear in layer.linears)
         return total

@@ -92,8 +92,8 @@ class _Match:
     @property
     def revision(self) -> tuple[int, ...]:
         """Its revision, of which nothing was said: higher is newer."""
-        found = [one for one in self.more if _REVISION.fullmatch(one)]
-        return tuple(int(digits) for one in found for digits in re.findall(r"\d+", one))
+        revisions = [word for word in self.more if _REVISION.fullmatch(word)]
+        return tuple(int(digits) for revision in revisions for digits in re.findall(r"\d+", revision))
 
     @property
     def spelled(self) -> str:
@@ -112,70 +112,72 @@ def understand(name: str) -> Taken | None:
     owner, slash, rest = name.strip().lower().rpartition("/")
     if len(name) > MAX_NAME or "/" in owner or not rest.isascii():
         return None
-    found = _matches(*_split(rest))
+    matches = _matches(*_split(rest))
     if not slash:
-        return _best(name, found or _matches(*_respelled(rest)))
-    tuned = catalogue.load(name.strip().lower().removesuffix(BASE)) if not found and rest.endswith(BASE) else None
+        return _best(name, matches or _matches(*_respelled(rest)))
+    tuned = catalogue.load(name.strip().lower().removesuffix(BASE)) if not matches and rest.endswith(BASE) else None
     if tuned is not None:  # "GLM-4.5-Air-Base": the id names no size, and "base" could be one
         words = f"no config.json at hand: planned as {tuned.model_id}, which is tuned from it"
         return Taken(catalogue_id=tuned.model_id.lower(), model_id=name.strip(), words=words)
     from planner.core.close import close_names
 
-    owners = {one.hub_id.owner for one in found}
+    owners = {match.hub_id.owner for match in matches}
     meant = owner if owner in owners else next(iter(close_names(owner, owners, num=1, cutoff=TYPO_SHARE)), "")
-    if own := [one for one in found if one.hub_id.owner == meant]:
-        return _best(name, own)
-    copied = [one for one in found if not one.blocking and {*one.more} <= TUNED | PLAIN]
+    if from_owner := [match for match in matches if match.hub_id.owner == meant]:
+        return _best(name, from_owner)
+    copied = [match for match in matches if not match.blocking and {*match.more} <= TUNED | PLAIN]
     return _best(name, copied, copy=True)
 
 
 def of_other_size(name: str) -> list[str]:
     """Ids of what a name says but for its size, the nearest size first; none where that is no family either."""
     words, numbers, _ = _split(name.lower().rpartition("/")[2][:MAX_NAME])
-    said = [one for one in numbers if _SIZE.fullmatch(one)]
+    sizes = [number for number in numbers if _SIZE.fullmatch(number)]
     words = words if _matches(words, (), ()) else _respelled(" ".join(words))[0]
-    found = _matches(words, [one for one in numbers if one not in said], ()) if words else []
-    size = _num_params(said[0]) if said else 1.0
+    matches = _matches(words, [number for number in numbers if number not in sizes], ()) if words else []
+    size = _num_params(sizes[0]) if sizes else 1.0
 
-    def far(one: _Match) -> tuple[bool, float]:
-        return one.retuned, abs(math.log(one.hub_id.num_params / size)) if said else float(len(one.more))
+    def far(match: _Match) -> tuple[bool, float]:
+        return match.retuned, abs(math.log(match.hub_id.num_params / size)) if sizes else float(len(match.more))
 
-    return [one.hub_id.text for one in sorted(found, key=far)]
+    return [match.hub_id.text for match in sorted(matches, key=far)]
 
 
-def _best(name: str, found: Sequence[_Match], *, copy: bool = False) -> Taken | None:
+def _best(name: str, matches: Sequence[_Match], *, copy: bool = False) -> Taken | None:
     """The nearest of what a name can mean; `copy`: published by somebody else under a name that was given in full.
 
     Raises:
         UnknownModelError: several of which none is nearest, or none that says no more than what may be left out.
     """
-    whole = [one for one in found if not one.blocking]
-    nearest = [one for one in whole if one.distance == min(each.distance for each in whole)]
-    newest = max((one.revision for one in nearest), default=())
-    latest = [one for one in nearest if one.revision == newest]
-    if not found:
+    whole = [match for match in matches if not match.blocking]
+    nearest = [match for match in whole if match.distance == min(each.distance for each in whole)]
+    newest = max((match.revision for match in nearest), default=())
+    latest = [match for match in nearest if match.revision == newest]
+    if not matches:
         return None
-    if len({one.hub_id.entry for one in latest}) != 1:
-        raise _ambiguous(name, latest or found)
-    best = min(latest, key=lambda one: not one.hub_id.main)
+    if len({match.hub_id.entry for match in latest}) != 1:
+        raise _ambiguous(name, latest or matches)
+    best = min(latest, key=lambda match: not match.hub_id.main)
     if is_repo_id(name) and "/" in name and (copy or best.retuned):  # weights of their own, in the same shape
         words = f"no config.json at hand: planned as {best.spelled}, which it is named after"
         return Taken(catalogue_id=best.hub_id.text, model_id=name, words=words)
-    others = dict.fromkeys(one.spelled for one in nearest if one.hub_id.entry != best.hub_id.entry)
-    beside = f" (there is {', '.join(others)} too)" if others else ""
-    return Taken(catalogue_id=best.hub_id.text, model_id=best.spelled, words=f"taken as {best.spelled}{beside}")
+    others = dict.fromkeys(match.spelled for match in nearest if match.hub_id.entry != best.hub_id.entry)
+    note = f" (there is {', '.join(others)} too)" if others else ""
+    return Taken(catalogue_id=best.hub_id.text, model_id=best.spelled, words=f"taken as {best.spelled}{note}")
 
 
-def _ambiguous(name: str, found: Sequence[_Match]) -> UnknownModelError:
+def _ambiguous(name: str, matches: Sequence[_Match]) -> UnknownModelError:
     """That a name leaves open which model is meant; the hint lists those nearest, one id for each."""
     entries: dict[int, _Match] = {}
-    for one in sorted(found, key=lambda one: (len(one.blocking), one.distance, not one.hub_id.main)):
-        entries.setdefault(one.hub_id.entry, one)
-    listed = ", ".join(one.spelled for one in list(entries.values())[:MAX_LISTED])
+    for match in sorted(
+        matches, key=lambda candidate: (len(candidate.blocking), candidate.distance, not candidate.hub_id.main)
+    ):
+        entries.setdefault(match.hub_id.entry, match)
+    listed = ", ".join(match.spelled for match in list(entries.values())[:MAX_LISTED])
     error = UnknownModelError(
         f"{name!r:.80} is not one model: sizes, generations and variants are not guessed", hint=f"say which: {listed}"
     )
-    error.could_be = tuple(one.hub_id.text for one in entries.values())
+    error.could_be = tuple(match.hub_id.text for match in entries.values())
     return error
 
 
@@ -210,7 +212,7 @@ def _hub_ids() -> tuple[_HubId, ...]:
     published = catalogue.hub_ids()
     sizes = {ids[0]: num_params for ids, num_params in published}
     copies = (((copy.lower(),), sizes[original]) for original, copy in PLAIN_COPIES.items())
-    found = []
+    hub_ids = []
     for entry, (ids, num_params) in enumerate((*published, *copies)):
         for text in ids:
             owner, _, name = text.rpartition("/")
@@ -224,16 +226,16 @@ def _hub_ids() -> tuple[_HubId, ...]:
                 main=text == ids[0],
                 num_params=num_params,
             )
-            found.append(parts)
-    return tuple(found)
+            hub_ids.append(parts)
+    return tuple(hub_ids)
 
 
 def _matches(words: Sequence[str], numbers: Sequence[str], runs: Sequence[Sequence[int]]) -> list[_Match]:
     """The ids that have all that was said, by the first way to read the numbers by which any has."""
     if words or numbers:
         for reading in _readings(numbers, runs):
-            if found := [one for hub_id in _hub_ids() if (one := _match(hub_id, words, reading)) is not None]:
-                return found
+            if matches := [match for hub_id in _hub_ids() if (match := _match(hub_id, words, reading)) is not None]:
+                return matches
     return []
 
 
@@ -243,37 +245,44 @@ def _readings(numbers: Sequence[str], runs: Sequence[Sequence[int]]) -> Iterator
     for num in range(len(seconds) + 1):
         for chosen in combinations(seconds, num):
             if not any(place + 1 in chosen for place in chosen):
-                joined = [f"{numbers[at - 1]}.{one}" if at in chosen else one for at, one in enumerate(numbers)]
-                yield tuple(one for at, one in enumerate(joined) if at + 1 not in chosen)
+                joined = [
+                    f"{numbers[at - 1]}.{number}" if at in chosen else number for at, number in enumerate(numbers)
+                ]
+                yield tuple(number for at, number in enumerate(joined) if at + 1 not in chosen)
 
 
 def _match(hub_id: _HubId, words: Sequence[str], numbers: Sequence[str]) -> _Match | None:
     """What the id has more than was said, None where it lacks something of it."""
-    said = {*map(_plain, numbers)}
-    sized = [place for place, one in enumerate(hub_id.numbers) if _SIZE.fullmatch(one)]
+    stated = {*map(_plain, numbers)}
+    sized = [place for place, number in enumerate(hub_id.numbers) if _SIZE.fullmatch(number)]
     # "base" is a size of T5's and Whisper's, whose ids have no number for it
     tuning = TUNED | PLAIN if sized or any(map(_DATE.fullmatch, hub_id.numbers)) else TUNED
     covered = _covered(
-        [one for one in words if one not in tuning and one not in SPOKEN_FILLERS],
+        [word for word in words if word not in tuning and word not in SPOKEN_FILLERS],
         (*hub_id.words, *re.findall("[a-z]+", hub_id.owner)),
     )
     beyond = list((Counter(map(_plain, numbers)) - Counter(map(_plain, hub_id.numbers))).elements())
     if not sized:  # "mistral nemo 12b": its id names no size
-        beyond = [one for one in beyond if not _is_about(one, hub_id.num_params)]
+        beyond = [number for number in beyond if not _is_about(number, hub_id.num_params)]
     if beyond or covered is None:
         return None
     wanted = "tuned" if TUNED & {*words} else "plain" if PLAIN & tuning & {*words} else ""
     satisfied = {"tuned": TUNED, "plain": PLAIN & tuning, "": frozenset[str]()}[wanted]
-    more = [one for at, one in enumerate(hub_id.words) if at not in covered and one not in FILLERS | satisfied]
-    unsaid = [one for one in hub_id.numbers if _plain(one) not in said]
-    neutral = {one for one in unsaid if _DATE.fullmatch(one) or _CONTEXT.fullmatch(one)}
-    neutral |= {one for one in unsaid if _REVISION.fullmatch(one) and sized and hub_id.numbers.index(one) > sized[0]}
+    more = [word for at, word in enumerate(hub_id.words) if at not in covered and word not in FILLERS | satisfied]
+    unsaid = [number for number in hub_id.numbers if _plain(number) not in stated]
+    neutral = {number for number in unsaid if _DATE.fullmatch(number) or _CONTEXT.fullmatch(number)}
+    neutral |= {
+        number for number in unsaid if _REVISION.fullmatch(number) and sized and hub_id.numbers.index(number) > sized[0]
+    }
     if any(map(_SIZE.fullmatch, numbers)):
-        neutral |= {one for one in unsaid if _SIZE.fullmatch(one) or _PART_SIZE.fullmatch(one)}
+        neutral |= {number for number in unsaid if _SIZE.fullmatch(number) or _PART_SIZE.fullmatch(number)}
     return _Match(
         hub_id=hub_id,
         more=(*more, *unsaid),
-        blocking=(*(one for one in more if one not in tuning), *(one for one in unsaid if one not in neutral)),
+        blocking=(
+            *(word for word in more if word not in tuning),
+            *(number for number in unsaid if number not in neutral),
+        ),
         unmet=len((TUNED | PLAIN) & {*words} - {*hub_id.words}),
         retuned=bool(wanted) and (wanted == "tuned") != bool(TUNED & {*hub_id.words}),
     )
@@ -294,22 +303,24 @@ def _num_params(size: str) -> float:
     return int(experts or 1) * float(each) * (1e9 if size[-1] == "b" else 1e6)
 
 
-def _covered(said: Sequence[str], words: Sequence[str]) -> set[int] | None:
+def _covered(query: Sequence[str], words: Sequence[str]) -> set[int] | None:
     """Places of the words that are said, None where something else is; "tiny llama" says "tinyllama", and "gptj" says
     "gpt", "j"."""
-    found: set[int] = set()
+    places: set[int] = set()
     at = 0
-    while at < len(said):
+    while at < len(query):
         for num_said, num in ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3)):
-            wanted = "".join(said[at : at + num_said])
-            place = next((one for one in range(len(words) - num + 1) if "".join(words[one : one + num]) == wanted), -1)
-            if place >= 0 and at + num_said <= len(said):
-                found.update(range(place, place + num))
+            wanted = "".join(query[at : at + num_said])
+            place = next(
+                (start for start in range(len(words) - num + 1) if "".join(words[start : start + num]) == wanted), -1
+            )
+            if place >= 0 and at + num_said <= len(query):
+                places.update(range(place, place + num))
                 at += num_said
                 break
         else:
             return None
-    return found
+    return places
 
 
 def _respelled(name: str) -> Split:
@@ -317,9 +328,11 @@ def _respelled(name: str) -> Split:
     from planner.core.close import close_names
 
     words, numbers, runs = _split(name)
-    known = sorted({word for hub_id in _hub_ids() for word in (*hub_id.words, *re.findall("[a-z]+", hub_id.owner))})
-    found = []
+    vocabulary = sorted(
+        {word for hub_id in _hub_ids() for word in (*hub_id.words, *re.findall("[a-z]+", hub_id.owner))}
+    )
+    respelled = []
     for word in words:
-        close = close_names(word, known, num=1, cutoff=TYPO_SHARE) if len(word) >= MIN_TYPO_LETTERS else []
-        found.append(close[0] if close else word)
-    return (tuple(found), numbers, runs) if tuple(found) != words else ((), (), ())
+        close = close_names(word, vocabulary, num=1, cutoff=TYPO_SHARE) if len(word) >= MIN_TYPO_LETTERS else []
+        respelled.append(close[0] if close else word)
+    return (tuple(respelled), numbers, runs) if tuple(respelled) != words else ((), (), ())

@@ -82,7 +82,7 @@ def kept_names(config: Mapping[str, object]) -> tuple[str, ...]:
     hundred); none for any other checkpoint."""
     stored = config.get("quantization_config")
     names = stored.get("llm_int8_skip_modules") if isinstance(stored, Mapping) and _bits(stored) else None
-    return tuple(one for one in names[:MAX_KEPT] if isinstance(one, str) and one) if isinstance(names, list) else ()
+    return tuple(name for name in names[:MAX_KEPT] if isinstance(name, str) and name) if isinstance(names, list) else ()
 
 
 def is_kept(module: str, names: tuple[str, ...]) -> bool:
@@ -93,7 +93,7 @@ def is_kept(module: str, names: tuple[str, ...]) -> bool:
 
     Source: transformers 5.23 `should_convert_module`.
     """
-    return any(module == one or module.startswith(f"{one}.") or module.endswith(one) for one in names)
+    return any(module == name or module.startswith(f"{name}.") or module.endswith(name) for name in names)
 
 
 def with_kept(model: ModelSpec) -> ModelSpec:
@@ -111,16 +111,16 @@ def with_kept(model: ModelSpec) -> ModelSpec:
 
 
 def _marked(layer: LayerSpec, index: int, names: tuple[str, ...]) -> LayerSpec:
-    kept = [is_kept(f"{layer.path}.{index}.{one.name}", names) for one in layer.linears]
-    marked = (replace(one, kept=one.kept or mark) for one, mark in zip(layer.linears, kept, strict=True))
+    marks = [is_kept(f"{layer.path}.{index}.{linear.name}", names) for linear in layer.linears]
+    marked = (replace(linear, kept=linear.kept or mark) for linear, mark in zip(layer.linears, marks, strict=True))
     return replace(layer, linears=tuple(marked))
 
 
 def kept_fraction(model: ModelSpec) -> float:
     """Share of the matrices' elements that a checkpoint published quantized keeps in 16 bits."""
-    linears = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
-    whole = sum(one.num_weights * num for one, num in linears)
-    return sum(one.num_weights * num for one, num in linears if one.kept) / whole if whole else 0.0
+    linears = [(linear, num) for layer, num in model.layer_counts for linear in layer.linears]
+    whole = sum(linear.num_weights * num for linear, num in linears)
+    return sum(linear.num_weights * num for linear, num in linears if linear.kept) / whole if whole else 0.0
 
 
 CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
@@ -128,14 +128,14 @@ CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
 
 
 def _linears(model: ModelSpec) -> Iterator[LinearSpec]:
-    return (one for layer in model.layer_kinds for one in layer.linears)
+    return (linear for layer in model.layer_kinds for linear in layer.linears)
 
 
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
     if model is not None and setup.quantized and model.model_type in CLAMPS_WEIGHTS:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
-    if model is not None and setup.quantized and not any(one.quantizes for one in _linears(model)):
+    if model is not None and setup.quantized and not any(linear.quantizes for linear in _linears(model)):
         return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
     if model is not None and setup.quantized and dequantizing_class(model):
         copy = PLAIN_COPIES.get(model.model_id, "")

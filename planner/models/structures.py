@@ -37,22 +37,22 @@ def _structure_of(model: ModelSpec) -> str | None:
         return None
     whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
     config = model.config
-    said = [
+    signature = [
         model.model_type, config.get("tie_word_embeddings"), whole, rest > 0, mlp.kind, mlp.activation,
         attention.num_heads > attention.num_kv_heads, attention.rotary, attention.rotary_fraction,
         attention.head_dim <= 128, layer.parallel_residual, layer.path, config.get("attention_dropout", 0) or 0,
-        [(one.name, one.role, one.bias, one.num) for one in layer.linears],
-        [(one.name, one.kind, one.bias, one.weight) for one in layer.norms],
+        [(linear.name, linear.role, linear.bias, linear.num) for linear in layer.linears],
+        [(norm.name, norm.kind, norm.bias, norm.weight) for norm in layer.norms],
     ]  # fmt: skip
-    said += [mlp.num_experts, mlp.num_active_experts, mlp.gated_experts] if mlp.num_experts else []
+    signature += [mlp.num_experts, mlp.num_active_experts, mlp.gated_experts] if mlp.num_experts else []
     rarer = {
         "window": attention.window_tokens is not None,  # a program is of samples that one holds
         "shared expert": mlp.shared_intermediate_size > 0,
         "norms behind": not config.get("do_layer_norm_before", True),
         "narrow embeddings": config.get("word_embed_proj_dim", model.hidden_size) != model.hidden_size,
     }
-    said += [name for name, there in rarer.items() if there]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    signature += [name for name, there in rarer.items() if there]
+    return hashlib.sha256(json.dumps(signature).encode()).hexdigest()[:16]
 
 
 def sizes_of(model: ModelSpec) -> Sizes:
@@ -61,7 +61,7 @@ def sizes_of(model: ModelSpec) -> Sizes:
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None
     assert mlp is not None
-    pairs = sum(one.in_features + one.out_features for one in layer.linears if one.role in ("q", "v"))
+    pairs = sum(linear.in_features + linear.out_features for linear in layer.linears if linear.role in ("q", "v"))
     heads, groups = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
     return {
         "hidden": model.hidden_size, "embedding": model.config.get("word_embed_proj_dim", model.hidden_size),
@@ -98,23 +98,23 @@ class Resizer:
     """Numbers of one model as another's.
 
     Args:
-        own: sizes of the model that was run, each with an odd factor that no other has; of one group there is none.
+        source: sizes of the model that was run, each with an odd factor that no other has; of one group there is none.
     """
 
-    def __init__(self, own: Mapping[str, int], other: Mapping[str, int]) -> None:
-        self._own, self._other = own, other
-        self._tags = [(name, tag) for name in _FACTORS if (tag := _odd(own.get(name, 1))) > 1]
+    def __init__(self, source: Mapping[str, int], other: Mapping[str, int]) -> None:
+        self._own, self._other = source, other
+        self._tags = [(name, tag) for name in _FACTORS if (tag := _odd(source.get(name, 1))) > 1]
 
     def size(self, number: float) -> float:
         """A dimension, or the factor of one."""
         for name in _SUMS:
-            if own := self._own.get(name):
-                ratio = number / own
+            if source_size := self._own.get(name):
+                ratio = number / source_size
                 if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
                     return self._other[name] * ratio
-        rest, found = self._divided(number * 2**_LEAST)  # also of packed weights, two of them a byte, and of scales
+        rest, factor = self._divided(number * 2**_LEAST)  # also of packed weights, two of them a byte, and of scales
         either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
-        return rest * found / 2**_LEAST if either else number
+        return rest * factor / 2**_LEAST if either else number
 
     def product(self, number: float) -> float:
         """Bytes, or their factor: also a matrix with the vocabulary or of queries, keys and values together, and a
@@ -122,28 +122,28 @@ class Resizer:
         for name, across in _WITH_WIDTH:
             if across in self._own and _is_power(ratio := number / (self._own[name] * self._own[across])):
                 return self._other[name] * self._other[across] * ratio
-        known = self.size(number)
-        if known != number:
-            return known
-        rest, found = self._divided(number)
+        resized = self.size(number)
+        if resized != number:
+            return resized
+        rest, factor = self._divided(number)
         width, constant = number / self._own["hidden"], _is_power(number) or _is_power(number / 3)
-        if found == 1.0 and width > 0 and not constant and abs(width / 2.0 ** round(math.log2(width)) - 1) < _NEARLY:
-            found = self._other["hidden"] / self._own["hidden"]
-        return rest * found
+        if factor == 1.0 and width > 0 and not constant and abs(width / 2.0 ** round(math.log2(width)) - 1) < _NEARLY:
+            factor = self._other["hidden"] / self._own["hidden"]
+        return rest * factor
 
     def _divided(self, number: float) -> tuple[float, float]:
         """A number without the sizes that it is a product of, and by how much those are more of the other model."""
-        rest, found = number, 1.0
+        rest, factor = number, 1.0
         for name, tag in self._tags:
             while rest % tag == 0:
-                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
-        return rest, found
+                rest, factor = rest / tag, factor * self._other[name] * tag / self._own[name]
+        return rest, factor
 
     def count(self, number: int) -> int:
         """How many there are of something in all layers and beside them."""
         layers = self._own["layers"]
-        each, beside = divmod(number - FEWEST_BESIDE, layers)
-        return each * self._other["layers"] + beside + FEWEST_BESIDE
+        each, extra = divmod(number - FEWEST_BESIDE, layers)
+        return each * self._other["layers"] + extra + FEWEST_BESIDE
 
 
 def _is_power(ratio: float) -> bool:
@@ -160,10 +160,10 @@ Source: transformers 5.23 `modeling_rope_utils.dynamic_rope_update`; "su" is lon
 
 def changes(model: ModelSpec) -> list[int]:
     """Lengths from which on a model does otherwise, rising: of its windows, and where its rotary angles change."""
-    found = {one.attention.window_tokens for one in model.layer_kinds if one.attention is not None} - {None}
+    lengths = {layer.attention.window_tokens for layer in model.layer_kinds if layer.attention is not None} - {None}
     text = model.config.get("text_config", model.config)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if scaling.get("rope_type", scaling.get("type")) in _LENGTH_DECIDES:
-        ends = {one.get("original_max_position_embeddings") for one in (text, scaling)}
-        found |= {int(length) + 1 for length in ends if length}
-    return sorted(one for one in found if one)
+        ends = {section.get("original_max_position_embeddings") for section in (text, scaling)}
+        lengths |= {int(length) + 1 for length in ends if length}
+    return sorted(length for length in lengths if length)

@@ -29,7 +29,7 @@ CLIPPED = ".linear"
 
 def _converted(model: ModelSpec) -> dict[str, str]:
     """Old module names -> stacked parameters, where the model has stacks."""
-    stacked = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
+    stacked = any(linear.is_stack for layer in model.layer_kinds for linear in layer.linears)
     return dict(model.moved_targets) if stacked else {}
 
 
@@ -44,14 +44,18 @@ def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
         SetupError: explicit names that match nothing, or that PEFT refuses; the hint lists what there is.
     """
     key = targets if isinstance(targets, str) else tuple(targets)
-    return model.once(("lora linears", key), lambda one: _lora_linears(one, targets))
+    return model.once(("lora linears", key), lambda spec: _lora_linears(spec, targets))
 
 
 def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     """`lora_linears`, worked out."""
     if targets == "attention":
         groups = [
-            (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES and not one.refused))
+            (
+                layer,
+                num,
+                tuple(linear for linear in layer.linears if linear.role in ATTENTION_ROLES and not linear.refused),
+            )
             for layer, num in model.layer_counts
         ]
     elif targets == EXPERT_TARGETS:
@@ -67,13 +71,13 @@ def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
         groups = _patterned(model, targets[0])
     else:
         groups = _named(model, targets)
-    found = tuple((layer, num, linears) for layer, num, linears in groups if linears)
-    if not found:
+    adapted = tuple((layer, num, linears) for layer, num, linears in groups if linears)
+    if not adapted:
         raise SetupError(
             f"LoRA targets {_listed(targets)} match no module of {model.model_id}",
             hint=f"available: {', '.join(available_names(model))}; or attention, all-linear",
         )
-    return found
+    return adapted
 
 
 def _with_experts(layer: LayerSpec) -> Iterator[LinearSpec]:
@@ -81,11 +85,11 @@ def _with_experts(layer: LayerSpec) -> Iterator[LinearSpec]:
 
     Source: experts4bit-qlora 0.58.1 `lora.py` ExpertsLoRA.
     """
-    for one in layer.linears:
-        if one.role in ATTENTION_ROLES and not one.refused:
-            yield one
-        elif one.is_stack:
-            yield replace(one, role="up") if one.role == "gate_up" else one
+    for linear in layer.linears:
+        if linear.role in ATTENTION_ROLES and not linear.refused:
+            yield linear
+        elif linear.is_stack:
+            yield replace(linear, role="up") if linear.role == "gate_up" else linear
 
 
 def lora_params(linear: LinearSpec, rank: int) -> int:
@@ -139,8 +143,8 @@ def scaling_targets(model: ModelSpec) -> tuple[str, ...]:
 
     Source: Liu et al. 2022, section 3.3, https://arxiv.org/abs/2205.05638.
     """
-    linears = [one for layer in model.layer_kinds for one in layer.linears if one.module != "parameter"]
-    return tuple(dict.fromkeys(one.name for one in linears if one.role in ("k", "v", "qkv", "down")))
+    linears = [linear for layer in model.layer_kinds for linear in layer.linears if linear.module != "parameter"]
+    return tuple(dict.fromkeys(linear.name for linear in linears if linear.role in ("k", "v", "qkv", "down")))
 
 
 def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
@@ -151,13 +155,13 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     """
     if isinstance(targets, tuple):
         return targets[0] if _is_pattern(targets) else list(targets)
-    if targets == "all-linear" and any(unadaptable(one) for layer in model.layer_kinds for one in layer.linears):
-        linears = [one for _, _, group in _modules(model) for one in group]
-        return list(dict.fromkeys(one.leaf for one in linears if not unadaptable(one)))
+    if targets == "all-linear" and any(unadaptable(linear) for layer in model.layer_kinds for linear in layer.linears):
+        linears = [linear for _, _, group in _modules(model) for linear in group]
+        return list(dict.fromkeys(linear.leaf for linear in linears if not unadaptable(linear)))
     if targets != "attention":
         return targets
     names = attention_target_names(model)
-    if not any(_matches(_module_name(one), name) for one in _idle_linears(model) for name in names):
+    if not any(_matches(_module_name(linear), name) for linear in _idle_linears(model) for name in names):
         return list(names)
     return target_pattern(model, targets)
 
@@ -165,12 +169,14 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
 def target_pattern(model: ModelSpec, targets: Targets) -> str:
     """One regular expression over full module names that adapts what `lora_linears` says; of modules alone, no stacked
     experts."""
-    found: dict[str, dict[str, None]] = {}
+    by_place: dict[str, dict[str, None]] = {}
     for layer, _, linears in lora_linears(model, targets):
         place = re.escape(f"{layer.path}.") + ("" if layer.kind in _NO_LIST else r"\d+\.")
-        found.setdefault(place if layer.path else r"(.*\.)?", {}).update(dict.fromkeys(one.name for one in linears))
+        by_place.setdefault(place if layer.path else r"(.*\.)?", {}).update(
+            dict.fromkeys(linear.name for linear in linears)
+        )
     groups: dict[tuple[str, ...], list[str]] = {}
-    for place, names in found.items():
+    for place, names in by_place.items():
         groups.setdefault(tuple(names), []).append(place)
     return "|".join(f"({'|'.join(places)})({'|'.join(map(re.escape, names))})" for names, places in groups.items())
 
@@ -191,8 +197,8 @@ def same_targets(model: ModelSpec, names: tuple[str, ...]) -> str:
 
 def available_names(model: ModelSpec) -> tuple[str, ...]:
     """The names that explicit targets can use, shortest form, each once."""
-    linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
-    names = dict.fromkeys(one.leaf for one in linears if not one.name.endswith(CLIPPED))
+    linears = [linear for _, _, group in _modules(model, with_head=True) for linear in group]
+    names = dict.fromkeys(linear.leaf for linear in linears if not linear.name.endswith(CLIPPED))
     return tuple(names) + tuple(name for name in _converted(model) if name not in names)
 
 
@@ -201,18 +207,19 @@ def unmatched_targets(model: ModelSpec, targets: Targets) -> tuple[str, ...]:
     if isinstance(targets, str) or _is_pattern(targets):
         return ()
     converted = _converted(model)
-    linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
+    linears = [linear for _, _, group in _modules(model, with_head=True) for linear in group]
     return tuple(
         name
         for name in targets
-        if name.rpartition(".")[2] not in converted and not any(_matches(_module_name(one), name) for one in linears)
+        if name.rpartition(".")[2] not in converted
+        and not any(_matches(_module_name(linear), name) for linear in linears)
     )
 
 
 def _modules(model: ModelSpec, *, with_head: bool = False) -> Iterator[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
     """Every nn.Linear and Conv1D, by layer; the outer ones as a layer of their own."""
     for layer, num in (*model.layer_counts, *model.idle_layers):
-        yield layer, num, tuple(one for one in layer.linears if one.module != "parameter")
+        yield layer, num, tuple(linear for linear in layer.linears if linear.module != "parameter")
     outer = model.outer_linears + ((model.head,) if with_head and model.head is not None else ())
     if outer:
         yield _outer(outer), 1, outer
@@ -240,11 +247,11 @@ def _all_linear(model: ModelSpec) -> list[tuple[LayerSpec, int, tuple[LinearSpec
     converted = _converted(model)
     if not converted:
         return [
-            (layer, num, tuple(one for one in linears if not unadaptable(one)))
+            (layer, num, tuple(linear for linear in linears if not unadaptable(linear)))
             for layer, num, linears in _modules(model)
         ]
     # The shorthand becomes the set of leaf names plus every old name of the mapping.
-    leaves = {one.leaf for _, _, group in _modules(model) for one in group if not unadaptable(one)}
+    leaves = {linear.leaf for _, _, group in _modules(model) for linear in group if not unadaptable(linear)}
     return _named(model, tuple(sorted(leaves | converted.keys())))
 
 
@@ -253,9 +260,9 @@ def _named(model: ModelSpec, names: tuple[str, ...]) -> list[tuple[LayerSpec, in
     roles, rest = _convert(model, names)
     groups = []
     for layer, num, linears in _modules(model, with_head=True):
-        chosen = [one for one in linears if any(_matches(one.name, name) for name in rest)]
-        stacks = [one for one in layer.linears if one.module == "parameter"]
-        chosen += [one for one in stacks if one.role in roles]
+        chosen = [linear for linear in linears if any(_matches(linear.name, name) for name in rest)]
+        stacks = [linear for linear in layer.linears if linear.module == "parameter"]
+        chosen += [stack for stack in stacks if stack.role in roles]
         _refuse(model, rest, (*linears, *stacks))
         groups.append((layer if layer.path else _outer(tuple(chosen)), num, tuple(chosen)))
     if any(re.search(r"(^|\.)\d+\.", name) for name in rest):
@@ -284,19 +291,21 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
         (place + name).lstrip(".")
         for _, _, linears, places in modules
         for place in places
-        for one in linears
-        for name in (one.name, _module_name(one))
+        for linear in linears
+        for name in (linear.name, _module_name(linear))
     )
     matching = full_matches(pattern, tuple(dict.fromkeys(named)))
     for layer, num, linears, places in modules:
-        hits = [[one for one in linears if (place + _module_name(one)).lstrip(".") in matching] for place in places]
-        inner = [[one for one in linears if (place + one.name).lstrip(".") in matching] for place in places]
+        hits = [
+            [linear for linear in linears if (place + _module_name(linear)).lstrip(".") in matching] for place in places
+        ]
+        inner = [[linear for linear in linears if (place + linear.name).lstrip(".") in matching] for place in places]
         if hits[0] != hits[-1] or inner[0] != inner[-1]:
             raise SetupError(
                 f"LoRA targets {_listed((pattern,))} pick single layers, which is not supported",
                 hint="match every layer: \\d+ where the layer's number stands",
             )
-        if refused := [one for one in hits[0] if one not in inner[0]]:
+        if refused := [linear for linear in hits[0] if linear not in inner[0]]:
             raise SetupError(
                 f"LoRA targets {_listed((pattern,))} reach {_module_name(refused[0])} of {model.model_id}, which PEFT "
                 "cannot adapt",
@@ -328,24 +337,24 @@ def _convert(model: ModelSpec, names: tuple[str, ...]) -> tuple[frozenset[str], 
     return frozenset(converted[leaf] for leaf in hits.values()), tuple(name for name in names if name not in hits)
 
 
-def _refuse(model: ModelSpec, names: tuple[str, ...], linears: Iterable[LinearSpec]) -> None:
+def _refuse(model: ModelSpec, rest: tuple[str, ...], linears: Iterable[LinearSpec]) -> None:
     """Modules that a name reaches and PEFT cannot adapt: wrapped linears, routers that hold a bare weight."""
-    for one in linears:
-        is_module = one.name.endswith(CLIPPED) or (one.module == "parameter" and one.role == "router")
-        if unadaptable(one) and any(_matches(one.name, name) for name in names):
+    for spec in linears:
+        is_module = spec.name.endswith(CLIPPED) or (spec.module == "parameter" and spec.role == "router")
+        if unadaptable(spec) and any(_matches(spec.name, name) for name in rest):
             raise SetupError(
-                f"LoRA targets {_listed(names)} reach {one.name} of {model.model_id}, which gives more than a product: "
+                f"LoRA targets {_listed(rest)} reach {spec.name} of {model.model_id}, which gives more than a product: "
                 "PEFT cannot stand in for it",
                 hint="use attention or all-linear",
             )
-        if is_module and any(_matches(_module_name(one), name) and not _matches(one.name, name) for name in names):
+        if is_module and any(_matches(_module_name(spec), name) and not _matches(spec.name, name) for name in rest):
             raise SetupError(
-                f"LoRA targets {_listed(names)} reach {_module_name(one)} of {model.model_id}, which PEFT cannot adapt",
+                f"LoRA targets {_listed(rest)} reach {_module_name(spec)} of {model.model_id}, which PEFT cannot adapt",
                 hint="use attention or all-linear",
             )
-        if one.module == "parameter" and one.role == "router" and any(_matches(one.name, name) for name in names):
+        if spec.module == "parameter" and spec.role == "router" and any(_matches(spec.name, name) for name in rest):
             raise SetupError(
-                f"LoRA targets {_listed(names)} reach the router {one.name} of {model.model_id}, a bare weight that "
+                f"LoRA targets {_listed(rest)} reach the router {spec.name} of {model.model_id}, a bare weight that "
                 f"PEFT cannot adapt",
                 hint="use attention or all-linear",
             )

@@ -84,42 +84,42 @@ class Adapter:
         return self.start_only or self.name == "lora"
 
 
-def _lora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
-    return (rank, inside), (outside, rank)
+def _lora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
+    return (rank, in_features), (out_features, rank)
 
 
-def _dora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
-    return (rank, inside), (outside, rank), (outside, 0)
+def _dora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
+    return (rank, in_features), (out_features, rank), (out_features, 0)
 
 
-def _adalora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
-    return (rank, inside), (rank, 1), (outside, rank)
+def _adalora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
+    return (rank, in_features), (rank, 1), (out_features, rank)
 
 
-def _vera(inside: int, outside: int, rank: int, _: bool) -> Shapes:
-    return (outside, 0), (rank, 0)
+def _vera(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
+    return (out_features, 0), (rank, 0)
 
 
-def _ia3(inside: int, outside: int, _: int, of_input: bool) -> Shapes:
-    return ((1, inside),) if of_input else ((outside, 1),)
+def _ia3(in_features: int, out_features: int, _: int, of_input: bool) -> Shapes:
+    return ((1, in_features),) if of_input else ((out_features, 1),)
 
 
-def block_size(inside: int, asked: int) -> int:
+def block_size(in_features: int, requested: int) -> int:
     """The block that OFT really takes: the divisor of the input's width nearest to the one asked for, smaller ones
     first.
 
     Source: peft 0.21 `tuners/oft/layer.py` adjust_oft_parameters.
     """
-    if asked >= inside:
-        return inside
-    above = next(size for size in range(asked, inside + 1) if inside % size == 0)
-    below = next(size for size in range(asked, 0, -1) if inside % size == 0)
-    return below if asked - below <= above - asked else above
+    if requested >= in_features:
+        return in_features
+    above = next(size for size in range(requested, in_features + 1) if in_features % size == 0)
+    below = next(size for size in range(requested, 0, -1) if in_features % size == 0)
+    return below if requested - below <= above - requested else above
 
 
-def _oft(inside: int, outside: int, asked: int, _: bool) -> Shapes:
-    block = block_size(inside, asked)
-    return ((inside // block, block * (block - 1) // 2),)
+def _oft(in_features: int, out_features: int, requested: int, _: bool) -> Shapes:
+    block = block_size(in_features, requested)
+    return ((in_features // block, block * (block - 1) // 2),)
 
 
 _LOW_RANK: dict[str, Any] = {"form": "low-rank", "size": "rank", "usual_size": 16, "dropout": True}

@@ -62,15 +62,15 @@ class Images:
         Raises:
             SetupError: an unknown key or a wrong value.
         """
-        known = [one.name for one in fields(cls)]
-        if not isinstance(values, dict) or set(values) - set(known) or not {"width", "height"} <= set(values):
-            raise SetupError(f"images must be an object of {', '.join(known)}; got {values!r:.80}")
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or set(values) - set(names) or not {"width", "height"} <= set(values):
+            raise SetupError(f"images must be an object of {', '.join(names)}; got {values!r:.80}")
         return cls(**values)
 
     @property
     def values(self) -> dict[str, int]:
         """As JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def words(self) -> str:

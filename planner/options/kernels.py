@@ -92,10 +92,10 @@ def parts_of(kernels: str, model_type: str, *, compiled: bool = False) -> frozen
     """What of this type's layers runs as kernels of its own: the family's, or the compiler's, which has them all."""
     if compiled:
         return COMPILED
-    known = LIGER_PARTS.get(model_type, frozenset())
+    available = LIGER_PARTS.get(model_type, frozenset())
     if model_type in FUSED_LORA:
-        known |= {"lora"}
-    return KERNELS[kernels].parts & known
+        available |= {"lora"}
+    return KERNELS[kernels].parts & available
 
 
 COMPILED = _LAYER | {"lora", "inputs"}

@@ -155,45 +155,45 @@ class FullLoss(Loss):
 
     def memory(self, shape: LossShape) -> LossChain:
         elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
-        kept = logit * elements if shape.softcap else 0
+        softcap_bytes = logit * elements if shape.softcap else 0
         wide = 4 if shape.upcast else logit
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
-        beside = kept + shape.cast_bytes
-        held = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
+        extra_bytes = softcap_bytes + shape.cast_bytes
+        kept_bytes = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
         if shape.in_place:
             if not shape.shifted:
-                there = logit * elements + beside
-                return LossChain(loss_bytes=there, backward_bytes=there, kept_bytes=held)
+                there = logit * elements + extra_bytes
+                return LossChain(loss_bytes=there, backward_bytes=there, kept_bytes=kept_bytes)
             narrow = 0 if shape.upcast_early else logit  # what the model's own forward still holds
             return LossChain(
-                loss_bytes=(4 + 4 * shape.copies_shifted + narrow) * elements + beside,
-                backward_bytes=8 * elements + beside,  # the gradient over the copy, and padded
+                loss_bytes=(4 + 4 * shape.copies_shifted + narrow) * elements + extra_bytes,
+                backward_bytes=8 * elements + extra_bytes,  # the gradient over the copy, and padded
                 logits_bytes=logit * elements,
-                kept_bytes=held,
+                kept_bytes=kept_bytes,
             )
         if shape.compiled:
             return LossChain(
-                loss_bytes=logit * elements + beside,
-                backward_bytes=logit * elements + beside,
+                loss_bytes=logit * elements + extra_bytes,
+                backward_bytes=logit * elements + extra_bytes,
                 logits_bytes=logit * elements // shape.chunks,
-                kept_bytes=held,
+                kept_bytes=kept_bytes,
             )
         if shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
             there = 2 * logit + 4
-            behind = max(there + 4 * shape.widened, logit + 8)
+            backward = max(there + 4 * shape.widened, logit + 8)
             return LossChain(
-                loss_bytes=there * elements + beside,
-                backward_bytes=behind * elements + beside,
+                loss_bytes=there * elements + extra_bytes,
+                backward_bytes=backward * elements + extra_bytes,
                 logits_bytes=logit * elements,
-                kept_bytes=held,
+                kept_bytes=kept_bytes,
             )
         there = (0 if shape.upcast_early and copy else logit) * elements + wide * elements * shape.copies_shifted
         return LossChain(
-            loss_bytes=there + copy // shape.chunks + wide * elements + beside,
-            backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + beside,
+            loss_bytes=there + copy // shape.chunks + wide * elements + extra_bytes,
+            backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + extra_bytes,
             logits_bytes=logit * elements,
-            kept_bytes=held,
+            kept_bytes=kept_bytes,
         )
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
@@ -219,18 +219,20 @@ class ChunkedLoss(Loss):
     def memory(self, shape: LossShape) -> LossChain:
         logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
         head = shape.vocab_size * shape.hidden_size
-        tile = again = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
+        tile = backward_tile = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
         if shape.head_cast:  # the cast of one tile of the head within its product, of two neighbours in the backward
             tile += logit * shape.hidden_size * min(shape.vocab_size, TRL_VOCAB_CHUNK)
-            again += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
+            backward_tile += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
         gradients = 4 * hidden + (4 * head if shape.head_trained else 0)
         # the head's fp32 gradient is cast to the weight's type at the end, beside the last tile
         cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
         rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
-        beside = rows if shape.asked else 0  # the policy's, and the reference's hidden states
-        forward = tile + rows + 2 * beside
+        reference_rows = rows if shape.asked else 0  # the policy's, and the reference's hidden states
+        forward = tile + rows + 2 * reference_rows
         return LossChain(
-            loss_bytes=forward, backward_bytes=again + cast + gradients + 2 * rows, reference_forward_bytes=beside
+            loss_bytes=forward,
+            backward_bytes=backward_tile + cast + gradients + 2 * rows,
+            reference_forward_bytes=reference_rows,
         )
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:

@@ -111,19 +111,19 @@ class Objective:
         return usual if usual in self.targets else next(iter(self.targets))
 
 
-def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0, asked: float = 0) -> LossChain:
-    """So many times the logits as they leave the model, in the forward (and `beside`), in the backward, and while a
-    reference is asked."""
+def _chain(shape: LossShape, forward: float, backward: float, *, extra: int = 0, reference: float = 0) -> LossChain:
+    """So many times the logits as they leave the model, in the forward (and `extra` bytes an element), in the backward,
+    and while a reference is asked."""
     elements = shape.tokens * shape.vocab_size
     wide, logits = _wide(shape) * elements, shape.logit_bytes * elements
-    kept = (logits if shape.softcap else 0) + shape.cast_bytes
-    asked = int(asked * wide) + (logits if shape.softcap else 0) if shape.asked else 0
+    kept_bytes = (logits if shape.softcap else 0) + shape.cast_bytes
+    reference = int(reference * wide) + (logits if shape.softcap else 0) if shape.asked else 0
     return LossChain(
-        loss_bytes=int(forward * wide) + beside * elements + kept,
-        backward_bytes=int(backward * wide) + kept,
+        loss_bytes=int(forward * wide) + extra * elements + kept_bytes,
+        backward_bytes=int(backward * wide) + kept_bytes,
         logits_bytes=logits,
-        reference_forward_bytes=asked,
-        inside_bytes=asked + logits + kept,
+        reference_forward_bytes=reference,
+        inside_bytes=reference + logits + kept_bytes,
     )
 
 
@@ -153,11 +153,11 @@ def _pairs_chain(shape: LossShape, stack: str) -> LossChain:
     kernel; LLaMA-Factory 0.9.5 `train/dpo/trainer.py` get_batch_loss_metrics, `train/trainer_utils.py` get_batch_logps.
     """
     if stack == "llamafactory":
-        return _chain(shape, 4 if shape.asked else 2, 3, asked=2)
+        return _chain(shape, 4 if shape.asked else 2, 3, reference=2)
     if shape.log_probs:
         return _older_pairs_chain(shape)
-    beside = shape.logit_bytes if shape.widened else 0
-    return _chain(shape, 2 if shape.asked else 1, 2, beside=beside, asked=1)
+    extra = shape.logit_bytes if shape.widened else 0
+    return _chain(shape, 2 if shape.asked else 1, 2, extra=extra, reference=1)
 
 
 def _older_pairs_chain(shape: LossShape) -> LossChain:
@@ -170,15 +170,15 @@ def _older_pairs_chain(shape: LossShape) -> LossChain:
     Source: `SetupValues.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
     """
     if shape.log_probs == "gathered beside":
-        return _chain(shape, 4.5 if shape.asked else 3, 3, asked=2.5)
+        return _chain(shape, 4.5 if shape.asked else 3, 3, reference=2.5)
     if shape.log_probs == "gathered":
-        return _chain(shape, 3 if shape.asked else 2.5, 3, asked=1)
+        return _chain(shape, 3 if shape.asked else 2.5, 3, reference=1)
     wide = _wide(shape) == 4
     if shape.log_probs == "rows" or (wide and shape.log_probs == "kept rows"):
-        return _chain(shape, 2.5, 4 if wide else 2, asked=1)
+        return _chain(shape, 2.5, 4 if wide else 2, reference=1)
     if shape.log_probs == "kept rows":
-        return _chain(shape, 3.5 if shape.asked else 2.5, 2, asked=2)
-    return _chain(shape, (4.5 if wide else 5.5) if shape.asked else 3.5, 4 if wide else 2, asked=2 if wide else 3)
+        return _chain(shape, 3.5 if shape.asked else 2.5, 2, reference=2)
+    return _chain(shape, (4.5 if wide else 5.5) if shape.asked else 3.5, 4 if wide else 2, reference=2 if wide else 3)
 
 
 def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
@@ -187,11 +187,11 @@ def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
 
     Source: trl 0.12 to 1.5 `KTOTrainer.forward`, `get_batch_loss_metrics`.
     """
-    gathered, wide = shape.log_probs == "gathered", _wide(shape) == 4
-    backward = 3 if gathered else 4 if wide else 2
-    beside = int(shape.log_probs != "rows apart")  # other prompts'
-    policy = 3 if gathered or not wide else 2
-    return _chain(shape, (4 if shape.asked else policy) + beside, backward, asked=2)
+    by_gather, wide = shape.log_probs == "gathered", _wide(shape) == 4
+    backward = 3 if by_gather else 4 if wide else 2
+    others = int(shape.log_probs != "rows apart")  # other prompts'
+    policy = 3 if by_gather or not wide else 2
+    return _chain(shape, (4 if shape.asked else policy) + others, backward, reference=2)
 
 
 def _older_rollouts_chain(shape: LossShape, stack: str) -> LossChain:

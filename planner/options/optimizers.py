@@ -102,10 +102,10 @@ class Optimizer:
 
         Not counted: vectors below 4,096 elements, which bitsandbytes keeps in fp32 (under 0.01 % of a model).
         """
-        kept = self.states
-        eight_bit = kept.eight_bit * num_trained + self.scale_bytes(num_trained)
-        factored = 4 * matrix_edge_sum if kept.factored else 0
-        return (kept.own_type * size_bytes + 4 * kept.fp32) * num_trained + eight_bit + factored
+        states = self.states
+        eight_bit = states.eight_bit * num_trained + self.scale_bytes(num_trained)
+        factored = 4 * matrix_edge_sum if states.factored else 0
+        return (states.own_type * size_bytes + 4 * states.fp32) * num_trained + eight_bit + factored
 
     def scale_bytes(self, num: int) -> int:
         """Bytes of the scales of `num` parameters' 8-bit states."""
@@ -151,8 +151,8 @@ _BITSANDBYTES: dict[str, Any] = {
 }
 
 
-def _row(shared: Mapping[str, Any], **own: Any) -> Optimizer:
-    return Optimizer(**{**shared, **own})
+def _row(shared: Mapping[str, Any], **overrides: Any) -> Optimizer:
+    return Optimizer(**{**shared, **overrides})
 
 
 _ROWS = (

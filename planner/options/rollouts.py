@@ -71,15 +71,15 @@ class Rollout:
         Raises:
             SetupError: an unknown key or a wrong value.
         """
-        known = [one.name for one in fields(cls)]
-        if not isinstance(values, dict) or (set(values) - set(known)):
-            raise SetupError(f"rollout must be an object of {', '.join(known)}; got {values!r:.80}")
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or (set(values) - set(names)):
+            raise SetupError(f"rollout must be an object of {', '.join(names)}; got {values!r:.80}")
         return cls(**{"completion_tokens": cls.usual(seq_len_tokens).completion_tokens, **values})
 
     @property
     def values(self) -> dict[str, Any]:
         """As JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def colocated(self) -> bool:
@@ -108,19 +108,19 @@ class Rollout:
         return self.generator != GENERATORS[0] or bool(step_seqs % self.at_once(step_seqs))
 
 
-def open_rollouts(asked: Rollout, said: Collection[str] = ()) -> tuple[Rollout, ...]:
+def open_rollouts(rollout: Rollout, stated_fields: Collection[str] = ()) -> tuple[Rollout, ...]:
     """Every rollout that a plan may choose where these fields of one were said. A server is not among them: it takes
     cards beside the plan's, and shared cards were faster in TRL's own comparison at as many of them in all.
 
     Source: "No GPU left behind: Unlocking Efficiency with Co-located vLLM in TRL", 2025: 1.43 times a server's speed
     for a 1.5B, 1.35 to 1.73 for a 7B; https://huggingface.co/blog/vllm-colocate.
     """
-    names = [asked.generator] if "generator" in said else list(GENERATORS[:-1])
-    if "vllm_fraction" in said:
+    names = [rollout.generator] if "generator" in stated_fields else list(GENERATORS[:-1])
+    if "vllm_fraction" in stated_fields:
         names = [name for name in names if name in COLOCATED]
-    shares = (asked.vllm_fraction,) if "vllm_fraction" in said else VLLM_FRACTIONS
+    shares = (rollout.vllm_fraction,) if "vllm_fraction" in stated_fields else VLLM_FRACTIONS
     return tuple(
-        replace(asked, generator=name, vllm_fraction=share)
+        replace(rollout, generator=name, vllm_fraction=share)
         for name in names
-        for share in (shares if name in COLOCATED else (asked.vllm_fraction,))
+        for share in (shares if name in COLOCATED else (rollout.vllm_fraction,))
     )

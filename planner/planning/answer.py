@@ -58,20 +58,20 @@ class _Walked(NamedTuple):
     best: Point | None
 
     @classmethod
-    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache) -> "_Walked":
+    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache) -> "_Walked":
         """The whole space of a workload."""
         if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
             workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
         elif workload.targets == ("loggetta",) and "quantize_experts" not in workload.fixed:
             workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})  # it has nothing else
-        values, facts = dimension_values(workload), WalkResults(known=known)
-        return cls(workload, values, facts, *choose(workload, values, facts, corrections))
+        values, results = dimension_values(workload), WalkResults(known=cache)
+        return cls(workload, values, results, *choose(workload, values, results, corrections))
 
 
 def plan_workload(
     workload: Workload,
     corrections: Mapping[CorrectionKey, float] | None = None,
-    known: WalkCache | None = None,
+    cache: WalkCache | None = None,
     *,
     num_ranked: int = NUM_RANKED,
     helped: bool = True,
@@ -81,7 +81,7 @@ def plan_workload(
 
     Args:
         corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.
-        known: kept by whoever plans for the same model again.
+        cache: kept by whoever plans for the same model again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
         helped: where nothing fits, with what would help.
         explained: with the tree, the alternatives and the notes, which take two fifths of a plan's time; without them
@@ -91,12 +91,12 @@ def plan_workload(
         UsageError: the user's requests contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    known = known if known is not None else WalkCache()
+    cache = cache if cache is not None else WalkCache()
     if not corrections and _packed(workload) and _weights_alone_exceed(workload):
-        packed = _with_packed_experts(workload, corrections, known)
+        packed = _with_packed_experts(workload, corrections, cache)
         if packed is not None:
             return packed
-    walked = _Walked.all(workload, corrections, known)
+    walked = _Walked.all(workload, corrections, cache)
     if walked.node is None or walked.best is None:
         return _nothing_fits(walked, corrections, helped, explained)
     written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
@@ -111,22 +111,22 @@ def plan_workload(
 
 def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
     """The answer where something fits."""
-    workload, facts = walked.workload, walked.facts
+    workload, results = walked.workload, walked.facts
     if not explained:
-        space, chosen = _space_count(workload, walked.values, facts), candidate(workload, best.setup)
+        space, chosen = _space_count(workload, walked.values, results), candidate(workload, best.setup)
         return Plan(workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space)
-    alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
+    alone = _one_gpu(workload, results.known) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup)
-    installed = _with_packages(workload, chosen, facts.known)
-    fastest = merged(facts.of_node(node).values()).ranked()
+    installed = _with_packages(workload, chosen, results.known)
+    fastest = merged(results.of_node(node).values()).ranked()
     others = [point for point in fastest if point is not best][: num_ranked - 1]
     return Plan(
         workload=workload,
         chosen=chosen,
-        alternatives=(*installed, *alternatives(workload, chosen, node, facts, alone)),
+        alternatives=(*installed, *alternatives(workload, chosen, node, results, alone)),
         ranked=Ranked(chosen, workload, others),
-        tree=tuple(answers(workload, facts, node, best, chosen, alone)),
-        space=_space_count(workload, walked.values, facts),
+        tree=tuple(answers(workload, results, node, best, chosen, alone)),
+        space=_space_count(workload, walked.values, results),
         notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )
 
@@ -135,53 +135,53 @@ def _nothing_fits(
     walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True, explained: bool = True
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
-    workload, facts = walked.workload, walked.facts
-    space = _space_count(workload, walked.values, facts)
+    workload, results = walked.workload, walked.facts
+    space = _space_count(workload, walked.values, results)
     if not space.walked:
         unpacked = _of_unpacked(workload, corrections)
         if unpacked is not None:
             return unpacked
-        layouts = facts.walked if workload.num_gpus > 1 else ()
+        layouts = results.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, kinds(workload, walked.values, layouts))
-        raise _nothing_to_walk(workload, facts)
+        raise _nothing_to_walk(workload, results)
     instead = (
-        _with_packed_experts(workload, corrections, facts.known)
+        _with_packed_experts(workload, corrections, results.known)
         or _of_plain_copy(workload, corrections)
-        or _in_the_host(workload, corrections, facts.known)
+        or _in_the_host(workload, corrections, results.known)
     )
     if instead is not None:
         return instead
     from planner.planning.decision.others import refusal  # a plan needs none
 
     if not explained:
-        return refusal(workload, facts, (), space, (), helped=False)
-    alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
-    tree = tuple(answers(workload, facts, None, None, None, alone))
-    installed = _with_packages(workload, None, facts.known)
+        return refusal(workload, results, (), space, (), helped=False)
+    alone = _one_gpu(workload, results.known) if workload.num_gpus > 1 else None
+    tree = tuple(answers(workload, results, None, None, None, alone))
+    installed = _with_packages(workload, None, results.known)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    refused = refusal(workload, facts, tree, space, notes, helped=helped)
+    refused = refusal(workload, results, tree, space, notes, helped=helped)
     if not helped:
         return refused
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
 
 
-def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: WalkResults) -> SpaceCount:
-    nodes = facts.nodes().values()
-    walked = sum(known.walked for known in nodes)
-    num_layouts = len({one.name for one in facts.walked})
+def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], results: WalkResults) -> SpaceCount:
+    nodes = results.nodes().values()
+    walked = sum(node.walked for node in nodes)
+    num_layouts = len({layout.name for layout in results.walked})
     return SpaceCount(
         walked=walked,
-        infeasible=sum(known.infeasible for known in nodes),
+        infeasible=sum(node.infeasible for node in nodes),
         impossible=max(0, _num_combinations(workload, values) * num_layouts - walked),
     )
 
 
-def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
+def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
     """The error with the reasons of the layouts that were left out."""
     contradicted = _contradiction(dimension_values(workload))
     if workload.num_gpus == 1:
-        if facts.too_large_for_hosts:
-            least, room = min(facts.too_large_for_hosts.values()), assumed_host_bytes(workload)
+        if results.too_large_for_hosts:
+            least, room = min(results.too_large_for_hosts.values()), assumed_host_bytes(workload)
             return UsageError(
                 f"no setup of these options finds room in the host: {gib(least)} of states would lie there, at most "
                 f"{gib(room)} may",
@@ -192,9 +192,9 @@ def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
             hint="options contradict each other: leave one out",
         )
     layouts = all_layouts(workload)
-    left_out = [one for one in layouts if one.reason]
-    none_of_them = _no_such_setup(workload, layouts) if len(left_out) < len(layouts) and not facts.refused else {}
-    reasons = [*facts.refused.values(), *none_of_them, *(one.reason for one in left_out)]
+    left_out = [layout for layout in layouts if layout.reason]
+    none_of_them = _no_such_setup(workload, layouts) if len(left_out) < len(layouts) and not results.refused else {}
+    reasons = [*results.refused.values(), *none_of_them, *(layout.reason for layout in left_out)]
     num, batch = workload.num_gpus, workload.global_batch_seqs
     if contradicted or not reasons:
         return UsageError(
@@ -204,7 +204,7 @@ def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
     hint = (
         none_of_them.get(reasons[0]) or "leave --parallel and the degrees out: the plan then chooses among all of them"
     )
-    uneven = [one.reason for one in left_out if batch % one.data_degree]
+    uneven = [layout.reason for layout in left_out if batch % layout.data_degree]
     if uneven:
         hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
     return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
@@ -215,12 +215,12 @@ def _no_such_setup(workload: Workload, layouts: Sequence[Layout]) -> dict[str, s
     reasons, values = dict[str, str | None](), dimension_values(workload)
     for branch, layout in product(branches(workload, values), layouts):
         try:
-            spread = branch.replace(**layout.fields)
+            setup = branch.replace(**layout.fields)
         except SetupError as error:
             reasons[error.message] = error.hint
             continue
         for loss, optimizer in product(values["loss"], values["optimizer"]):
-            refused = why_not(workload.model, spread.replace_trusted(loss=loss, optimizer=optimizer))
+            refused = why_not(workload.model, setup.replace_trusted(loss=loss, optimizer=optimizer))
             reasons |= {refused: None} if refused else {}
     return reasons
 
@@ -250,12 +250,12 @@ def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]])
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def _one_gpu(workload: Workload, known: WalkCache) -> OneGpu:
+def _one_gpu(workload: Workload, cache: WalkCache) -> OneGpu:
     """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
     fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
     request = replace(workload, cluster=None, fixed=fixed)
     try:
-        return plan_workload(request, known=known)
+        return plan_workload(request, cache=cache)
     except UsageError:
         return None
 
@@ -289,7 +289,7 @@ def _weights_alone_exceed(workload: Workload) -> bool:
 
 
 def _in_the_host(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
 ) -> Plan | None:
     """The plan with states in the memory of one GPU's host, where it was said how much that has."""
     if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
@@ -300,25 +300,25 @@ def _in_the_host(
         if more.keys() & workload.fixed.keys():
             continue
         with suppress(UsageError):
-            walked = _Walked.all(replace(workload, fixed={**fixed, **more}), corrections, known)
+            walked = _Walked.all(replace(workload, fixed={**fixed, **more}), corrections, cache)
             if walked.node is not None and walked.best is not None:
                 plan = _plan(walked, walked.node, walked.best)
                 notes: list[str] = [risk("nothing fits on the card alone: states lie in its host")]
                 if more:
                     others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
-                    eight = [f"{one.action.partition(':')[0]} has 8-bit ones" for one in others]
+                    eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
                     notes.insert(0, found("; ".join((stateless, *eight))))
                 return replace(plan, notes=(*notes, *plan.notes))
     return None
 
 
 def _with_packed_experts(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     for request in _packed(workload):
         with suppress(UsageError):
-            walked = _Walked.all(request, corrections, known)
+            walked = _Walked.all(request, corrections, cache)
             if walked.node is not None and walked.best is not None:
                 if pinned_bytes(workload.model, walked.best.setup) > assumed_host_bytes(workload):
                     continue
@@ -328,7 +328,7 @@ def _with_packed_experts(
 
 
 def _of_some_target(
-    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
+    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
 ) -> tuple[_Walked, str] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note that says
     so; None where one has, or no target trains anything that fits."""
@@ -339,7 +339,7 @@ def _of_some_target(
     options: list[tuple[int, float, str, _Walked]] = []
     for name in writers(workload):
         with suppress(UsageError):
-            walked = _Walked.all(replace(workload, targets=(name,)), corrections, known)
+            walked = _Walked.all(replace(workload, targets=(name,)), corrections, cache)
             if walked.node is not None and walked.best is not None:
                 options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
     if not options:
@@ -379,7 +379,7 @@ def _chosen(workload: Workload) -> Candidate | None:
         return None
     if best is not None:
         return candidate(workload, best.setup)
-    return next((found for packed in _packed(workload) if (found := _chosen(packed)) is not None), None)
+    return next((chosen for packed in _packed(workload) if (chosen := _chosen(packed)) is not None), None)
 
 
 def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
@@ -397,13 +397,13 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     return (Remedy(action=words, saves_bytes=saved, fits=True),)
 
 
-def _with_packages(workload: Workload, chosen: Candidate | None, known: WalkCache) -> tuple[Alternative, ...]:
+def _with_packages(workload: Workload, chosen: Candidate | None, cache: WalkCache) -> tuple[Alternative, ...]:
     """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
     if not workload.absent_packages:
         return ()
     request = replace(workload, absent_packages=())
     values = dimension_values(request)
-    _, best = choose(request, values, WalkResults(known=known))
+    _, best = choose(request, values, WalkResults(known=cache))
     if best is None or (chosen is not None and best.setup == chosen.setup):
         return ()
     other = candidate(request, best.setup)
@@ -414,12 +414,12 @@ def _with_packages(workload: Workload, chosen: Candidate | None, known: WalkCach
 def _attention_price(workload: Workload, chosen: Candidate) -> str:
     """What the same setup does on the other of SDPA and flash attention 2, where that is a difference in speed; ""
     where the user named one, or the card or the model has only one."""
-    both, own = ("sdpa", "flash-attention-2"), chosen.setup.attention
+    both, attention = ("sdpa", "flash-attention-2"), chosen.setup.attention
     allowed = supported_attentions(workload.model, workload.gpu)
-    if "attention" in workload.fixed or own not in both or not {*both} <= {*allowed}:
+    if "attention" in workload.fixed or attention not in both or not {*both} <= {*allowed}:
         return ""
     try:
-        setup = chosen.setup.replace(attention=both[own == "sdpa"])
+        setup = chosen.setup.replace(attention=both[attention == "sdpa"])
     except SetupError:  # context parallelism, say, has SDPA alone
         return ""
     if missing_kernels(workload.model, workload.gpu, setup) or setup.compiled:
@@ -429,7 +429,7 @@ def _attention_price(workload: Workload, chosen: Candidate) -> str:
     if not mine or abs(its / mine - 1) < 0.01:
         return ""
     more = f"{abs(its / mine - 1):.0%} {'faster' if its > mine else 'slower'}: {its:,.0f} tokens/s"
-    if own == "sdpa":
+    if attention == "sdpa":
         fits = "" if other.peak_device_bytes <= workload.budget_bytes else ", but it does not fit"
         return f"sdpa needs no package; flash-attention-2 is {more}{fits} (--attention flash-attention-2)"
     return (
@@ -445,12 +445,14 @@ def _package_notes(workload: Workload, chosen: Candidate | None, installed: tupl
         notes.append(f"{words} (--no-extra-packages plans without)")
     if chosen is not None and (words := _attention_price(workload, chosen)):
         notes.append(words)
-    for one in installed:
-        missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
+    for alternative in installed:
+        missing = [name for name in packages_of(alternative.candidate.setup) if name in workload.absent_packages]
         command = f"pip install {' '.join(map(requirement, missing))}, and plan again"
-        if own := [name for name in missing if name in PROGRAMS]:
-            command = f"plan with --target {own[0]} --out DIR, whose run.sh installs it in an environment of its own"
-        words = f"not installed here: {' and '.join(missing)}; with that, {one.trade}: {command}"
+        if programs := [name for name in missing if name in PROGRAMS]:
+            command = (
+                f"plan with --target {programs[0]} --out DIR, whose run.sh installs it in an environment of its own"
+            )
+        words = f"not installed here: {' and '.join(missing)}; with that, {alternative.trade}: {command}"
         notes.append(risk(words))
     return tuple(notes)
 
@@ -459,8 +461,8 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """The stated assumptions of a plan, one sentence each."""
     notes = [*filter(None, (workload.model.taken_as, workload.gpu.taken_as)), *target_notes(workload, chosen.setup)]
     if chosen.setup.activation_offload:
-        held = checkpointed_inputs_bytes(workload.model, chosen.setup)
-        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU"))
+        checkpoints_bytes = checkpointed_inputs_bytes(workload.model, chosen.setup)
+        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(checkpoints_bytes)} for every GPU"))
     if chosen.setup.compile:
         notes.append(usual(f"torch.compile takes about {seconds(compile_s(workload.model))} before the first step"))
     if not chosen.setup.packing:
@@ -479,13 +481,13 @@ def _adapted_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What of a mixture has adapters, one sentence: "all linear" is what peft makes of it."""
     if setup.method == "full" or not model.expert_stacks or not setup.kind.adapts_matrices:
         return []
-    roles = {one.role for _, _, linears in lora_linears(model, setup.lora_targets) for one in linears}
+    roles = {linear.role for _, _, linears in lora_linears(model, setup.lora_targets) for linear in linears}
     stacked = adapts_expert_stacks(model, setup.lora_targets)
     words = "attention" if roles & ATTENTION_ROLES else "no attention"
     words += ", every expert (gate and up share a stack, at twice the rank)" if stacked else ", no expert"
     words += ", the router" if "router" in roles else ", no router"
-    said = risk if setup.lora_targets == "all-linear" and not stacked else usual  # not what "all linear" sounds like
-    return [said(f"of this mixture peft adapts {words}")]
+    as_note = risk if setup.lora_targets == "all-linear" and not stacked else usual  # not what "all linear" sounds like
+    return [as_note(f"of this mixture peft adapts {words}")]
 
 
 def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
@@ -508,9 +510,13 @@ def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
     """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
     if isinstance(answer, NoPlan):
         return {}
-    classes = [one.candidate for one in answer.alternatives if one.label in {node.words for node in Node}]
-    found: dict[str, Candidate] = {}
-    for one in sorted((answer.chosen, *classes), key=lambda one: -one.tokens_per_s):
-        if one.fits:
-            found.setdefault(one.setup.method, one)
-    return found
+    classes = [
+        alternative.candidate
+        for alternative in answer.alternatives
+        if alternative.label in {node.words for node in Node}
+    ]
+    by_method: dict[str, Candidate] = {}
+    for option in sorted((answer.chosen, *classes), key=lambda option: -option.tokens_per_s):
+        if option.fits:
+            by_method.setdefault(option.setup.method, option)
+    return by_method

@@ -170,14 +170,14 @@ def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     that is not followed exactly."""
     more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
     sides = prediction.bands.get("device", ())
-    own = prediction.memory_band_fraction
-    below, above = sides if sides and max(sides) == own else (own, own)
+    fraction = prediction.memory_band_fraction
+    below, above = sides if sides and max(sides) == fraction else (fraction, fraction)
     return Band(min(0.95, below + more), above + more)
 
 
 def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:
     """What lies on the card without doubt: the weights, and the optimizer's states where all settings are followed."""
-    if any("offload" in one for one in config.approximations):
+    if any("offload" in approximation for approximation in config.approximations):
         return 0
     sure = ("weights",) if config.approximations else ("weights", "optimizer")
     return sum(term.size_bytes for term in prediction.terms if term.category in sure)
@@ -189,7 +189,7 @@ def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> in
     Source: peft 0.21 `tuners/lora/layer.py`, class `Embedding`.
     """
     lasts = {name.rpartition(".")[2] for name in names}
-    edges = sum(one.num_rows + one.dim for one in model.embeddings if one.name.rpartition(".")[2] in lasts)
+    edges = sum(table.num_rows + table.dim for table in model.embeddings if table.name.rpartition(".")[2] in lasts)
     num, dtype = setup.lora_rank * edges, setup.resolved_adapter_dtype
     return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
 
@@ -201,9 +201,9 @@ def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSp
         return predict
 
     def predicted(setup: TrainSetup) -> Prediction:
-        found = predict(setup)
-        step_bytes = found.peak_device_bytes + held_bytes(config, model, setup)
-        return replace(found, peak_device_bytes=max(step_bytes, evaluating_bytes(config, model, gpu, setup)))
+        prediction = predict(setup)
+        step_bytes = prediction.peak_device_bytes + held_bytes(config, model, setup)
+        return replace(prediction, peak_device_bytes=max(step_bytes, evaluating_bytes(config, model, gpu, setup)))
 
     return predicted
 
@@ -215,33 +215,33 @@ def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
 
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
-    own = around.evaluating_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
-    return own + held_bytes(config, model, setup) if own else 0
+    peak_bytes = around.evaluating_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    return peak_bytes + held_bytes(config, model, setup) if peak_bytes else 0
 
 
 def _keeps_all_logits(config: ReadConfig) -> bool:
     """Whether logits of the vocabulary pile up on the GPU over a whole evaluation, which is as long as the data."""
-    kept = config.eval_seqs > 0 and config.eval_logits and "eval_accumulation_steps" not in config.values
-    return kept and config.setup.aim.head == "vocabulary"
+    keeps_logits = config.eval_seqs > 0 and config.eval_logits and "eval_accumulation_steps" not in config.values
+    return keeps_logits and config.setup.aim.head == "vocabulary"
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
     """What evaluating takes, where it decides, and what keeps it small."""
-    found = []
+    notes = []
     if decides_bytes:
         key, micro = setting_of(config), config.setup.micro_batch_seqs
         whole = around.evaluates_whole(config.setup)
-        found.append(
+        notes.append(
             f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
             f"{gib(decides_bytes)}: {WHOLE_EVALUATION if whole else f'{key} {micro} keeps it below'}"
         )
     if _keeps_all_logits(config):
         each = gib(2 * around.logits_bytes(model, config.setup))
-        found.append(
+        notes.append(
             f"compute_metrics keeps the logits of the whole evaluation on the GPU, {each} for each sequence: "
             "eval_accumulation_steps 1 sends them to the host"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 WHOLE_EVALUATION = "Liger's loss makes no logits in training alone"
@@ -251,29 +251,29 @@ def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
     """Device memory where a program loads its model once more after the training; 0 where it does not."""
     if not config.loaded_again[0] or config.setup.num_gpus > 1:
         return 0
-    held = around.between_steps_bytes(model, gpu, config.setup)
-    return held + SIZE_BYTES[config.loaded_again[1]] * model.num_params
+    between_steps_bytes = around.between_steps_bytes(model, gpu, config.setup)
+    return between_steps_bytes + SIZE_BYTES[config.loaded_again[1]] * model.num_params
 
 
 def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
     """What loading takes of the host where several processes do it, and a second model after the training."""
-    found = []
+    notes = []
     setup, where = config.setup, config.loaded_again[0]
     on_node = min(setup.num_gpus, GPUS_PER_NODE)
     if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
         whole = around.loading_host_bytes(model, setup, 1)
         who = "its first process" if loading == whole else f"each of its {on_node} processes"
-        found.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
+        notes.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
         if loading == whole and setup.method == "full":
             dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
             size = gib(SIZE_BYTES[dtype] * model.num_params)
-            found.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
+            notes.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
     if afterwards > step_bytes:
-        found.append(
+        notes.append(
             f"{where} loads the model once more while the trainer holds the first: {gib(afterwards)}, more than a "
             'step; del trainer, model and torch.cuda.empty_cache() before it, or device_map="cpu"'
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
@@ -297,8 +297,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         if config.allows(setup):
             after = predict(setup)
             # a changed setup stands on the formula: its band, where that is wider
-            own = step_band.wider(band_of(after, config))
-            changes.append(change(label, setup, after, band=own, changes_training=changes_training))
+            change_band = step_band.wider(band_of(after, config))
+            changes.append(change(label, setup, after, band=change_band, changes_training=changes_training))
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
@@ -346,12 +346,12 @@ lie between, median 1.7 (tests/planner/test_check.py). Without adapters the opti
 
 def left_by_lengths_bytes(prediction: Prediction, setup: TrainSetup) -> tuple[int, int]:
     """Bytes that different lengths leave cached beyond the longest's, from and to; (0, 0) where none or not known."""
-    held = prediction.phase_peaks_bytes.get("load", 0)
-    if setup.expandable_segments or setup.packing or setup.method == "full" or setup.num_gpus > 1 or not held:
+    resident_bytes = prediction.phase_peaks_bytes.get("load", 0)
+    if setup.expandable_segments or setup.packing or setup.method == "full" or setup.num_gpus > 1 or not resident_bytes:
         return 0, 0
-    held += sum(one.size_bytes for one in prediction.terms if one.category == "optimizer")
-    beside = max(0, prediction.peak_reserved_bytes - held)
-    return round(LENGTHS_LEAVE[0] * beside), round(LENGTHS_LEAVE[1] * beside)
+    resident_bytes += sum(term.size_bytes for term in prediction.terms if term.category == "optimizer")
+    transient_bytes = max(0, prediction.peak_reserved_bytes - resident_bytes)
+    return round(LENGTHS_LEAVE[0] * transient_bytes), round(LENGTHS_LEAVE[1] * transient_bytes)
 
 
 def _length_notes(prediction: Prediction, setup: TrainSetup) -> tuple[str, ...]:
@@ -374,13 +374,13 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
     unchanged first, then by speed), then the others that save memory, by bytes.
     """
     if verdict is Verdict.FITS:
-        faster = [one for one in changes if one.verdict is Verdict.FITS and one.speedup >= MIN_SPEEDUP]
-        return tuple(sorted(faster, key=lambda one: (one.changes_training, -one.speedup)))
-    fitting = [one for one in changes if one.verdict is Verdict.FITS]
-    rest = [one for one in changes if one.verdict is not Verdict.FITS and one.saves_bytes > 0]
+        faster = [change for change in changes if change.verdict is Verdict.FITS and change.speedup >= MIN_SPEEDUP]
+        return tuple(sorted(faster, key=lambda change: (change.changes_training, -change.speedup)))
+    fitting = [change for change in changes if change.verdict is Verdict.FITS]
+    rest = [change for change in changes if change.verdict is not Verdict.FITS and change.saves_bytes > 0]
     return (
-        *sorted(fitting, key=lambda one: (one.changes_training, -one.speedup)),
-        *sorted(rest, key=lambda one: -one.saves_bytes),
+        *sorted(fitting, key=lambda change: (change.changes_training, -change.speedup)),
+        *sorted(rest, key=lambda change: -change.saves_bytes),
     )
 
 

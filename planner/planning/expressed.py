@@ -36,14 +36,16 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
     layouts: list[dict[str, Any]] = [{}]
     if workload.num_gpus > 1:  # ZeRO-3 is the one engine under which a target gives the adapters another type
         layouts.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
-    found: dict[TrainSetup, None] = {}
+    variants: dict[TrainSetup, None] = {}
     for layout in layouts:
         differences = TARGETS[workload.targets[0]].differences(branch.replace_trusted(**layout), workload.gpu)
-        changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
+        changes = {
+            difference.field: difference.runs_as for difference in differences if difference.field in NOT_PLANNED
+        }
         changes = {name: value for name, value in changes.items() if name not in workload.fixed}
         with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
-            found[branch.replace(**changes).run_by(workload.targets[0])] = None
-    yield from found
+            variants[branch.replace(**changes).run_by(workload.targets[0])] = None
+    yield from variants
 
 
 def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] | None:
@@ -54,10 +56,10 @@ def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] 
     first, *others = workload.targets
     if not TARGETS[first].expresses(family, workload.model, workload.gpu):
         return None
-    found = dict.fromkeys(as_run(target, family, workload) for target in others)
-    if any(isinstance(one, str) for one in found):
+    outcomes = dict.fromkeys(as_run(target, family, workload) for target in others)
+    if any(isinstance(outcome, str) for outcome in outcomes):
         return None
-    return [one for one in found if isinstance(one, TrainSetup) and one != family]
+    return [outcome for outcome in outcomes if isinstance(outcome, TrainSetup) and outcome != family]
 
 
 def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) -> None:
@@ -78,8 +80,12 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
                 refused[runs] += 1
             elif runs != setup and not place:
                 differences = TARGETS[target].differences(setup, workload.gpu)
-                chosen = [one for one in differences if one.field not in NOT_PLANNED or one.field in workload.fixed]
-                otherwise.update(one.sentence() for one in chosen)
+                chosen = [
+                    difference
+                    for difference in differences
+                    if difference.field not in NOT_PLANNED or difference.field in workload.fixed
+                ]
+                otherwise.update(difference.sentence() for difference in chosen)
         reasons = otherwise or refused  # what it does run is nearer
         if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
             reason = reasons.most_common(1)[0][0]
@@ -103,7 +109,7 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
     for target in writers(workload) if not workload.targets else ():
         runs = as_run(target, setup, workload)
         if not isinstance(runs, str):
-            otherwise = [one for one in changed_fields(setup, runs) if one not in (*NOT_PLANNED, "stack")]
+            otherwise = [name for name in changed_fields(setup, runs) if name not in (*NOT_PLANNED, "stack")]
             if not otherwise:
                 return ""
             runs = f"{target} has another {', '.join(otherwise)}"

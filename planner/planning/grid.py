@@ -54,17 +54,17 @@ class Grid:
 
     def fastest(self) -> tuple[int | None, ...]:
         """The cell that `plan` chooses, of each length; None where nothing fits."""
-        found: list[int | None] = []
+        indices: list[int | None] = []
         for at, answer in enumerate(self.answers):
             if not isinstance(answer, Plan):
-                found.append(None)
+                indices.append(None)
                 continue
             setup = answer.chosen.setup
             place = self.methods.index((setup.method, setup.lora_rank if setup.method != "full" else 0))
             place = place * len(self.lengths) + at
             place = place * len(self.batches) + self.batches.index(setup.micro_batch_seqs)
-            found.append(place * len(self.checkpointing) + self.checkpointing.index(setup.checkpointing))
-        return tuple(found)
+            indices.append(place * len(self.checkpointing) + self.checkpointing.index(setup.checkpointing))
+        return tuple(indices)
 
 
 def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
@@ -73,13 +73,13 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     What no slider changes (optimizer, loss, attention, kernels, ...) is what a plan takes of the method at that length;
     of a method that does not fit, what it takes of the chosen one.
     """
-    known = WalkCache()
-    answers = tuple(_answer(one, known) for one in workloads)
-    chosen = [one.chosen.setup for one in answers if isinstance(one, Plan)]
-    ranks = sorted({*RANKS, *(one.lora_rank for one in chosen if one.method != "full")})
+    cache = WalkCache()
+    answers = tuple(_answer(workload, cache) for workload in workloads)
+    chosen = [answer.chosen.setup for answer in answers if isinstance(answer, Plan)]
+    ranks = sorted({*RANKS, *(setup.lora_rank for setup in chosen if setup.method != "full")})
     methods = (("full", 0), *product(METHODS[1:], ranks))
-    batches = tuple(sorted({*MICRO_BATCHES, *(one.micro_batch_seqs for one in chosen)}))
-    checkpointing = tuple(sorted({0, 1, *(one.checkpointing for one in chosen)}))
+    batches = tuple(sorted({*MICRO_BATCHES, *(setup.micro_batch_seqs for setup in chosen)}))
+    checkpointing = tuple(sorted({0, 1, *(setup.checkpointing for setup in chosen)}))
     of_lengths = [
         (workload, _bases(workload, answer), {0, 1, answer.subject.setup.checkpointing if answer is not None else 1})
         for workload, answer in zip(workloads, answers, strict=True)
@@ -95,16 +95,16 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
         usual=usual,
         answers=answers,
         methods=methods,
-        lengths=tuple(one.seq_len_tokens for one in workloads),
+        lengths=tuple(workload.seq_len_tokens for workload in workloads),
         batches=batches,
         checkpointing=checkpointing,
         cells=tuple(cells),
     )
 
 
-def _answer(workload: Workload, known: WalkCache) -> Plan | NoPlan | None:
+def _answer(workload: Workload, cache: WalkCache) -> Plan | NoPlan | None:
     try:
-        return plan_workload(workload, known=known, num_ranked=1)
+        return plan_workload(workload, cache=cache, num_ranked=1)
     except PlannerError:
         return None
 
@@ -128,7 +128,9 @@ def _cell(workload: Workload, base: TrainSetup | None, rank: int, batch: int, ev
 
 def _bases(workload: Workload, answer: Plan | NoPlan | None) -> dict[str, TrainSetup]:
     """Method -> the setup whose other settings its cells have."""
-    best = {method: one.setup for method, one in best_by_method(answer).items()} if answer is not None else {}
+    best = (
+        {method: candidate.setup for method, candidate in best_by_method(answer).items()} if answer is not None else {}
+    )
     if isinstance(answer, Plan):
         best[answer.chosen.setup.method] = answer.chosen.setup
     try:
@@ -148,13 +150,13 @@ def _usual_bases(
         wanted = getattr(like, name, None)
         common[name] = wanted if wanted in values[name] else values[name][0]
     for method in METHODS:
-        kept = ("nf4-double",) if method == "qlora" else ("none",)
-        if method not in values["method"] or not set(kept) <= set(values["quantization"]):
+        quantizations = ("nf4-double",) if method == "qlora" else ("none",)
+        if method not in values["method"] or not set(quantizations) <= set(values["quantization"]):
             continue
         rank = RANKS[0] if method != "full" else 0
-        fields = {"method": (method,), "quantization": kept, "kbit_fp32_cast": (False,), "lora_rank": (rank,)}
-        found = list(branches(workload, {**values, **fields}))
-        first = next((one for one in found if PRECISIONS[one.precision].autocast), found[0] if found else None)
+        fields = {"method": (method,), "quantization": quantizations, "kbit_fp32_cast": (False,), "lora_rank": (rank,)}
+        setups = list(branches(workload, {**values, **fields}))
+        first = next((setup for setup in setups if PRECISIONS[setup.precision].autocast), setups[0] if setups else None)
         if first is not None:
             try:
                 yield method, first.replace(**common, seq_len_tokens=workload.seq_len_tokens)

@@ -13,8 +13,8 @@ def active_experts(model: ModelSpec, targets: str | tuple[str, ...]) -> int:
     """Experts that a token passes in a layer whose stacks get adapters of their own; 1 where none do."""
     if not model.expert_stacks:
         return 1
-    stacks = [one for _, _, linears in lora_linears(model, targets) for one in linears if one.is_stack]
-    return max((one.num_active for one in stacks), default=1)
+    stacks = [linear for _, _, linears in lora_linears(model, targets) for linear in linears if linear.is_stack]
+    return max((stack.num_active for stack in stacks), default=1)
 
 
 def rank_floor(model: ModelSpec, targets: str | tuple[str, ...], dataset_tokens: int | None) -> tuple[int, str]:

@@ -31,8 +31,8 @@ def amount(text: str | int) -> int:
     Raises:
         UsageError: anything else, or a part of one.
     """
-    found = _AMOUNT.fullmatch(str(text).strip())
-    value = Decimal(found[1].translate(_NO_MARKS)) * 1000 ** _THOUSANDS[found[2].lower()] if found else Decimal("0.5")
+    match = _AMOUNT.fullmatch(str(text).strip())
+    value = Decimal(match[1].translate(_NO_MARKS)) * 1000 ** _THOUSANDS[match[2].lower()] if match else Decimal("0.5")
     if value != int(value):
         raise UsageError(f"expected a whole number, got {str(text)!a:.60}", hint="for example 20000000, 20M or 1.5B")
     return int(value)
@@ -65,18 +65,18 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
     Raises:
         UsageError: a value that is not allowed.
     """
-    found = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
-    if not found:
+    chosen = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    if not chosen:
         raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
-    for value in found:
+    for value in chosen:
         if value not in allowed:
-            if known := told(f"--{name}", value):
-                raise UsageError(known[0], hint=known[1])
+            if explanation := told(f"--{name}", value):
+                raise UsageError(explanation[0], hint=explanation[1])
             raise UsageError(
                 f"--{name} must be one of {', '.join(allowed)}; got {value!r}",
                 hint=f"for example --{name} {allowed[0]}",
             )
-    return found
+    return chosen
 
 
 def parse_targets(value: str) -> str | tuple[str, ...]:

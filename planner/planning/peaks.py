@@ -57,11 +57,11 @@ class Peaks:
 
     def at(self, index: int) -> list[int]:
         """Per optimizer, at one pair."""
-        found = self._found[index]
-        if found is None:
+        peaks = self._found[index]
+        if peaks is None:
             every = [rank(index) for rank in self._ranks]
-            found = self._found[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
-        return found
+            peaks = self._found[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
+        return peaks
 
     def fit(self, limit_bytes: int) -> bool:
         """Whether any of them is at most so large."""
@@ -105,10 +105,10 @@ class _Layers:
     def activations(self, inner: TrainSetup) -> _Activations:
         """The activations of a setup; `inner` has micro-batch 1."""
         key = (inner.checkpointing, inner.activation_offload, inner.selective_checkpointing)
-        found = self._activations.get(key)
-        if found is None:
-            found = self._activations[key] = _Activations(self, inner)
-        return found
+        activations = self._activations.get(key)
+        if activations is None:
+            activations = self._activations[key] = _Activations(self, inner)
+        return activations
 
     def computed(self, inner: TrainSetup, seqs: int) -> tuple[ActivationParts, tuple[Moment, ...]]:
         """The activations of a micro-batch of so many samples, and what computing holds."""
@@ -133,10 +133,10 @@ class SharedLayers:
         if alike.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
             alike = alike.replace_trusted(quantization="nf4")
         key = (part.model, part.last, alike, kernels)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = _Layers(part, gpu, alike)
-        return found
+        layers = self._known.get(key)
+        if layers is None:
+            layers = self._known[key] = _Layers(part, gpu, alike)
+        return layers
 
 
 Stepping = dict[str, tuple[int, int]]
@@ -168,9 +168,14 @@ class Rank:
     """
 
     def __init__(
-        self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, pairs: Sequence[tuple[int, int]], known: SharedLayers
+        self,
+        part: RankPart,
+        gpu: GpuSpec,
+        setup: TrainSetup,
+        pairs: Sequence[tuple[int, int]],
+        shared_layers: SharedLayers,
     ) -> None:
-        self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
+        self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, shared_layers
         self.engine = engine_of(setup)
         self.beside = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
         self.beside += communicator_bytes(gpu, setup)
@@ -198,20 +203,20 @@ class Rank:
         """What the rank holds with a loss, and what its optimizers add."""
         loss = self.engine.held_alike(self.part.model, setup, loss)
         key = (setup.checkpointing > 0, loss, accumulated)
-        found = self._held.get(key)
-        if found is None:
+        baseline = self._held.get(key)
+        if baseline is None:
             state = self.engine.state(self.part, setup.replace_trusted(loss=loss), accumulated=accumulated)
-            found = self._held[key] = _Held(state, {})
-        return found
+            baseline = self._held[key] = _Held(state, {})
+        return baseline
 
-    def stepping(self, held: _Held, optimizers: Sequence[str]) -> list[tuple[int, int]]:
+    def stepping(self, baseline: _Held, optimizers: Sequence[str]) -> list[tuple[int, int]]:
         """The `Stepping` of each optimizer."""
-        state, known = held.state, held.stepping
+        state, by_optimizer = baseline.state, baseline.stepping
         for optimizer in optimizers:
-            if optimizer not in known:
+            if optimizer not in by_optimizer:
                 states, temporaries = state.optimizer_bytes(optimizer)
-                known[optimizer] = (states, state.moment_bytes["step"] + temporaries)
-        return [known[optimizer] for optimizer in optimizers]
+                by_optimizer[optimizer] = (states, state.moment_bytes["step"] + temporaries)
+        return [by_optimizer[optimizer] for optimizer in optimizers]
 
     def in_loss(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> dict[int, _InLoss]:
         """What is known of the loss by the pair's place."""
@@ -266,37 +271,41 @@ class Family:
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
         for accumulated in (False, True):
-            held = self._rank.held(self._setup, loss, accumulated=accumulated)
-            at_end = held.state.moment_bytes["step"]
-            for one, (states, step_bytes) in zip(stepping, self._rank.stepping(held, optimizers), strict=True):
-                one[accumulated] = states, step_bytes - at_end
-        state, beside, pairs = held.state, self._rank.beside, self.pairs
-        return lambda index: profiled_peaks(step, state, beside, pairs[index], stepping)
+            baseline = self._rank.held(self._setup, loss, accumulated=accumulated)
+            at_end = baseline.state.moment_bytes["step"]
+            for by_accumulation, (states, step_bytes) in zip(
+                stepping, self._rank.stepping(baseline, optimizers), strict=True
+            ):
+                by_accumulation[accumulated] = states, step_bytes - at_end
+        state, extra_bytes, pairs = baseline.state, self._rank.beside, self.pairs
+        return lambda index: profiled_peaks(step, state, extra_bytes, pairs[index], stepping)
 
     def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         from planner.memory.ranks import RankMoments, before_step
 
         rank, setup, of_loss = self._rank, self._setup, gap_of_loss(loss, self._setup.checkpointing)
         holding = [rank.held(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
-        told = [RankMoments(step, one.state, accumulated=place > 0) for place, one in enumerate(holding)]
+        rank_moments = [
+            RankMoments(step, baseline.state, accumulated=place > 0) for place, baseline in enumerate(holding)
+        ]
 
         def at(index: int) -> list[int]:
             micro, steps = rank.pairs[index]
-            held, moments = holding[steps > 1], told[steps > 1]
-            sizes = moments.at(micro, rank.chain(setup, loss, index, held.state)[0])
-            before = before_step(sizes, of_loss, held.state.holes_bytes)
-            resident = held.state.moment_bytes["resident"] + rank.beside
+            baseline, moments = holding[steps > 1], rank_moments[steps > 1]
+            sizes = moments.at(micro, rank.chain(setup, loss, index, baseline.state)[0])
+            before = before_step(sizes, of_loss, baseline.state.holes_bytes)
+            resident = baseline.state.moment_bytes["resident"] + rank.beside
             largest = before.size_bytes + before.gap_bytes
-            at_end = sizes["step"][0].size_bytes - held.state.moment_bytes["step"] + GAP_FLOOR_BYTES
+            at_end = sizes["step"][0].size_bytes - baseline.state.moment_bytes["step"] + GAP_FLOOR_BYTES
             return [
                 resident + states + max(largest, at_end + stepping)
-                for states, stepping in rank.stepping(held, optimizers)
+                for states, stepping in rank.stepping(baseline, optimizers)
             ]
 
         return at
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
-        rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
+        rank, setup, (until, reference) = self._rank, self._setup, self._activations.until_loss
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         always, last, of_loss = setup.cached_seqs > 0, rank.part.last, gap_of_loss(loss, setup.checkpointing)
 
@@ -305,9 +314,9 @@ class Family:
             state, lines, stepping, resident, losses = variants[steps > 1 or always]
             in_loss = 0
             if last:
-                one = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
-                in_loss = one.moment.largest(until, asked) + one.others
-                resident += one.kept
+                loss_memory = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
+                in_loss = loss_memory.moment.largest(until, reference) + loss_memory.others
+                resident += loss_memory.kept
             largest, (alone, layer) = lines.largest(micro, in_loss), lines.come_and_gone(micro, in_loss)
             if not self._plain:
                 more, largest, generated = self._beside(state, index, largest)
@@ -335,8 +344,8 @@ class Family:
 
     def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
         """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
-        one, slope = self._activations.lines.kept
-        in_flight = in_flight_bytes(state, self._setup, one + (micro - 1) * slope, flight, steps)
+        first_bytes, slope = self._activations.lines.kept
+        in_flight = in_flight_bytes(state, self._setup, first_bytes + (micro - 1) * slope, flight, steps)
         batched = self._inner.replace_trusted(micro_batch_seqs=micro)
         part = self._rank.part
         return boundary_bytes(part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
@@ -347,11 +356,11 @@ class Family:
         """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
         without."""
         rank = self._rank
-        held = rank.held(self._setup, loss, accumulated=accumulated)
-        state = held.state
+        baseline = rank.held(self._setup, loss, accumulated=accumulated)
+        state = baseline.state
         key = tuple(state.moment_bytes.values())
         lines = self._lines.get(key)
         if lines is None:
             lines = self._lines[key] = Lines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
-        return state, lines, rank.stepping(held, optimizers), state.moment_bytes["resident"] + rank.beside, losses
+        return state, lines, rank.stepping(baseline, optimizers), state.moment_bytes["resident"] + rank.beside, losses

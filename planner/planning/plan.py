@@ -56,12 +56,14 @@ def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Meas
     """(memory, speed) evidence of each candidate, a whole column from one rung, because the difference of two rungs
     would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
     launch file does not replace, else the formula."""
-    peaks = [one.memory_evidence for one in candidates]
-    speeds = [one.speed_evidence for one in candidates]
-    formulas: list[Prediction | Measurement] = [one.formula for one in candidates]
-    untraced = [replace(one, trace=None).memory_evidence for one in candidates]
-    memory = next((column for column in (peaks, untraced) if len({one.rung for one in column}) == 1), formulas)
-    return list(zip(memory, speeds if len({one.rung for one in speeds}) == 1 else formulas, strict=True))
+    peaks = [candidate.memory_evidence for candidate in candidates]
+    speeds = [candidate.speed_evidence for candidate in candidates]
+    formulas: list[Prediction | Measurement] = [candidate.formula for candidate in candidates]
+    untraced = [replace(candidate, trace=None).memory_evidence for candidate in candidates]
+    memory = next(
+        (column for column in (peaks, untraced) if len({evidence.rung for evidence in column}) == 1), formulas
+    )
+    return list(zip(memory, speeds if len({evidence.rung for evidence in speeds}) == 1 else formulas, strict=True))
 
 
 def trade(chosen: Candidate, other: Candidate) -> str:
@@ -71,10 +73,10 @@ def trade(chosen: Candidate, other: Candidate) -> str:
 
 def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
-    mine, *theirs = on_one_rung((chosen, *(one.candidate for one in others)))
+    mine, *theirs = on_one_rung((chosen, *(alternative.candidate for alternative in others)))
     return tuple(
-        replace(one, trade=_trade(mine, other, verdict=one.candidate.verdict))
-        for one, other in zip(others, theirs, strict=True)
+        replace(alternative, trade=_trade(mine, other, verdict=alternative.candidate.verdict))
+        for alternative, other in zip(others, theirs, strict=True)
     )
 
 

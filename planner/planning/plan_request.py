@@ -75,15 +75,15 @@ class PlanRequest:
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
         seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)
-        for asked in self.fixed.get("trained_layers", ()):
-            if asked == 0:
+        for trained_layers in self.fixed.get("trained_layers", ()):
+            if trained_layers == 0:
                 raise UsageError(
                     "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
                     hint="leave --trained-layers out to train all layers, or give 1 for the last",
                 )
-            if isinstance(asked, int) and abs(asked) > model.num_layers:
+            if isinstance(trained_layers, int) and abs(trained_layers) > model.num_layers:
                 raise UsageError(
-                    f"--trained-layers {asked}: {model.model_id} has {model.num_layers} layers",
+                    f"--trained-layers {trained_layers}: {model.model_id} has {model.num_layers} layers",
                     hint=f"give 1 to {model.num_layers} for the last, -1 to -{model.num_layers} for the first",
                 )
         fixed = kind_fields(model, self.fixed, several=cluster is not None)
@@ -130,8 +130,8 @@ class PlanRequest:
 
     def _batch(self, data: Data, num_gpus: int, seq_len_tokens: int) -> int:
         """Sequences of an optimizer step: as asked for, or a usual number for the data, their length and the GPUs."""
-        asked = positive("global-batch", self.global_batch)
-        return asked or steps.global_batch(
+        requested_batch = positive("global-batch", self.global_batch)
+        return requested_batch or steps.global_batch(
             data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq, seq_len_tokens=seq_len_tokens
         )
 
@@ -144,16 +144,16 @@ class PlanRequest:
         samples = positive("samples", self.data.num_samples)
         if samples is None:
             return replace(self.data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
-        aim = aim_of(self.fixed)
-        if aim.rolls_out:
+        objective = aim_of(self.fixed)
+        if objective.rolls_out:
             samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
         whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)
         tokens = min(tokens or whole, whole)
         rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
-        found = replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
+        data = replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
         short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
         # every row as long as the mean, as nobody knows which are longer: their padding is not counted
-        return replace(found, real_fractions=(1.0, 1.0)) if short else found
+        return replace(data, real_fractions=(1.0, 1.0)) if short else data
 
     def _floor(
         self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None
@@ -182,10 +182,10 @@ class PlanRequest:
             if offer is None:
                 return None, ""
             return offer.usd_per_h, f"{offer.provider}, {offer.kind}, machines joined by {offer.network}, {offer.as_of}"
-        known = price_per_hour(gpu.key, spot=self.spot)
-        if known is None:
+        price = price_per_hour(gpu.key, spot=self.spot)
+        if price is None:
             return None, ""
-        usd, source, as_of = known
+        usd, source, as_of = price
         return usd, f"{source}, {as_of}"
 
 
@@ -196,25 +196,27 @@ def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, sever
     Raises:
         UsageError: several GPUs shared in another way than ddp.
     """
-    found = dict(fixed)
+    settled = dict(fixed)
     row = ADAPTERS[fixed.get("adapter", ("lora",))[0]]
     if row.quantizations != fields.QUANTIZATIONS:
-        asked = found.get("quantization", fields.QUANTIZATIONS)
-        found["quantization"] = tuple(one for one in asked if one in row.quantizations)
-        if not found["quantization"]:
+        quantizations = settled.get("quantization", fields.QUANTIZATIONS)
+        settled["quantization"] = tuple(
+            quantization for quantization in quantizations if quantization in row.quantizations
+        )
+        if not settled["quantization"]:
             raise UsageError(
-                f"--adapter {row.name} does not take --quantization {', '.join(asked)}",
+                f"--adapter {row.name} does not take --quantization {', '.join(quantizations)}",
                 hint=f"it takes {', '.join(row.quantizations)}",
             )
     if row.like_lora:
-        return found
+        return settled
     if several:
-        if set(found.get("parallel", ("ddp",))) != {"ddp"}:
+        if set(settled.get("parallel", ("ddp",))) != {"ddp"}:
             raise UsageError(f"--adapter {row.name} is planned for one GPU or with --parallel ddp")
-        found["parallel"] = ("ddp",)
-    found.setdefault("lora_rank", (row.usual_size,))
+        settled["parallel"] = ("ddp",)
+    settled.setdefault("lora_rank", (row.usual_size,))
     if not row.checkpointing:
-        found.setdefault("checkpointing", (0,))
-    if row.form == "scales" and "lora_targets" not in found:
-        found["lora_targets"] = (scaling_targets(model),)
-    return found
+        settled.setdefault("checkpointing", (0,))
+    if row.form == "scales" and "lora_targets" not in settled:
+        settled["lora_targets"] = (scaling_targets(model),)
+    return settled

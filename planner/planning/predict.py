@@ -78,7 +78,7 @@ def predict(
 
         host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
         notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
-    found = Prediction(
+    prediction = Prediction(
         rung=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
@@ -100,7 +100,7 @@ def predict(
         ),
         rank_peaks=_rank_peaks(ranks) if setup.num_gpus > 1 else (),
     )
-    return with_evidence(found, gpu, setup, planned=planned)
+    return with_evidence(prediction, gpu, setup, planned=planned)
 
 
 def _rank_peaks(ranks: tuple[RankMemory, ...]) -> tuple[tuple[str, int, int], ...]:
@@ -282,9 +282,10 @@ def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     if dequantizing_class(model):
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):
-        kept = kept_fraction(model)
+        unquantized_fraction = kept_fraction(model)
         return [
-            f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
+            f"the checkpoint is published in {bits}"
+            + (f", {percent(unquantized_fraction)} of its matrices in 16 bits" if unquantized_fraction else "")
         ]
     if (method := stored_method(model)) and not (setup.quantized and packed_as(model)):
         instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
@@ -297,5 +298,8 @@ def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     if not setup.quantized or setup.quantize_experts:
         return 0
     return sum(
-        linear_bytes(one, setup) * num for layer, num in model.layer_counts for one in layer.linears if one.is_stack
+        linear_bytes(linear, setup) * num
+        for layer, num in model.layer_counts
+        for linear in layer.linears
+        if linear.is_stack
     )

@@ -115,24 +115,24 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     plan = plan_with(corrections)
     first = plan.chosen if isinstance(plan, Plan) else None
     while (chosen := _unproven(plan)) and chosen.setup not in (*runs, *failed) and len(runs) + len(failed) < max_runs:
-        found = dry_run(chosen.setup)
-        if isinstance(found, ProbeFailure):
+        outcome = dry_run(chosen.setup)
+        if isinstance(outcome, ProbeFailure):
             if not plan.workload.model.from_tree:
-                return _untraced(plan_with(None), found)
-            failed[chosen.setup] = found
+                return _untraced(plan_with(None), outcome)
+            failed[chosen.setup] = outcome
             corrections[_cause(chosen.setup, dry_run)] = CANNOT_RUN
             plan = plan_with(corrections)
             continue
         first = first if runs else chosen
-        runs[chosen.setup] = found
+        runs[chosen.setup] = outcome
         exact = exact_bytes(plan.workload.model, chosen.setup)
-        ratio = max(0.0, found.peak_device_bytes - exact) / (chosen.formula.peak_device_bytes - exact)
+        ratio = max(0.0, outcome.peak_device_bytes - exact) / (chosen.formula.peak_device_bytes - exact)
         key = correction_key(chosen.setup)
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
         if chosen.setup.num_gpus > 1 and ratio > 1:
             corrections[layout_correction_key(chosen.setup)] = ratio
         if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan.workload, runs[setup]) for setup in runs):
-            corrections[ANY_SETUP] = max(one for one in corrections.values() if one < CANNOT_RUN)
+            corrections[ANY_SETUP] = max(correction for correction in corrections.values() if correction < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
         return _untraced(plan_with(None), next(iter(failed.values())))
@@ -155,8 +155,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     others = [replace(each, candidate=_with_run(each.candidate, runs)) for each in plan.alternatives]
     others = [each for each in others if each.candidate.setup != chosen.setup]
     if plan.workload.model.from_tree:
-        own = correction_key(chosen.setup)
-        others = [each for each in others if correction_key(each.candidate.setup) != own]
+        chosen_key = correction_key(chosen.setup)
+        others = [each for each in others if correction_key(each.candidate.setup) != chosen_key]
         others = [*_that_ran(others, runs, failed, dry_run)]
     return replace(
         plan,
@@ -180,9 +180,9 @@ def _unproven(plan: Plan | NoPlan) -> Candidate | None:
 def _refusals(failed: Mapping[TrainSetup, ProbeFailure]) -> Iterator[Answer]:
     """What the real step would not run of a model that no adapter knows, which the plan therefore leaves out."""
     for setup, failure in failed.items():
-        kept = f", checkpointing every {setup.checkpointing}" if setup.checkpointing else ""
+        checkpointed = f", checkpointing every {setup.checkpointing}" if setup.checkpointing else ""
         stored = f" ({setup.quantization})" if setup.quantized else ""
-        question = f"Does the real step run {setup.method}{stored} in {setup.precision}{kept}?"
+        question = f"Does the real step run {setup.method}{stored} in {setup.precision}{checkpointed}?"
         yield Answer(question=question, choice="no, left out", reason=failure.message[:300])
 
 
@@ -194,20 +194,20 @@ def _that_ran(
     two thirds of the time of a first plan: the caller leaves them out."""
     for each in others:
         setup = each.candidate.setup
-        found = runs.get(setup) or (None if setup in failed else dry_run(setup))
-        if isinstance(found, Prediction):
-            candidate = replace(each.candidate, dry_run=found)
+        outcome = runs.get(setup) or (None if setup in failed else dry_run(setup))
+        if isinstance(outcome, Prediction):
+            candidate = replace(each.candidate, dry_run=outcome)
             if candidate.fits:
                 yield replace(each, candidate=candidate)
 
 
 def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Candidate:
-    found = runs.get(candidate.setup)
-    return candidate if found is None else replace(candidate, dry_run=found)
+    prediction = runs.get(candidate.setup)
+    return candidate if prediction is None else replace(candidate, dry_run=prediction)
 
 
-def _fits(workload: Workload, found: Prediction) -> bool:
-    return found.peak_device_bytes * (1 + found.memory_band_fraction) <= workload.budget_bytes
+def _fits(workload: Workload, prediction: Prediction) -> bool:
+    return prediction.peak_device_bytes * (1 + prediction.memory_band_fraction) <= workload.budget_bytes
 
 
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:

@@ -54,40 +54,50 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
     Raises:
         UsageError: an optimizer step does not hold whole groups, or a share that was asked for not vLLM's weights.
     """
-    asked = workload.fixed.get("rollout") or open_rollouts(Rollout.usual(workload.seq_len_tokens))
-    step, group = workload.global_batch_seqs, asked[0].num_generations
-    if step % group or step % asked[0].at_once(step):
-        made = f" and whole generations of {asked[0].generation_batch_seqs}" if asked[0].generation_batch_seqs else ""
+    rollouts = workload.fixed.get("rollout") or open_rollouts(Rollout.usual(workload.seq_len_tokens))
+    step, group = workload.global_batch_seqs, rollouts[0].num_generations
+    if step % group or step % rollouts[0].at_once(step):
+        made = (
+            f" and whole generations of {rollouts[0].generation_batch_seqs}"
+            if rollouts[0].generation_batch_seqs
+            else ""
+        )
         raise UsageError(
             f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
             hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
         )
-    found = tuple(one for name in GENERATORS for one in _of_generator(workload, name, asked))
-    if not found:
-        need = gib(vllm_needs(workload, asked[0])[1])
+    planned = tuple(rollout for name in GENERATORS for rollout in _of_generator(workload, name, rollouts))
+    if not planned:
+        need = gib(vllm_needs(workload, rollouts[0])[1])
         raise UsageError(
-            f"vLLM's weights, and keys and values of {asked[0].at_once(step)} completions at once, take {need}: no "
+            f"vLLM's weights, and keys and values of {rollouts[0].at_once(step)} completions at once, take {need}: no "
             "share of the card holds them",
             hint="give a smaller --generation-batch, or --generator transformers",
         )
-    return found
+    return planned
 
 
-def _of_generator(workload: Workload, name: str, asked: tuple[Rollout, ...]) -> Iterator[Rollout]:
+def _of_generator(workload: Workload, name: str, rollouts: tuple[Rollout, ...]) -> Iterator[Rollout]:
     """What is planned of one generator among what was asked for."""
-    step, own = workload.global_batch_seqs, [one for one in asked if one.generator == name]
-    if not own or (len({one.generator for one in asked}) > 1 and name in COLOCATED and vllm_refusal(workload)):
+    step, matching = workload.global_batch_seqs, [rollout for rollout in rollouts if rollout.generator == name]
+    if not matching or (
+        len({rollout.generator for rollout in rollouts}) > 1 and name in COLOCATED and vllm_refusal(workload)
+    ):
         return
-    if len(own) == 1 and name in COLOCATED:
-        _check_share(workload, own[0])
+    if len(matching) == 1 and name in COLOCATED:
+        _check_share(workload, matching[0])
     taken = set()
-    for part in _parts(own[0], step) if not own[0].generation_batch_seqs else (own[0].generation_batch_seqs,):
-        made = replace(own[0], generation_batch_seqs=part if part < step else own[0].generation_batch_seqs)
-        if name not in COLOCATED or len(own) == 1:
+    for part in (
+        _parts(matching[0], step) if not matching[0].generation_batch_seqs else (matching[0].generation_batch_seqs,)
+    ):
+        made = replace(matching[0], generation_batch_seqs=part if part < step else matching[0].generation_batch_seqs)
+        if name not in COLOCATED or len(matching) == 1:
             yield made
             continue
         whole = vllm_needs(workload, made)[1]  # more than the least share that holds everything would buy nothing
-        enough = (one.vllm_fraction for one in own if one.vllm_fraction * workload.gpu.memory_bytes >= whole)
+        enough = (
+            rollout.vllm_fraction for rollout in matching if rollout.vllm_fraction * workload.gpu.memory_bytes >= whole
+        )
         if (share := next(enough, None)) is not None and share not in taken:
             taken.add(share)
             yield replace(made, vllm_fraction=share)

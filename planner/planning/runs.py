@@ -88,27 +88,27 @@ class WalkCache:
             self._begin(workload.model)
         named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
         request = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
-        layout = tuple(tuple(one.fields.items()) for one in layouts)
+        layout = tuple(tuple(placement.fields.items()) for placement in layouts)
         key = (_memory_kind(workload), named, request, tuple(values.items()), layout)
-        found = self._runs.get(key)
-        if found is None:
-            found = self._runs[key] = tuple(_runs(workload, values, layouts))
-        return found
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = tuple(_runs(workload, values, layouts))
+        return runs
 
     def peaks(self, workload: Workload, run: Run, loss: str) -> Peaks:
         """The peaks of a run with one loss, of the fullest rank."""
-        found = run.peaks.get(loss)
-        if found is None:
+        peaks = run.peaks.get(loss)
+        if peaks is None:
             if run.alike is None:
                 key = (_memory_kind(workload), run.kernels, run.shared, run.pairs)
                 run.alike = self._peaks.setdefault(key, {})
             of = (loss, run.choices[loss])
-            found = run.alike.get(of)
-            if found is None:
+            peaks = run.alike.get(of)
+            if peaks is None:
                 ranks = [family.peaks(*of) for family in self._families(workload, run)]
-                found = run.alike[of] = Peaks(ranks, len(run.pairs))
-            run.peaks[loss] = found
-        return found
+                peaks = run.alike[of] = Peaks(ranks, len(run.pairs))
+            run.peaks[loss] = peaks
+        return peaks
 
     def _families(self, workload: Workload, run: Run) -> list[Family]:
         if not run.ranks:
@@ -124,7 +124,7 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "S
     model, gpu = workload.model, workload.gpu
     for branch in branches(workload, values):
         of_branch = same_kernels(model, gpu, branch, values["attention"])
-        for fields in [one.fields for one in layouts] or [{}]:
+        for fields in [layout.fields for layout in layouts] or [{}]:
             try:
                 setup = branch.replace(**fields)
             except SetupError:
@@ -145,7 +145,7 @@ def _pairs(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any
     batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.least_seqs(own_batch)
     pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least]
     if setup.rollout is not None and (made := setup.rollout.generation_batch_seqs):
-        pairs = [one for one in pairs if made % one[0] == 0]
+        pairs = [pair for pair in pairs if made % pair[0] == 0]
     return tuple(pairs)
 
 
@@ -160,12 +160,12 @@ def _runs_of(
     """The runs of a branch under one layout, by kernels and layers."""
     ranks = list[Rank]()
     layers_of = sorted(own_layers(setup, values), key=lambda layers: min(2, layers["checkpointing"]))  # ends come first
-    found: dict[tuple[Any, ...], Run] = {}
+    runs: dict[tuple[Any, ...], Run] = {}
     expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():
         for layers in layers_of:
-            own = {"attention": attentions[0], **layers}
-            shared = setup.replace_trusted(**own)
+            run_fields = {"attention": attentions[0], **layers}
+            shared = setup.replace_trusted(**run_fields)
             if (shared.compile and not shared.compiled) or (
                 shared.selective_checkpointing and shared.attention in (XFORMERS, FLEX)
             ):
@@ -175,14 +175,14 @@ def _runs_of(
             if alike_files not in expressed:
                 expressed[alike_files] = _expressed(workload, shared, attentions, choices)
             for alike, fitting in expressed[alike_files]:
-                own["attention"] = alike[0]
-                found[tuple(own.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
-    _name_rivals(workload, values, groups, found)
-    for (attention, kernels, every, *rest), run in found.items():
-        none, each = (found.get((attention, kernels, apart, *rest)) for apart in (0, 1))
+                run_fields["attention"] = alike[0]
+                runs[tuple(run_fields.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
+    _name_rivals(workload, values, groups, runs)
+    for (attention, kernels, every, *rest), run in runs.items():
+        none, each = (runs.get((attention, kernels, apart, *rest)) for apart in (0, 1))
         if every > 1 and none is not None and each is not None and none.choices == each.choices == run.choices:
             run.ends = none, each
-    return found.values()
+    return runs.values()
 
 
 def _name_rivals(
@@ -201,7 +201,7 @@ def _name_rivals(
         if (
             rival is not None
             and rival is not run
-            and all(set(own) <= set(rival.choices.get(loss, ())) for loss, own in run.choices.items())
+            and all(set(optimizers) <= set(rival.choices.get(loss, ())) for loss, optimizers in run.choices.items())
         ):
             run.rival = rival
 
@@ -212,26 +212,28 @@ def _expressed(
     """Attentions and the choices that the named launch targets run with each of them; all where none was named."""
     if not workload.targets:
         return [(tuple(attentions), choices)]
-    found: list[tuple[tuple[str, ...], Choices]] = []
+    groups: list[tuple[tuple[str, ...], Choices]] = []
     for attention in attentions:
-        own = {}
+        runnable = {}
         for loss, optimizers in choices.items():
-            families = [shared.replace_trusted(attention=attention, loss=loss, optimizer=one) for one in optimizers]
-            fitting = tuple([one.optimizer for one in families if variants_as_run(one, workload) is not None])
+            families = [
+                shared.replace_trusted(attention=attention, loss=loss, optimizer=optimizer) for optimizer in optimizers
+            ]
+            fitting = tuple([family.optimizer for family in families if variants_as_run(family, workload) is not None])
             if fitting:
-                own[loss] = fitting
-        if found and found[-1][1] == own:
-            found[-1] = ((*found[-1][0], attention), own)
-        elif own:
-            found.append(((attention,), own))
-    return found
+                runnable[loss] = fitting
+        if groups and groups[-1][1] == runnable:
+            groups[-1] = ((*groups[-1][0], attention), runnable)
+        elif runnable:
+            groups.append(((attention,), runnable))
+    return groups
 
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     """The optimizers that the engines run with each loss; losses without any are left out."""
     if setup.alone:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
-    found = {}
+    choices = {}
     for loss in values["loss"]:
         fitting = tuple(
             optimizer
@@ -239,8 +241,8 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
             if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer))
         )
         if fitting:
-            found[loss] = fitting
-    return found
+            choices[loss] = fitting
+    return choices
 
 
 def same_kernels(

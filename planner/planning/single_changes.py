@@ -54,70 +54,70 @@ def single_changes(
         ),
         *_layouts(setup),
     ]
-    found: list[tuple[str, TrainSetup, bool]] = []
+    changes: list[tuple[str, TrainSetup, bool]] = []
     for label, values, changes_training in tried:
         try:
             changed = setup.replace(**values)
         except SetupError:
             continue
         if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
-            found.append((label, changed, changes_training))
-    return found
+            changes.append((label, changed, changes_training))
+    return changes
 
 
 def _checkpointings(setup: TrainSetup, *, reentrant: bool) -> list[Tried]:
     # a trainer that is told to checkpoint takes its own form of it
     form = {} if setup.checkpointing else {"reentrant_checkpointing": reentrant}
     off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
-    found: list[Tried] = [
+    changes: list[Tried] = [
         ("checkpoint every layer", {"checkpointing": 1, **form}, False),
         ("no gradient checkpointing", {**off, "selective_checkpointing": False}, False),
         ("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False),
     ]
-    return [one for one in found if one[1]["checkpointing"] != setup.checkpointing]
+    return [change for change in changes if change[1]["checkpointing"] != setup.checkpointing]
 
 
 def _attentions(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    found: list[Tried] = []
+    changes: list[Tried] = []
     if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
-        found.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
+        changes.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
     if setup.attention == "eager":
-        found.append(("SDPA attention", {"attention": "sdpa"}, False))
-    return found
+        changes.append(("SDPA attention", {"attention": "sdpa"}, False))
+    return changes
 
 
 def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
     whole = LOSSES[setup.loss].whole_logits
-    known = model.model_type in LIGER_PARTS
-    found: list[Tried] = [
+    has_liger = model.model_type in LIGER_PARTS
+    changes: list[Tried] = [
         (f"{loss} loss (no full logits)", {"loss": loss}, False)
         for loss, row in LOSSES.items()
-        if whole and not row.whole_logits and not (loss == "liger" and known)
+        if whole and not row.whole_logits and not (loss == "liger" and has_liger)
     ]
-    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
+    if setup.kernels == "eager" and has_liger:  # one switch in most tools, which takes the loss along
         label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
-        found.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
+        changes.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
     if setup.linear_attention == "torch" and model.model_type in CHUNKED_TYPES:
-        found.append((f"{DELTA}, installed", {"linear_attention": "fla"}, False))
-    return found
+        changes.append((f"{DELTA}, installed", {"linear_attention": "fla"}, False))
+    return changes
 
 
 def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
     """Other types of the weights, 4 bits among them."""
-    found: list[Tried] = []
+    changes: list[Tried] = []
     if setup.precision == "bf16-mixed" and setup.method != "full":
-        found.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
+        changes.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
     elif setup.precision == "bf16-mixed":
-        found.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
+        changes.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
     if setup.precision == "fp32" and gpu.bf16:
-        found.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
+        changes.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
     if setup.method == "lora":
         four = {"method": "qlora", "quantization": "nf4-double"}
         dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
-        found.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
+        changes.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
     if setup.quantization == "nf4":
-        found.append(("double quantization", {"quantization": "nf4-double"}, True))
-    return found
+        changes.append(("double quantization", {"quantization": "nf4-double"}, True))
+    return changes
 
 
 def enough_alone(
@@ -126,12 +126,12 @@ def enough_alone(
     """The single changes that make a setup fit which does not: those that leave the training as it is first, the
     fastest first."""
     before = predict(setup)
-    found = []
+    enough = []
     for label, other, changes_training in single_changes(setup, gpu, model):
         after = predict(other)
         if after.peak_device_bytes <= budget_bytes:
-            found.append((changes_training, -speedup(before, after), label))
-    return tuple(label for *_, label in sorted(found))
+            enough.append((changes_training, -speedup(before, after), label))
+    return tuple(label for *_, label in sorted(enough))
 
 
 def _layouts(setup: TrainSetup) -> list[Tried]:
@@ -140,16 +140,16 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
         return []
     plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
     labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-    found: list[Tried] = [
+    changes: list[Tried] = [
         (label, {**plain, "parallel": parallel}, False)
         for parallel, label in labels.items()
         if parallel != setup.parallel
     ]
     if setup.offload != "none":
-        found.append(("nothing in the host's memory", {"offload": "none"}, False))
+        changes.append(("nothing in the host's memory", {"offload": "none"}, False))
     elif setup.parallel in ("fsdp2", "zero3"):
-        found.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
-    return found
+        changes.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
+    return changes
 
 
 def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
@@ -164,12 +164,12 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
 def _batches(setup: TrainSetup) -> list[Tried]:
     """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
     if setup.aim.whole_batch:
-        sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
-        return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
+        sizes = [size for size in PLANNED_CACHES if size < (setup.cached_seqs or setup.micro_batch_seqs)]
+        return [(f"a cached loss, {size} sequences at once", {"cached_seqs": size}, False) for size in sizes]
     if setup.trainer.steps_in_backward:
         return []
     total = setup.micro_batch_seqs * setup.accumulation_steps
-    found: list[Tried] = []
+    changes: list[Tried] = []
     for micro in (
         1,
         setup.micro_batch_seqs // 4,
@@ -179,9 +179,9 @@ def _batches(setup: TrainSetup) -> list[Tried]:
         if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
             label = f"micro-batch {micro} x {total // micro} accumulation steps"
             entry: Tried = (label, {"micro_batch_seqs": micro, "accumulation_steps": total // micro}, False)
-            if entry not in found:
-                found.append(entry)
-    return found
+            if entry not in changes:
+                changes.append(entry)
+    return changes
 
 
 def speedup(before: Prediction, after: Prediction) -> float:

@@ -89,7 +89,9 @@ def dimension_values(workload: Workload) -> Values:
         if reason := missing_kernels(workload.model, workload.gpu, packed):
             raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
-        values["attention"] = tuple(one for one in values["attention"] if one != "flash-attention-2")
+        values["attention"] = tuple(
+            implementation for implementation in values["attention"] if implementation != "flash-attention-2"
+        )
         if not values["attention"]:
             raise UsageError(COMPILES_NOTHING, hint="use --attention sdpa, or leave --compile out")
     for name in (
@@ -154,13 +156,13 @@ def _keep_for_objective(values: Values, workload: Workload, objective: Objective
     any_trainer = objective.supervised or bool(workload.targets or "loss" in fixed)
     # Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
     losses = values["loss"]
-    found = tuple(one for one in losses if one in objective.losses[: None if any_trainer else 1])
-    if not found:
+    allowed = tuple(loss for loss in losses if loss in objective.losses[: None if any_trainer else 1])
+    if not allowed:
         raise UsageError(
             f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",
             hint=f"leave --loss out, or use --loss {objective.losses[0]}",
         )
-    values["loss"] = found
+    values["loss"] = allowed
     if workload.global_batch_seqs < objective.least_samples:
         raise UsageError(
             f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
@@ -180,13 +182,15 @@ def _keep_as_stored(values: Values, workload: Workload) -> None:
     """Of methods and quantizations those in which the published weights train."""
     model, quantized = workload.model, TrainSetup(method="qlora", quantization="nf4")
     if bits := stored_bits(model):
-        values["method"] = tuple(one for one in values["method"] if one == "qlora")
-        values["quantization"] = tuple(one for one in values["quantization"] if one == bits)
+        values["method"] = tuple(method for method in values["method"] if method == "qlora")
+        values["quantization"] = tuple(quantization for quantization in values["quantization"] if quantization == bits)
         reason = f"{model.model_id} is published in {bits} by bitsandbytes and loads as that"
         hint = f"use --method qlora --quantization {bits}, or name a 16-bit copy of it"
     elif refused := stored_refusal(quantized, model):
-        values["method"] = tuple(one for one in values["method"] if one != "qlora")
-        values["quantization"] = tuple(one for one in values["quantization"] if one == "none")
+        values["method"] = tuple(method for method in values["method"] if method != "qlora")
+        values["quantization"] = tuple(
+            quantization for quantization in values["quantization"] if quantization == "none"
+        )
         reason, hint = f"a quantized base cannot be kept: {refused}", "use --method lora or full"
     else:
         return
@@ -231,18 +235,22 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
     """
     for method in values["method"]:
         adapted, shared = method != "full", _common_fields(workload, values, method)
-        precisions = [one for one in values["precision"] if _precision_planned(workload, values, method, one)]
-        quantizations = [one for one in values["quantization"] if (one != "none") == (method == "qlora")]
+        precisions = [
+            precision for precision in values["precision"] if _precision_planned(workload, values, method, precision)
+        ]
+        quantizations = [
+            quantization for quantization in values["quantization"] if (quantization != "none") == (method == "qlora")
+        ]
         casts = values["kbit_fp32_cast"] if method == "qlora" else (False,)
         ranks = values["lora_rank"] if adapted else (0,)
         targets = values["lora_targets"] if adapted else ("all-linear",)
         opened = (targets, values.get("rollout", (None,)), values.get("cached_seqs", (0,)))
         for precision, quantization, cast in product(precisions, quantizations, casts):
             kind = {"precision": precision, "quantization": quantization, "kbit_fp32_cast": cast}
-            for one in product(ranks[:1] if cast else ranks, *opened):  # the cast is there to be compared
-                own = zip(("lora_rank", "lora_targets", "rollout", "cached_seqs"), one, strict=True)
+            for combination in product(ranks[:1] if cast else ranks, *opened):  # the cast is there to be compared
+                adapter_fields = zip(("lora_rank", "lora_targets", "rollout", "cached_seqs"), combination, strict=True)
                 try:
-                    branch = TrainSetup(method=method, **kind, **dict(own), **shared)
+                    branch = TrainSetup(method=method, **kind, **dict(adapter_fields), **shared)
                 except SetupError:
                     continue
                 yield from branches_as_run(branch, workload) if workload.targets else (branch,)
@@ -265,7 +273,7 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
         "frozen_encoder": False, "trained_layers": 0, "linear_attention": "torch",
     }  # fmt: skip
     return {
-        **{one: values.get(one, (default,))[0] for one, default in usual.items()},
+        **{field: values.get(field, (default,))[0] for field, default in usual.items()},
         "seq_len_tokens": workload.seq_len_tokens,
         "packing": bool(values.get("packing", (objective.packed,))[0]),
         "objective": name,
@@ -279,8 +287,8 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
 
 def _own_stack(workload: Workload) -> str:
     """The stack that a branch is made for before its target runs it: another's where the default has no such setup."""
-    own = [name for name in workload.targets if name in STACKS and STACKS[name].grouped_experts]
-    return own[0] if own else DEFAULT_STACK
+    grouped = [name for name in workload.targets if name in STACKS and STACKS[name].grouped_experts]
+    return grouped[0] if grouped else DEFAULT_STACK
 
 
 def kinds(
@@ -301,8 +309,8 @@ def offloading_matters(workload: Workload) -> bool:
     """Whether one sequence's checkpoints would take so much of the card that moving them can change the plan; of the
     card, not of the budget, because more memory must not take a choice away."""
     model = workload.model
-    held = model.num_layers * model.hidden_size * 2 * workload.seq_len_tokens
-    return held > OFFLOAD_FROM_FRACTION * workload.gpu.memory_bytes
+    checkpoints_bytes = model.num_layers * model.hidden_size * 2 * workload.seq_len_tokens
+    return checkpoints_bytes > OFFLOAD_FROM_FRACTION * workload.gpu.memory_bytes
 
 
 OFFLOAD_FROM_FRACTION = 0.05
@@ -319,17 +327,17 @@ def selecting_matters(workload: Workload) -> bool:
 def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
     branch and a layout decide."""
-    found = []
-    asked = False not in values["activation_offload"]
+    variants = []
+    offload_requested = False not in values["activation_offload"]
     names = ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
     chosen = False not in values["selective_checkpointing"]
     for kernels, every, offload, selective in product(*(values[name] for name in names)):
-        if ((offload and not asked) or (selective and not chosen)) and every != OFFLOADED_CHECKPOINTING:
+        if ((offload and not offload_requested) or (selective and not chosen)) and every != OFFLOADED_CHECKPOINTING:
             continue
         if selective and not chosen and setup.parallel not in ("none", "ddp"):
             continue  # no dry run of it there
         layers = dict(zip(names, (kernels, every, offload, selective), strict=True))
         with suppress(SetupError):
             setup.replace(**layers)
-            found.append(layers)
-    return found
+            variants.append(layers)
+    return variants

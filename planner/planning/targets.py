@@ -100,12 +100,12 @@ def own_choice(workload: Workload, setup: TrainSetup, target: str) -> Candidate 
     return _quick(replace(workload, targets=(target,), fixed=fixed), WalkCache())
 
 
-def left_out_engines(plan: Plan, known: WalkCache) -> list[TargetChoice]:
+def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
     """Programs with kernels of their own that the policy leaves out (`planner.planning.decision.policy.left_out`) and
     that are predicted to train the chosen class faster, fastest first.
 
     Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
-    `known`: what walks of the model computed.
+    `cache`: what walks of the model computed.
     """
     request, chosen = plan.workload, plan.chosen
     mine = chosen.formula.tokens_per_s
@@ -117,7 +117,7 @@ def left_out_engines(plan: Plan, known: WalkCache) -> list[TargetChoice]:
         or not mine
     ):
         return []
-    found = []
+    choices = []
     for family in KERNELS.values():
         for target in family.only:
             if target not in request.aim.targets or not (
@@ -133,23 +133,23 @@ def left_out_engines(plan: Plan, known: WalkCache) -> list[TargetChoice]:
                 request, targets=(target,), fixed={**_alike(chosen.setup), **request.fixed, "kernels": (family.name,)}
             )
             title = TARGET_ROWS[target].title
-            found.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, known), refused=reason))
-    faster = [row for row in found if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
+            choices.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, cache), refused=reason))
+    faster = [row for row in choices if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
     return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
-def _quick(workload: Workload, known: WalkCache) -> Candidate | None:
+def _quick(workload: Workload, cache: WalkCache) -> Candidate | None:
     """What is planned, without the rest of a plan; None where nothing is."""
     try:
-        best = choose(workload, dimension_values(workload), WalkResults(known=known))[1]
+        best = choose(workload, dimension_values(workload), WalkResults(known=cache))[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None
 
 
-def with_engine_note(plan: Plan, known: WalkCache) -> Plan:
+def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:
     """The plan with one sentence on the fastest program that was left out, where one is faster."""
-    for row in left_out_engines(plan, known)[:1]:
+    for row in left_out_engines(plan, cache)[:1]:
         assert row.candidate is not None
         formula = row.candidate.formula
         speed, band = formula.tokens_per_s or 0.0, formula.time_band_fraction or 0.0

@@ -110,10 +110,10 @@ class TraceResult:
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
-        beside = path.with_suffix(".part")
-        values = {one.name: getattr(self, one.name) for one in fields(self)}  # no copy of the program's lists
-        beside.write_text(json.dumps(values, default=asdict), encoding="utf-8")
-        beside.rename(path)
+        part_path = path.with_suffix(".part")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # no copy of the program's lists
+        part_path.write_text(json.dumps(values, default=asdict), encoding="utf-8")
+        part_path.rename(path)
 
     @classmethod
     def read(cls, path: Path, *, without: str = "") -> "TraceResult":
@@ -136,7 +136,7 @@ class TraceResult:
         """From the JSON of `write`."""
 
         def holdings(name: str) -> tuple[Holding, ...]:
-            return tuple(Holding(**one) for one in raw[name])
+            return tuple(Holding(**holding) for holding in raw[name])
 
         return cls(
             **{

@@ -20,7 +20,7 @@ class UsefulSpeeds:
 
     def tokens_per_s(self, optimizer: str, pairs: Pairs, /) -> list[float]:
         """As `Speeds.tokens_per_s`."""
-        workload, setup, found = self._workload, self._setup, []
+        workload, setup, speeds = self._workload, self._setup, []
         for pair in pairs:
             at_once = pair[0] * setup.data_degree
             length = workload.row_tokens(at_once)
@@ -28,8 +28,8 @@ class UsefulSpeeds:
                 row = setup.replace_trusted(seq_len_tokens=length)
                 self._by_length[length] = family_speeds(workload.model, workload.gpu, row, workload.cluster)
             rows = self._by_length[length].tokens_per_s(optimizer, [pair])
-            found.append(workload.data.real_fraction(at_once) * rows[0])
-        return found
+            speeds.append(workload.data.real_fraction(at_once) * rows[0])
+        return speeds
 
 
 def useful_speeds(workload: Workload, setup: TrainSetup) -> Speeds:

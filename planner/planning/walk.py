@@ -54,7 +54,7 @@ def walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]] | None = None,
     layouts: "Sequence[Layout]" = (),
-    known: WalkCache | None = None,
+    cache: WalkCache | None = None,
     limit: Limit | None = None,
     sure: Limit | None = None,
 ) -> Iterator[Point]:
@@ -63,7 +63,7 @@ def walk(
     express.
 
     Args:
-        known: what other walks of the same model computed.
+        cache: what other walks of the same model computed.
         limit: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
         sure: the peak up to which a point surely fits; where one without checkpoints does, checkpoints of some layers
             that are slower than it at every micro-batch are left out.
@@ -71,7 +71,7 @@ def walk(
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1
     limit, sure = (None, None) if several else (limit, sure)
-    points = _walk(workload, values, layouts, known if known is not None else WalkCache(), limit, sure)
+    points = _walk(workload, values, layouts, cache if cache is not None else WalkCache(), limit, sure)
     return _for_all(points, workload) if several else points
 
 
@@ -106,31 +106,31 @@ class _Speeds:
 
     def of_rows(self, run: Run, loss: str) -> Speeds:
         """Tokens/s of full rows."""
-        found = self._known.get((id(run), loss))
-        if found is None:
+        speeds = self._known.get((id(run), loss))
+        if speeds is None:
             workload, shared = self._workload, run.shared
             group = (id(run.ranks), shared.kernels, shared.attention, shared.checkpointing > 0)
             like = self._alike.get(group)
-            found = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster, like)
-            self._known[id(run), loss] = found
-            self._alike.setdefault(group, found)
-        return found
+            speeds = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster, like)
+            self._known[id(run), loss] = speeds
+            self._alike.setdefault(group, speeds)
+        return speeds
 
     def useful(self, run: Run, loss: str) -> Speeds:
         """Tokens/s that are the samples' own."""
         if not self._workload.data.real_fractions:
             return self.of_rows(run, loss)
-        found = self._useful.get((id(run), loss))
-        if found is None:
-            found = self._useful[id(run), loss] = useful_speeds(self._workload, run.whole(loss))
-        return found
+        speeds = self._useful.get((id(run), loss))
+        if speeds is None:
+            speeds = self._useful[id(run), loss] = useful_speeds(self._workload, run.whole(loss))
+        return speeds
 
 
 def _walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     layouts: "Sequence[Layout]",
-    known: WalkCache,
+    cache: WalkCache,
     limit: Limit | None,
     sure: Limit | None,
 ) -> Iterator[Point]:
@@ -139,12 +139,12 @@ def _walk(
     speeds, context = _Speeds(workload), context_bytes(workload.gpu)
     unchecked: dict[int, float] = {}  # by branch: tokens/s of the fastest that surely fits and checkpoints nothing
     outrun: set[int] = set()
-    for run in known.runs(workload, values, layouts):
+    for run in cache.runs(workload, values, layouts):
         limit_bytes = limit(run.shared) - context if limit is not None else None
         if run.rival is not None:
-            if not _fits(workload, known, run.rival, limit_bytes):
+            if not _fits(workload, cache, run.rival, limit_bytes):
                 continue
-            ends_are = run.ends is not None and {id(one) for one in run.ends} <= outrun
+            ends_are = run.ends is not None and {id(end) for end in run.ends} <= outrun
             if ends_are or _dominated(speeds, run, run.rival):
                 outrun.add(id(run))
                 continue
@@ -152,12 +152,12 @@ def _walk(
         if _slower(speeds, run, workload.model.num_layers, unchecked.get(branch, 0.0)):
             continue
         for loss in run.choices:
-            points = [*_points(run, loss, known.peaks(workload, run, loss), speeds, limit_bytes, context)]
+            points = [*_points(run, loss, cache.peaks(workload, run, loss), speeds, limit_bytes, context)]
             yield from points
             if sure is not None and not run.shared.checkpointing:
                 most = sure(run.shared)
-                own = [one.tokens_per_s for one in points if one.peak_device_bytes <= most]
-                unchecked[branch] = max([unchecked.get(branch, 0.0), *own])
+                sure_speeds = [point.tokens_per_s for point in points if point.peak_device_bytes <= most]
+                unchecked[branch] = max([unchecked.get(branch, 0.0), *sure_speeds])
 
 
 def _points(
@@ -177,26 +177,28 @@ def _points(
         return
     speeds_of = speeds.useful(run, loss)
     for place, optimizer in enumerate(run.choices[loss]):
-        own = _listed(peaks, place, len(pairs), limit_bytes)
-        found = speeds_of.tokens_per_s(optimizer, pairs[: len(own)])
+        listed = _listed(peaks, place, len(pairs), limit_bytes)
+        tokens_per_s = speeds_of.tokens_per_s(optimizer, pairs[: len(listed)])
         for attention in run.attentions:
-            beyond = len(pairs) - len(own)  # counted with the last
-            for index, (peak, speed) in enumerate(zip(own, found, strict=True), 1):
-                more = beyond if index == len(own) else 0
+            beyond = len(pairs) - len(listed)  # counted with the last
+            for index, (peak, speed) in enumerate(zip(listed, tokens_per_s, strict=True), 1):
+                more = beyond if index == len(listed) else 0
                 yield Point(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
 
 
-def _fits(workload: Workload, known: WalkCache, run: Run, limit_bytes: int | None) -> bool:
+def _fits(workload: Workload, cache: WalkCache, run: Run, limit_bytes: int | None) -> bool:
     """Whether any point of a run fits; where nothing limits them all do."""
-    return limit_bytes is None or any(known.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
+    return limit_bytes is None or any(cache.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
 
 
 def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
     loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
-    mine, first = (speeds.of_rows(one, loss).tokens_per_s(one.choices[loss][0], ends) for one in (run, rival))
-    return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
+    mine, first = (
+        speeds.of_rows(contender, loss).tokens_per_s(contender.choices[loss][0], ends) for contender in (run, rival)
+    )
+    return all(speed < (1 - PREFERENCE_FRACTION) * best for speed, best in zip(mine, first, strict=True))
 
 
 def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
@@ -207,8 +209,10 @@ def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
     share = math.ceil(num_layers / run.shared.checkpointing) / num_layers
     for loss, optimizers in run.choices.items():
         for optimizer in optimizers:
-            none, every = (speeds.useful(one, loss).tokens_per_s(optimizer, run.pairs) for one in run.ends)
-            most = max(1 / ((1 - share) / one + share / other) for one, other in zip(none, every, strict=True))
+            none, every = (speeds.useful(end, loss).tokens_per_s(optimizer, run.pairs) for end in run.ends)
+            most = max(
+                1 / ((1 - share) / unchecked + share / other) for unchecked, other in zip(none, every, strict=True)
+            )
             if most > 0.99 * fastest:
                 return False
     return True
@@ -216,10 +220,10 @@ def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
 
 def _listed(peaks: Peaks, place: int, num: int, limit_bytes: int | None) -> list[int]:
     """The peaks of the micro-batches that are worth a point: until the first that does not fit, at least one."""
-    found = [peaks.at(0)[place]]
+    listed = [peaks.at(0)[place]]
     for at in range(1, num):
         peak = peaks.at(at)[place]
         if limit_bytes is not None and peak > limit_bytes:
             break
-        found.append(peak)
-    return found
+        listed.append(peak)
+    return listed

@@ -247,8 +247,10 @@ def measure(
 
 
 def _unlike(where: str, kind: str, why: str) -> ConfigError:
-    said = {"messages": "question with an answer", "text": "text"}.get(kind, f"{kind} columns")
-    return ConfigError(f"{where} has no {said}: {why}", hint="--columns question=NAME,answer=NAME says which columns")
+    content = {"messages": "question with an answer", "text": "text"}.get(kind, f"{kind} columns")
+    return ConfigError(
+        f"{where} has no {content}: {why}", hint="--columns question=NAME,answer=NAME says which columns"
+    )
 
 
 def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
@@ -275,10 +277,10 @@ def token_counter(tokenizer: Path | None) -> tuple[CountTokens, str]:
     file = tokenizer / "tokenizer.json" if tokenizer is not None and tokenizer.is_dir() else tokenizer
     if file is not None and file.is_file():
         try:
-            found = find_spec("tokenizers")
+            spec = find_spec("tokenizers")
         except ValueError:  # no module at all, but something of that name
-            found = None
-        if found is not None:
+            spec = None
+        if spec is not None:
             return TokenizerChild(file), "counted by the tokenizer"
     return lambda text: round(len(text.encode()) / BYTES_PER_TOKEN), f"estimated at {BYTES_PER_TOKEN:g} bytes a token"
 
@@ -294,10 +296,10 @@ def tokenizer_file(model_id: str) -> Path | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(model_id, "tokenizer.json")
+        cached = try_to_load_from_cache(model_id, "tokenizer.json")
     except (HFValidationError, OSError):
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
@@ -306,8 +308,8 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
     Raises:
         ConfigError: its columns are not known.
     """
-    found = kinds_of(row)
-    if not found:
+    possible = kinds_of(row)
+    if not possible:
         there = ", ".join(sorted(map(str, row))[:8])
         raise ConfigError(
             f"{name}: columns {there} are not known",
@@ -315,7 +317,7 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
             "messages, conversations, instruction/question/query/prompt/input with output/answer/response/completion, "
             "text, and pairs of chosen and rejected or anchor and positive",
         )
-    return next((kind for kind in found if kind in kinds), found[0])
+    return next((kind for kind in possible if kind in kinds), possible[0])
 
 
 def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int]:
@@ -329,7 +331,7 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
             halves = (count(_content(sample[half])) for half in ("chosen", "rejected"))
             return count(_content(sample.get("prompt") or "")) + max(halves) + 1, 0
         if kind == "pairs":
-            return max(count(_content(sample[one])) for one in ("anchor", "positive")) + 1, 0
+            return max(count(_content(sample[column])) for column in ("anchor", "positive")) + 1, 0
         if kind == "prompt-completion":
             answer = count(_content(sample["completion"])) + 1
             return count(_content(sample["prompt"])) + answer, answer
@@ -339,7 +341,7 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
 
 
 def _chat_length(turns: list[Row], count: CountTokens) -> tuple[int, int]:
-    sizes = [(one["role"], count(one["content"]) + TOKENS_PER_MESSAGE) for one in turns]
+    sizes = [(message["role"], count(message["content"]) + TOKENS_PER_MESSAGE) for message in turns]
     answers = sum(size for role, size in sizes if role == "assistant")
     if isinstance(count, TokenizerChild):
         whole = count.chat(turns)
@@ -354,7 +356,7 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return " ".join(_content(one) for one in value)
+        return " ".join(_content(part) for part in value)
     if not isinstance(value, dict):
         raise TypeError(f"{type(value).__name__} instead of a message")
     content = value["content"] if "content" in value else value.get("text", value.get("value"))

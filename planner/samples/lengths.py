@@ -60,13 +60,13 @@ def stated_lengths(text: str) -> tuple[int, ...]:
         numbers = [float(part) for part in text.split(":")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (2, 4) or not all(0 < one < 1e9 for one in numbers):
+    if len(numbers) not in (2, 4) or not all(0 < number < 1e9 for number in numbers):
         raise UsageError(f"--lengths takes MEAN:SD in tokens, got {text!r}", hint=hint)
     mean, deviation, least, most = (*numbers, 1.0, 1e9)[:4]
     variance = math.log(1 + (deviation / mean) ** 2)
     normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
     every = (round(math.exp(normal.inv_cdf((index + 0.5) / STATED_SAMPLES))) for index in range(STATED_SAMPLES))
-    kept = tuple(one for one in every if max(1, least) <= one <= most)
+    kept = tuple(length for length in every if max(1, least) <= length <= most)
     if not kept:
         raise UsageError(f"--lengths {text}: no length lies between {least:g} and {most:g}", hint=hint)
     return kept
@@ -77,14 +77,14 @@ def micro_batches(
 ) -> tuple[int, ...]:
     """Padded lengths in tokens of the first `num` micro-batches of a shuffled epoch, longer samples cut at
     `seq_len_tokens`; where its longest is not among them it takes the last one's place."""
-    samples = [min(one, seq_len_tokens) for one in lengths]
+    samples = [min(length, seq_len_tokens) for length in lengths]
     random.Random(seed).shuffle(samples)
     while len(samples) < micro_batch_seqs:
         samples += samples
     whole = len(samples) // micro_batch_seqs * micro_batch_seqs
     starts = range(0, whole, micro_batch_seqs)
     longest = [max(samples[start : start + micro_batch_seqs]) for start in starts]
-    epoch = [min(seq_len_tokens, -(-one // PAD_TO) * PAD_TO) for one in longest]
+    epoch = [min(seq_len_tokens, -(-length // PAD_TO) * PAD_TO) for length in longest]
     drawn = epoch[:num]
     if max(epoch) not in drawn:
         drawn[-1] = max(epoch)

@@ -78,19 +78,19 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         if loader_of(path):
             return [path]
-        known = ", ".join(SUFFIXES)
-        raise DataError(f"{path.name}: files that are read end in {known}, or these and .gz", "convert or rename it")
-    found = [
-        one
-        for one in sorted(path.rglob("*"))
-        if loader_of(one) and one.is_file() and one.name.lower() not in NO_SAMPLES
-        if not any(part.startswith((".", "__")) for part in one.relative_to(path).parts)
+        endings = ", ".join(SUFFIXES)
+        raise DataError(f"{path.name}: files that are read end in {endings}, or these and .gz", "convert or rename it")
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if loader_of(file) and file.is_file() and file.name.lower() not in NO_SAMPLES
+        if not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
     ]
-    if not found:
+    if not files:
         raise DataError(f"no data set at {path}", f"a file ending in {', '.join(SUFFIXES)}, or a directory of them")
-    train = [one for one in found if any(_TRAIN.search(f"{part}.") for part in one.relative_to(path).parts)] or found
-    kinds = [loader_of(one) for one in train]
-    return [one for one in train if loader_of(one) == max(kinds, key=kinds.count)]
+    train = [file for file in files if any(_TRAIN.search(f"{part}.") for part in file.relative_to(path).parts)] or files
+    kinds = [loader_of(file) for file in train]
+    return [file for file in train if loader_of(file) == max(kinds, key=kinds.count)]
 
 
 _TRAIN = re.compile(r"(?:^|[-._ 0-9])train(?:ing)?[-._ 0-9]")
@@ -277,18 +277,18 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
 def kinds_of(row: Row) -> tuple[str, ...]:
     """What a row can be taken as, likeliest first: "messages" (who said what), "prompt-completion" (a text and how it
     goes on), "text", "preference", "pairs", "prompt"; empty where its columns are not known."""
-    found = []
+    kinds = []
     raw = {"prompt", "completion"} <= set(row)
     if _first(row, CHATS) or (raw and isinstance(row["prompt"], list)):
-        found.append("messages")
+        kinds.append("messages")
     if raw:
-        found.append("prompt-completion")
+        kinds.append("prompt-completion")
     elif _question(row) and _first(row, ANSWERS):
-        found.append("messages")
+        kinds.append("messages")
     if _first(row, TEXTS):
-        found.append("text")
-    found += [kind for kind, names in OTHERS.items() if names <= set(row)]
-    return tuple(dict.fromkeys(found))
+        kinds.append("text")
+    kinds += [kind for kind, names in OTHERS.items() if names <= set(row)]
+    return tuple(dict.fromkeys(kinds))
 
 
 def _first(row: Row, names: Iterable[str]) -> str:
@@ -317,7 +317,7 @@ def sample_of(row: Row, kind: str) -> Row | None:
         prompt, completion = _text(row, "prompt"), _text(row, "completion")
         return {"prompt": prompt, "completion": completion} if completion.strip() else None
     turns = _alternating(_turns(row))
-    if not any(turn["role"] == "assistant" for turn in turns):
+    if not any(message["role"] == "assistant" for message in turns):
         return None
     tools = row.get("tools")
     return (
@@ -338,7 +338,7 @@ def _text(row: Row, column: str) -> str:
 
 def _turns(row: Row) -> list[Row]:
     """Who said what, as it stands."""
-    found: list[Row] = []
+    messages: list[Row] = []
     if column := _first(row, CHATS):
         turns = row[column]
         if isinstance(turns, str):  # JSON in a column of text, as in CSV
@@ -348,36 +348,40 @@ def _turns(row: Row) -> list[Row]:
                 turns = None
         if not isinstance(turns, list):
             raise DataError(f"{column} is no list of turns")
-        for number, turn in enumerate(turns):  # plain texts take turns
-            found.append(_turn(turn) if isinstance(turn, dict) else _said(("user", "assistant")[number % 2], turn))
+        for number, message in enumerate(turns):  # plain texts take turns
+            messages.append(
+                _turn(message) if isinstance(message, dict) else _said(("user", "assistant")[number % 2], message)
+            )
     elif isinstance(row.get("prompt"), list) and "completion" in row:
         completion = row["completion"]
-        found = [_turn(turn) for turn in [*row["prompt"], *(completion if isinstance(completion, list) else [])]]
-        found += [_said("assistant", completion)] * isinstance(completion, str)
+        messages = [
+            _turn(message) for message in [*row["prompt"], *(completion if isinstance(completion, list) else [])]
+        ]
+        messages += [_said("assistant", completion)] * isinstance(completion, str)
     else:
         question, answer = _question(row), _first(row, ANSWERS)
         for pair in row.get("history") or ():
-            found += [_said(*one) for one in zip(("user", "assistant"), pair, strict=False)]
-        context = next((row[one] for one in CONTEXTS if one != question and row.get(one)), None)
-        asked = _said("user", row[question])
+            messages += [_said(*role_text) for role_text in zip(("user", "assistant"), pair, strict=False)]
+        context = next((row[key] for key in CONTEXTS if key != question and row.get(key)), None)
+        prompt = _said("user", row[question])
         if context is not None:
-            asked["content"] = f"{asked['content']}\n{_said('user', context)['content']}"
-        found += [asked, _said("assistant", row[answer])]
-    system = next((row[one] for one in SYSTEMS if row.get(one)), None)
-    if system is not None and not (found and found[0]["role"] == "system"):
-        found.insert(0, _said("system", system))
-    return found
+            prompt["content"] = f"{prompt['content']}\n{_said('user', context)['content']}"
+        messages += [prompt, _said("assistant", row[answer])]
+    system = next((row[key] for key in SYSTEMS if row.get(key)), None)
+    if system is not None and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, _said("system", system))
+    return messages
 
 
-def _turn(turn: Any) -> Row:
-    if not isinstance(turn, dict):
-        raise DataError(f"a turn is {type(turn).__name__}, no object")
-    who = turn.get("role") or turn.get("from")
+def _turn(message: Any) -> Row:
+    if not isinstance(message, dict):
+        raise DataError(f"a turn is {type(message).__name__}, no object")
+    who = message.get("role") or message.get("from")
     role = ROLES.get(str(who).lower())
     if role is None:
         raise DataError(f"nobody is called {str(who)[:40]!r}: {', '.join(sorted(ROLES))} are known")
-    said = _said(role, turn["content"] if "content" in turn else turn.get("value", turn.get("text")))
-    return said | {key: turn[key] for key in ("tool_calls", "name") if turn.get(key)}
+    converted = _said(role, message["content"] if "content" in message else message.get("value", message.get("text")))
+    return converted | {key: message[key] for key in ("tool_calls", "name") if message.get(key)}
 
 
 def _said(role: str, content: Any) -> Row:
@@ -390,18 +394,24 @@ def _said(role: str, content: Any) -> Row:
 
 def _alternating(turns: list[Row]) -> list[Row]:
     """Turns that templates of chats take: a question after what the system says, an answer last."""
-    found: list[Row] = []
-    for turn in turns:
-        said = turn["content"].strip() or turn.get("tool_calls")
-        if not said or (turn["role"] == "assistant" and all(one["role"] == "system" for one in found)):
+    alternating: list[Row] = []
+    for message in turns:
+        content = message["content"].strip() or message.get("tool_calls")
+        if not content or (
+            message["role"] == "assistant" and all(earlier["role"] == "system" for earlier in alternating)
+        ):
             continue
-        if found and found[-1]["role"] == turn["role"] != "tool" and not {"tool_calls"} & {*turn, *found[-1]}:
-            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{turn['content']}"}
+        if (
+            alternating
+            and alternating[-1]["role"] == message["role"] != "tool"
+            and not {"tool_calls"} & {*message, *alternating[-1]}
+        ):
+            alternating[-1] = {**alternating[-1], "content": f"{alternating[-1]['content']}\n\n{message['content']}"}
         else:
-            found.append(turn)
-    while found and found[-1]["role"] != "assistant":
-        found.pop()
-    return found
+            alternating.append(message)
+    while alternating and alternating[-1]["role"] != "assistant":
+        alternating.pop()
+    return alternating
 
 
 def num_held_out(num_samples: int) -> int:

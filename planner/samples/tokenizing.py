@@ -32,10 +32,10 @@ def tokenizer_config(folder: Path) -> dict[str, Any] | None:
     Its usual `model_max_length` is 10 to the power of 30, which `planner.core.inputs.parse_json` takes for no number.
     """
     try:
-        found = json.loads(read_bytes(folder / "tokenizer_config.json", max_bytes=MAX_CONFIG_BYTES))
+        config = json.loads(read_bytes(folder / "tokenizer_config.json", max_bytes=MAX_CONFIG_BYTES))
     except (ConfigError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 Render = Callable[[Sequence[dict[str, Any]]], str]
@@ -52,12 +52,16 @@ def renderer(folder: Path) -> Render | None:
     if (config := tokenizer_config(folder)) is None:
         return None
     try:
-        own = folder / NAME
-        text = read_text(own, max_bytes=MAX_TEMPLATE_BYTES) if own.is_file() else config.get("chat_template")
+        template_file = folder / NAME
+        text = (
+            read_text(template_file, max_bytes=MAX_TEMPLATE_BYTES)
+            if template_file.is_file()
+            else config.get("chat_template")
+        )
     except ConfigError:
         return None
     if isinstance(text, list):  # several, by name
-        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+        text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
     if not isinstance(text, str):
         return None
     environment = ImmutableSandboxedEnvironment(

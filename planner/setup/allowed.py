@@ -28,7 +28,7 @@ MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow n
 
 
 _layout_values = attrgetter(*LAYOUT_FIELDS)
-_DEFAULTS = {one.name: one.default for one in fields(SetupValues)}
+_DEFAULTS = {field.name: field.default for field in fields(SetupValues)}
 _NO_LAYOUT = tuple(_DEFAULTS[name] for name in LAYOUT_FIELDS)
 
 
@@ -152,8 +152,8 @@ def one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = ""
     """Refuses a value that is none of these."""
     if value not in allowed:
         options = ", ".join(allowed)
-        if known := told(name, value):
-            raise SetupError(known[0], hint=f"{known[1]}; {name} is one of {options}")
+        if reason := told(name, value):
+            raise SetupError(reason[0], hint=f"{reason[1]}; {name} is one of {options}")
         raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
 
 
@@ -263,12 +263,12 @@ def check(setup: SetupValues) -> None:
 
 def _check_partial(setup: SetupValues) -> None:
     """Layers that train alone."""
-    asked = setup.trained_layers
-    numbers = asked if isinstance(asked, tuple) else ()
-    counted = all(type(one) is int and one >= 0 for one in numbers) and list(numbers) == sorted(set(numbers))
-    if not isinstance(asked, (int, tuple)) or not counted:
+    trained = setup.trained_layers
+    numbers = trained if isinstance(trained, tuple) else ()
+    counted = all(type(number) is int and number >= 0 for number in numbers) and list(numbers) == sorted(set(numbers))
+    if not isinstance(trained, (int, tuple)) or not counted:
         raise SetupError(
-            f"trained_layers must be a number of layers or a list of their numbers in order, got {asked!r}",
+            f"trained_layers must be a number of layers or a list of their numbers in order, got {trained!r}",
             hint="0 trains all layers, 4 the last four, -4 the first four, [0, 4, 8] those",
         )
     if (numbers or setup.trained_layers < 0) and setup.parallel not in ("none", "ddp"):  # type: ignore[operator]
@@ -329,9 +329,9 @@ def _check_base(setup: SetupValues) -> None:
             "activation_offload": setup.activation_offload,
             "reentrant_checkpointing": setup.reentrant_checkpointing,
         }
-        if found := [name for name, here in other.items() if here]:
+        if conflicts := [name for name, here in other.items() if here]:
             raise SetupError(
-                f"selective_checkpointing keeps the attention of checkpointed layers, got {found[0]}",
+                f"selective_checkpointing keeps the attention of checkpointed layers, got {conflicts[0]}",
                 hint="leave --selective-checkpointing out",
             )
     alone = setup.trainer.grouped_experts and setup.method == "lora"

@@ -58,12 +58,14 @@ def _decoder(kind: Any, newer: bool) -> Decoder:
         return _setup
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _union([_decoder(one, newer) for one in arguments if one is not type(None)], type(None) in arguments)
+        return _union(
+            [_decoder(argument, newer) for argument in arguments if argument is not type(None)], type(None) in arguments
+        )
     if origin is Literal:
-        return _one_of({one: one for one in arguments}, " or ".join(map(repr, arguments)))
+        return _one_of({literal: literal for literal in arguments}, " or ".join(map(repr, arguments)))
     if origin is tuple:
         endless = len(arguments) == 2 and arguments[1] is Ellipsis
-        return _tuple([_decoder(one, newer) for one in arguments if one is not Ellipsis], endless)
+        return _tuple([_decoder(argument, newer) for argument in arguments if argument is not Ellipsis], endless)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(_decoder(arguments[1], newer))
     if isinstance(kind, type) and is_dataclass(kind):
@@ -142,9 +144,9 @@ def _mapping(item: Decoder) -> Decoder:
         if not isinstance(value, dict):
             raise _misfit(value, "an object")
         decoded = {}
-        for key, one in value.items():
+        for key, entry in value.items():
             try:
-                decoded[key] = item(one)
+                decoded[key] = item(entry)
             except _Misfit as misfit:
                 misfit.path.append(f".{key}")
                 raise
@@ -162,9 +164,9 @@ def _dataclass(kind: Any, newer: bool) -> Decoder:
             raise _misfit(value, "an object")
         decoded, name = {}, ""
         try:
-            for name, one in value.items():
+            for name, entry in value.items():
                 if not newer or name in decoders:
-                    decoded[name] = decoders[name](one)
+                    decoded[name] = decoders[name](entry)
         except _Misfit as misfit:
             misfit.path.append(f".{name}")
             raise

@@ -88,13 +88,13 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if clean.get("images") is not None and not isinstance(clean["images"], Images):
         clean["images"] = Images.read(clean["images"])
     _check_types(clean)
-    found = TrainSetup(**clean)
-    if found.cached_seqs > found.micro_batch_seqs:  # branches of a walk have no micro-batch yet
+    setup = TrainSetup(**clean)
+    if setup.cached_seqs > setup.micro_batch_seqs:  # branches of a walk have no micro-batch yet
         raise SetupError(
-            f"cached_seqs {found.cached_seqs} is more than the {found.micro_batch_seqs} pairs of a micro-batch",
+            f"cached_seqs {setup.cached_seqs} is more than the {setup.micro_batch_seqs} pairs of a micro-batch",
             hint="give fewer, or 0 for no gradient cache",
         )
-    return found
+    return setup
 
 
 def _check_types(clean: Mapping[str, Any]) -> None:
@@ -116,8 +116,10 @@ def _check_types(clean: Mapping[str, Any]) -> None:
 def asked_form(setup: TrainSetup) -> dict[str, Any]:
     """A setup as `asked_setup` reads it back: the allocator and the form of checkpointing are said where they are not
     the stack's own default."""
-    own = {name: getattr(setup, name) for name, usual in _own_of(setup.stack).items() if getattr(setup, name) != usual}
-    return {**setup_to_dict(setup), **own}
+    nondefault = {
+        name: getattr(setup, name) for name, usual in _own_of(setup.stack).items() if getattr(setup, name) != usual
+    }
+    return {**setup_to_dict(setup), **nondefault}
 
 
 def asked_setup(values: Mapping[str, Any]) -> TrainSetup:

@@ -146,7 +146,7 @@ class Measurement:
 
         times, middle = self.step_times_s, median(self.step_times_s)
         windows = [median(times[end - WINDOW_STEPS : end]) for end in range(WINDOW_STEPS, len(times) + 1)]
-        wander = max((abs(one - middle) for one in windows), default=max(times) - min(times))
+        wander = max((abs(window - middle) for window in windows), default=max(times) - min(times))
         seen = wander / middle if middle else 0.0
         return max(seen, SETTLED_FRACTION, abs(self.extrapolation_error_fraction or 0.0)) + self.trainer_band_fraction
 
@@ -210,25 +210,28 @@ class Candidate:
     @property
     def rungs(self) -> tuple[tuple[Fidelity, Evidence], ...]:
         """What was asked, the lowest first."""
-        asked = (
+        answers = (
             (Fidelity.DRY_RUN, self.dry_run),
             (Fidelity.TRACE, self.trace),
             (Fidelity.PROBE, self.probe),
             (Fidelity.RUN, self.run),
         )
-        return ((self.formula.rung, self.formula), *((rung, one) for rung, one in asked if one is not None))
+        return (
+            (self.formula.rung, self.formula),
+            *((level, evidence) for level, evidence in answers if evidence is not None),
+        )
 
     @property
     def memory_evidence(self) -> Prediction | Measurement:
         """The highest rung that gave memory figures."""
-        return next(one for _, one in reversed(self.rungs) if not isinstance(one, ProbeFailure))
+        return next(evidence for _, evidence in reversed(self.rungs) if not isinstance(evidence, ProbeFailure))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What every rung that answered says, the highest first; what a lower one knows stays true."""
-        answered = (one for _, one in reversed(self.rungs) if not isinstance(one, ProbeFailure))
-        found = (note for one in answered for note in one.notes)
-        return tuple(dict.fromkeys(found))
+        answered = (evidence for _, evidence in reversed(self.rungs) if not isinstance(evidence, ProbeFailure))
+        notes = (note for evidence in answered for note in evidence.notes)
+        return tuple(dict.fromkeys(notes))
 
     @property
     def speed_evidence(self) -> Prediction | Measurement:
@@ -241,8 +244,8 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Device peak within the budget on the highest rung, and neither probe nor run ran out of memory."""
-        failed = (one for one in (self.probe, self.run) if isinstance(one, ProbeFailure))
-        if any(one.kind is FailureKind.OUT_OF_MEMORY for one in failed):
+        failed = (evidence for evidence in (self.probe, self.run) if isinstance(evidence, ProbeFailure))
+        if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed):
             return False
         return self.memory_evidence.peak_device_bytes <= self.budget_bytes
 

@@ -279,9 +279,9 @@ class Weights:
         return self.method == "full" and not self.trained_layers
 
 
-def _before(said: str, version: tuple[int, ...]) -> bool:
+def _before(stated: str, version: tuple[int, ...]) -> bool:
     """Whether a version that is said ("4.44.2", "" for today's) is older than another."""
-    return bool(said) and tuple(int(part) for part in said.split(".")[: len(version)]) < version
+    return bool(stated) and tuple(int(part) for part in stated.split(".")[: len(version)]) < version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +347,8 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     def extra_forwards(self) -> int:
         """Forwards of every micro-batch without gradients."""
         if not self.aim.rolls_out:
-            known = self.aim.reference_forwards if self.precomputed_reference else 0
-            return self.aim.extra_forwards - known + bool(self.cached_seqs)
+            precomputed = self.aim.reference_forwards if self.precomputed_reference else 0
+            return self.aim.extra_forwards - precomputed + bool(self.cached_seqs)
         old = self.aim.asks_old or self.rolls.old_log_probs(self.global_batch_seqs)
         return int(self.rolls.reference) + int(old)
 
@@ -432,8 +432,8 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     @property
     def copies_logits(self) -> bool:
         """Whether transformers' own loss copies all logits but the last ones (before 4.49)."""
-        own = OBJECTIVES[self.objective].supervised and self.trainer.transformers_loss
-        return self.loss == "full" and own and self.before_transformers(4, 49)
+        by_transformers = OBJECTIVES[self.objective].supervised and self.trainer.transformers_loss
+        return self.loss == "full" and by_transformers and self.before_transformers(4, 49)
 
     @property
     def pins_four_bit(self) -> bool:

@@ -109,8 +109,8 @@ class Host:
 
 def host_of(gpu: GpuSpec) -> Host:
     """The host beside a card: this machine's where it was measured (`plan calibrate --measure`), else a rented one."""
-    own = load_calibration().architectures.get(gpu.key, {}).get("host_scale")
-    return Host() if own is None else Host(name="this machine's CPU", scale=own)
+    measured_scale = load_calibration().architectures.get(gpu.key, {}).get("host_scale")
+    return Host() if measured_scale is None else Host(name="this machine's CPU", scale=measured_scale)
 
 
 class Named(Protocol):

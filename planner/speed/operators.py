@@ -51,10 +51,10 @@ class Layout(NamedTuple):
     @property
     def order(self) -> tuple[int, ...]:
         """Its dimensions of more than one element, the one with the widest step first."""
-        found = [
+        dimensions = [
             (-step, place) for place, (step, size) in enumerate(zip(self.stride, self.shape, strict=True)) if size > 1
         ]
-        return tuple(place for _, place in sorted(found))
+        return tuple(place for _, place in sorted(dimensions))
 
 
 class Operator(NamedTuple):
@@ -121,7 +121,7 @@ class Program:
         """As plain lists, for a file."""
         return {
             "operators": self.operators,
-            "stretches": [(one.phase, one.calls) for one in self.segments],
+            "stretches": [(segment.phase, segment.calls) for segment in self.segments],
             "micro_batch": self.micro_batch,
             "step": self.step,
             "added": [*self.added.items()],

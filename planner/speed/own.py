@@ -56,9 +56,9 @@ class _Timed:
     def __init__(self, point: Point, start: Calibration) -> None:
         self.point = point
         seconds_s = _by_program(point, start) or partial(_by_formula_s, point, start)
-        own = start.constants_for(point.gpu).host_scale
+        host_scale = start.constants_for(point.gpu).host_scale
         measured_s = point.setup.tokens_per_step / point.tokens_per_s
-        self.errors = [log(seconds_s(own * scale) / measured_s) for scale in SCALES]
+        self.errors = [log(seconds_s(host_scale * scale) / measured_s) for scale in SCALES]
 
     def error(self, card: float, host: float) -> float:
         """log(predicted / measured) where card and host take e to these times as long: both together do so of all."""
@@ -80,8 +80,8 @@ def _by_program(point: Point, start: Calibration) -> Callable[[float], float] | 
 
 def _by_formula_s(point: Point, start: Calibration, scale: float) -> float:
     """Seconds of a step by the formula."""
-    own = {**start.architectures.get(point.gpu.key, {}), "host_scale": scale}
-    used = replace(start, architectures={**start.architectures, point.gpu.key: own})
+    constants = {**start.architectures.get(point.gpu.key, {}), "host_scale": scale}
+    used = replace(start, architectures={**start.architectures, point.gpu.key: constants})
     return point.setup.tokens_per_step / point.tokens_per_s / exp(log_errors([point], used)[0])
 
 
@@ -89,8 +89,8 @@ def _scales(points: Sequence[_Timed]) -> tuple[float, float]:
     """The logarithms of what card and host of these points take longer, as likely as the points make them."""
 
     def cost(card: float, host: float) -> float:
-        errors = (abs(one.error(card, host)) for one in points)
-        soft = sum(one**2 if one < SOFT_CLIP else SOFT_CLIP * (2 * one - SOFT_CLIP) for one in errors)
+        errors = (abs(sample.error(card, host)) for sample in points)
+        soft = sum(error**2 if error < SOFT_CLIP else SOFT_CLIP * (2 * error - SOFT_CLIP) for error in errors)
         return soft / NOISE**2 + (card**2 + host**2) / UNCERTAINTY**2
 
     card = host = 0.0
@@ -98,17 +98,17 @@ def _scales(points: Sequence[_Timed]) -> tuple[float, float]:
     while step > 0.002:
         around = [(card + step, host), (card - step, host), (card, host + step), (card, host - step)]
         around += [(card + step, host + step), (card - step, host - step)]
-        found = min(around, key=lambda one: cost(*one))
-        if cost(*found) < best:
-            best, (card, host) = cost(*found), found
+        candidate = min(around, key=lambda scales: cost(*scales))
+        if cost(*candidate) < best:
+            best, (card, host) = cost(*candidate), candidate
         else:
             step /= 2
     return card, host
 
 
 def _by_card(points: Sequence[_Timed]) -> dict[str, tuple[float, float]]:
-    cards = sorted({one.point.gpu.key for one in points})
-    return {card: _scales([one for one in points if one.point.gpu.key == card]) for card in cards}
+    cards = sorted({sample.point.gpu.key for sample in points})
+    return {card: _scales([sample for sample in points if sample.point.gpu.key == card]) for card in cards}
 
 
 def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
@@ -122,8 +122,8 @@ def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
             f"a calibration needs at least {MIN_POINTS} usable measurements, got {len(points)}",
             hint="measure more setups: plan probe MODEL --gpu local",
         )
-    timed = [_Timed(one, start) for one in points]
-    groups = sorted({_group(one) for one in timed})
+    timed = [_Timed(point, start) for point in points]
+    groups = sorted({_group(sample) for sample in timed})
     if len(groups) < 2:
         raise UsageError(
             "all measurements are of one model and method: nothing can be held out",
@@ -132,11 +132,11 @@ def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
     before: list[float] = []
     after: list[float] = []
     for group in groups:
-        others = _by_card([one for one in timed if _group(one) != group])
-        held = [one for one in timed if _group(one) == group]
-        before += [abs(one.error(0.0, 0.0)) for one in held]
-        after += [abs(one.error(*others.get(one.point.gpu.key, (0.0, 0.0)))) for one in held]
-    scales = {card: (exp(own), exp(host)) for card, (own, host) in _by_card(timed).items()}
+        others = _by_card([sample for sample in timed if _group(sample) != group])
+        held_out = [sample for sample in timed if _group(sample) == group]
+        before += [abs(sample.error(0.0, 0.0)) for sample in held_out]
+        after += [abs(sample.error(*others.get(sample.point.gpu.key, (0.0, 0.0)))) for sample in held_out]
+    scales = {card: (exp(card_scale), exp(host)) for card, (card_scale, host) in _by_card(timed).items()}
     band = exp(band_of(after)) - 1.0
     return OwnReport(
         calibration=_named(start, points, scales, band),
@@ -157,8 +157,8 @@ def band_of(errors: Sequence[float], coverage: float = COVERAGE) -> float:
     return ordered[min(len(ordered), ceil((len(ordered) + 1) * coverage)) - 1]
 
 
-def _group(one: _Timed) -> tuple[str, str]:
-    return one.point.labels.get("model", one.point.model.model_id), one.point.setup.method
+def _group(sample: _Timed) -> tuple[str, str]:
+    return sample.point.labels.get("model", sample.point.model.model_id), sample.point.setup.method
 
 
 def _named(
@@ -166,21 +166,21 @@ def _named(
 ) -> Calibration:
     """The calibration with its date, its points, and a band for the cards that it saw; other bands stay."""
     architectures = dict(start.architectures)
-    for gpu in {one.gpu.key: one.gpu for one in points}.values():
+    for gpu in {point.gpu.key: point.gpu for point in points}.values():
         used, (card, host) = start.constants_for(gpu), scales[gpu.key]
-        own = {"card_scale": used.card_scale * card, "host_scale": used.host_scale * host}
-        architectures[gpu.key] = {**architectures.get(gpu.key, {}), **own}
+        fitted = {"card_scale": used.card_scale * card, "host_scale": used.host_scale * host}
+        architectures[gpu.key] = {**architectures.get(gpu.key, {}), **fitted}
     sources: dict[str, int] = {}
-    for one in points:
-        sources[one.group] = sources.get(one.group, 0) + 1
-    known = {
-        "gpus": sorted({one.gpu.key for one in points} | set(start.points.get("gpus", ()))),
-        "families": sorted({family(one.gpu) for one in points} | set(start.points.get("families", ()))),
+    for point in points:
+        sources[point.group] = sources.get(point.group, 0) + 1
+    covered = {
+        "gpus": sorted({point.gpu.key for point in points} | set(start.points.get("gpus", ()))),
+        "families": sorted({family(point.gpu) for point in points} | set(start.points.get("families", ()))),
     }
     return replace(
         start,
         date=date.today().isoformat(),
         architectures=architectures,
         bands={**start.bands, "gpu": max(band, 0.05)},
-        points={"sources": sources, **known, "from": start.date or "stated constants"},
+        points={"sources": sources, **covered, "from": start.date or "stated constants"},
     )

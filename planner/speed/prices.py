@@ -83,7 +83,7 @@ def moved_s(moved: float, rates: CardRates, share: float = 1.0) -> float:
 
 
 def _bytes(layouts: tuple[Layout, ...]) -> int:
-    return sum(one.size_bytes for one in layouts)
+    return sum(layout.size_bytes for layout in layouts)
 
 
 def _moved(share: float, part: str = "elementwise", kernels: int = 1) -> Row:
@@ -106,20 +106,20 @@ def _elementwise(call: Operator, rates: CardRates) -> Price:
     if not moved:
         return Price(rates.launch_s, "elementwise")
     seconds = moved_s(moved, rates)
-    largest = max(one.numel for one in (*call.inputs, *call.outputs))
+    largest = max(layout.numel for layout in (*call.inputs, *call.outputs))
     if not _wide(call, largest):
         seconds = (seconds**4 + (rates.launch_s + largest / rates.single_elements) ** 4) ** 0.25
     return Price(seconds, "elementwise")
 
 
 def _wide(call: Operator, largest: int) -> bool:
-    whole = [one for one in (*call.inputs, *call.outputs) if one.numel == largest]
+    whole = [layout for layout in (*call.inputs, *call.outputs) if layout.numel == largest]
     first = whole[0]
-    if any(1 < one.numel < largest for one in call.inputs):
+    if any(1 < layout.numel < largest for layout in call.inputs):
         return False
-    if any(not one.dense or one.order != first.order for one in whole):
+    if any(not layout.dense or layout.order != first.order for layout in whole):
         return False
-    types = {one.dtype for one in whole}
+    types = {layout.dtype for layout in whole}
     return len(types) == 1 or (len(whole) == 2 and whole[1].item_bytes < first.item_bytes)
 
 
@@ -164,14 +164,14 @@ def _safe_softmaxed(call: Operator, rates: CardRates) -> Price:
     Source: PyTorch 2.13 `torch/_decomp/decompositions.py` safe_softmax.
     """
     scores = call.inputs[0]
-    found = Layout(scores.shape, scores.stride, "bool")
+    matches = Layout(scores.shape, scores.stride, "bool")
     rows = Layout((*scores.shape[:-1], 1), (*scores.stride[:-1], 1), "bool")
     after = (
-        _elementwise(Operator("aten.eq", (scores,), (found,)), rates),
-        _reduced(Operator("aten.all", (found,), (rows,)), rates),
+        _elementwise(Operator("aten.eq", (scores,), (matches,)), rates),
+        _reduced(Operator("aten.all", (matches,), (rows,)), rates),
         _elementwise(Operator("aten.where", (rows, *call.outputs), call.outputs), rates),
     )
-    seconds = _softmaxed(1.0)(call, rates).seconds + sum(one.seconds for one in after)
+    seconds = _softmaxed(1.0)(call, rates).seconds + sum(price.seconds for price in after)
     return Price(seconds, "elementwise", 1 + len(after))
 
 
@@ -184,7 +184,7 @@ def _product(call: Operator, rates: CardRates) -> Price:
     n = right.shape[-1]
     batch = left.shape[0] if len(left.shape) == 3 else 1
     out = call.outputs[0].item_bytes if call.outputs else left.item_bytes
-    aligned = all(max(one.stride[-2:]) % 8 == 0 for one in (left, right)) and n % 8 == 0
+    aligned = all(max(matrix.stride[-2:]) % 8 == 0 for matrix in (left, right)) and n % 8 == 0
     seconds = matrix_s(m, n, k, left.dtype, rates, batch=batch, written=float(out), aligned=aligned)
     if call.name.startswith(
         "aten.baddbmm"
@@ -209,7 +209,7 @@ def _attended(backward: bool, kernel: str) -> Row:
         query, key = call.inputs[1:3] if backward else call.inputs[:2]
         seqs, heads, rows, head = query.shape
         columns = whole = key.shape[2]
-        masked = any(one.shape[-2:] == (rows, columns) for one in call.inputs)
+        masked = any(layout.shape[-2:] == (rows, columns) for layout in call.inputs)
         rate = rates.attention(kernel, head, masked=masked)
         causal = not masked and _is_causal(call, backward, kernel)
         if rates.sample_tokens and not masked:
@@ -256,7 +256,7 @@ def _indexed(call: Operator, rates: CardRates) -> Price:
     """
     seconds = moved_s(2 * _bytes(call.outputs), rates, 0.95)
     if len(call.inputs) > 2:
-        seconds = max(seconds, 2 * sum(one.numel for one in call.outputs) / rates.single_elements)
+        seconds = max(seconds, 2 * sum(layout.numel for layout in call.outputs) / rates.single_elements)
     return Price(seconds, "elementwise")
 
 
@@ -307,7 +307,7 @@ def _optimizer_8bit(call: Operator, rates: CardRates) -> Price:
 
     Measured (H100): AdamW8bit 31.6 ms a billion 16-bit weights, 33.0 a billion in fp32; Lion8bit, with one state, 20.
     """
-    two_states = sum(one.dtype == "uint8" for one in call.inputs) > 1
+    two_states = sum(layout.dtype == "uint8" for layout in call.inputs) > 1
     return Price(
         call.inputs[0].numel * (32e-12 if two_states else 20e-12) * 132 / rates.sms + rates.launch_s, "optimizer"
     )

@@ -18,40 +18,40 @@ def resized(raw: Mapping[str, Any], other: Mapping[str, int]) -> dict[str, Any]:
     places: dict[tuple[int, int], int] = {}
 
     def size(factor: float, listed: int) -> float:
-        found = sizes.get((factor, listed))
-        if found is None:
-            found = sizes[factor, listed] = _listed(factor, listed, to)
-        return found
+        cached = sizes.get((factor, listed))
+        if cached is None:
+            cached = sizes[factor, listed] = _listed(factor, listed, to)
+        return cached
 
     def layout(number: int, listed: int) -> int:
-        found = places.get((number, listed))
-        if found is None:
+        position = places.get((number, listed))
+        if position is None:
             shape, *rest = raw["layouts"][number]
-            own = []
-            for one in shape:
-                form = tuple([(index, size(factor, listed)) for index, factor in raw["forms"][one]])
-                own.append(forms.setdefault(form, len(forms)))
-            row = tuple(own), *(tuple(one) if isinstance(one, list) else one for one in rest)
-            found = places[number, listed] = layouts.setdefault(row, len(layouts))
-        return found
+            dimensions = []
+            for form_number in shape:
+                form = tuple([(index, size(factor, listed)) for index, factor in raw["forms"][form_number]])
+                dimensions.append(forms.setdefault(form, len(forms)))
+            row = tuple(dimensions), *(tuple(value) if isinstance(value, list) else value for value in rest)
+            position = places[number, listed] = layouts.setdefault(row, len(layouts))
+        return position
 
     operators = []
     for name, inputs, outputs, numbers, listed in raw["operators"]:
-        own = [[layout(one, listed) for one in side] for side in (inputs, outputs)]
+        sides = [[layout(layout_number, listed) for layout_number in side] for side in (inputs, outputs)]
         if raw["names"][name].startswith("trainer."):
-            numbers = [to.count(one) for one in numbers]
-        operators.append((name, *own, numbers, to.count(listed) if listed else 0))
+            numbers = [to.count(number) for number in numbers]
+        operators.append((name, *sides, numbers, to.count(listed) if listed else 0))
 
     def counts(pairs: Any, count: Callable[[int], int]) -> Any:
-        return [(one, count(times)) for one, times in pairs]
+        return [(number, count(times)) for number, times in pairs]
 
     programs = {
-        key: (counts(ahead, to.count), counts(behind, to.count), added, steps, to.count(modules), checkpointed)
-        for key, (ahead, behind, added, steps, modules, checkpointed) in raw["programs"].items()
+        key: (counts(ahead, to.count), counts(backward, to.count), added, steps, to.count(modules), checkpointed)
+        for key, (ahead, backward, added, steps, modules, checkpointed) in raw["programs"].items()
     }
     return {
         **raw, "forms": [*forms], "layouts": [*layouts], "operators": operators, "programs": programs,
-        "steps": [counts(one, to.count) for one in raw["steps"]],
+        "steps": [counts(step, to.count) for step in raw["steps"]],
     }  # fmt: skip
 
 

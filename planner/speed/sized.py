@@ -73,9 +73,11 @@ class Tiles(NamedTuple):
 UNCUT = Tiles(0, 1, 1.0)
 
 
-def _axes(one: SizedOperator) -> int:
+def _axes(operator: SizedOperator) -> int:
     """What of an operator's size is no constant of the model and the length: 1 the micro-batch, 2 the rank, 3 both."""
-    powers = [MONOMIALS[index] for side in one[1:3] for layout in side for form in layout.shape for index, _ in form]
+    powers = [
+        MONOMIALS[index] for side in operator[1:3] for layout in side for form in layout.shape for index, _ in form
+    ]
     return any(each[0] or each[3] for each in powers) + 2 * any(each[2] for each in powers)
 
 
@@ -90,21 +92,26 @@ class _Issues:
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
         self.axes = [*map(_axes, programs.operators)]
-        self.tiled = {place for place, one in enumerate(programs.segments) if any(r.per == TILES for r in one.runs)}
+        self.tiled = {
+            place for place, segment in enumerate(programs.segments) if any(r.per == TILES for r in segment.runs)
+        }
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
 
     def of(self, calls: tuple[int, ...], checkpointed: bool, scale: float) -> list[Issue]:
         """Calls as a host of this scale issues them."""
         key = calls, checkpointed, scale
-        found = self._known.get(key)
-        if found is None:
+        issues = self._known.get(key)
+        if issues is None:
             issued = self._issued.get(checkpointed)
             if issued is None:
-                runs = [launches(one.name, sized=bool(one.inputs or one.outputs)) for one in self._operators]
+                runs = [
+                    launches(operator.name, sized=bool(operator.inputs or operator.outputs))
+                    for operator in self._operators
+                ]
                 issued = self._issued[checkpointed] = Issued(self._operators, runs, checkpointed=checkpointed)
-            found = self._known[key] = issue_of(map(issued.__getitem__, calls), scale)
-        return found
+            issues = self._known[key] = issue_of(map(issued.__getitem__, calls), scale)
+        return issues
 
 
 Prices = dict[tuple[int, int], Price]
@@ -137,41 +144,41 @@ class Sized:
         self._counted: dict[tuple[int, float], Course] = {}
         self._parts: dict[tuple[int, Tiles], tuple[dict[str, float], int]] = {}
 
-    def _layout(self, one: SizedLayout, tile: int) -> Layout:
-        key = id(one), tile
-        found = self._layouts.get(key)
-        if found is None:
+    def _layout(self, layout: SizedLayout, tile: int) -> Layout:
+        key = id(layout), tile
+        cached = self._layouts.get(key)
+        if cached is None:
             values = self._values
             values[self._tile] = tile
-            shape = tuple(max(1, round(sum(factor * values[index] for index, factor in form))) for form in one.shape)
-            strides, step = [0] * len(shape), 1 if one.dense else 2
-            for place in reversed(one.order or range(len(shape))):
-                if place not in one.repeated:
+            shape = tuple(max(1, round(sum(factor * values[index] for index, factor in form))) for form in layout.shape)
+            strides, step = [0] * len(shape), 1 if layout.dense else 2
+            for place in reversed(layout.order or range(len(shape))):
+                if place not in layout.repeated:
                     strides[place] = step
                     step *= shape[place]
-            found = self._layouts[key] = Layout(shape, tuple(strides), one.dtype)
-        return found
+            cached = self._layouts[key] = Layout(shape, tuple(strides), layout.dtype)
+        return cached
 
     def operator(self, number: int, tile: int = 0) -> Operator:
         """An operator at these sizes."""
-        one: SizedOperator = self._programs.operators[number]
-        inputs, outputs = (tuple(self._layout(each, tile) for each in side) for side in (one.inputs, one.outputs))
-        return Operator(one.name, inputs, outputs, one.numbers, one.listed)
+        sized: SizedOperator = self._programs.operators[number]
+        inputs, outputs = (tuple(self._layout(each, tile) for each in side) for side in (sized.inputs, sized.outputs))
+        return Operator(sized.name, inputs, outputs, sized.numbers, sized.listed)
 
     def price(self, number: int, tile: int = 0) -> Price:
         """What an operator costs the device."""
-        known = self._prices[self._issues.axes[number]]
-        found = known.get((number, tile))
-        if found is None:
-            found = known[number, tile] = price(self.operator(number, tile), self._rates)
-        return found
+        prices = self._prices[self._issues.axes[number]]
+        cached = prices.get((number, tile))
+        if cached is None:
+            cached = prices[number, tile] = price(self.operator(number, tile), self._rates)
+        return cached
 
     def device(self, tile: int) -> "_Device":
         """Seconds of the device by operator, where tiles have so many tokens."""
-        found = self._device.get(tile)
-        if found is None:
-            found = self._device[tile] = _Device(self, tile)
-        return found
+        device = self._device.get(tile)
+        if device is None:
+            device = self._device[tile] = _Device(self, tile)
+        return device
 
     def loop(self, run: Run, tiles: Tiles) -> Tiles:
         """How often a run comes, and at which tile."""
@@ -185,50 +192,50 @@ class Sized:
 
     def _segment(self, place: int, courses: "_Courses") -> Course:
         """The course of a segment."""
-        found: Course | None = None
+        course: Course | None = None
         for run in self._programs.segments[place].runs:
             tile, turns, filled = self.loop(run, courses.tiles)
             issue = self._issues.of(run.calls, courses.checkpointed, courses.scale)
-            own = course_of(issue, self.device(tile), filled)
-            own = own if turns == 1 else own.times(turns)
-            found = own if found is None else found.then(own)
-        return found or IDLE
+            run_course = course_of(issue, self.device(tile), filled)
+            run_course = run_course if turns == 1 else run_course.times(turns)
+            course = run_course if course is None else course.then(run_course)
+        return course or IDLE
 
     def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
         """The course of segments."""
         key = checkpointed, tiles, scale
         courses = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
-        found = courses.whole.get(id(blocks))
-        if found is None:
-            found = courses.whole[id(blocks)] = composed([self._block(one, courses) for one in blocks])
-        return found
+        course = courses.whole.get(id(blocks))
+        if course is None:
+            course = courses.whole[id(blocks)] = composed([self._block(block, courses) for block in blocks])
+        return course
 
     def _block(self, block: Block, courses: "_Courses") -> Course:
-        found = courses.blocks.get(id(block))
-        if found is None:
+        course = courses.blocks.get(id(block))
+        if course is None:
             places, times = block
             if courses.tiles is not UNCUT and self._issues.tiled.isdisjoint(places):
-                found = courses.blocks[id(block)] = self._block(block, self._uncut(courses))
-                return found
-            known, own = courses.segments, list[Course]()
+                course = courses.blocks[id(block)] = self._block(block, self._uncut(courses))
+                return course
+            by_place, pieces = courses.segments, list[Course]()
             for place in places:
-                one = known.get(place)
-                if one is None:
-                    one = known[place] = self._found(place, courses)
-                own.append(one)
-            one = composed(own) if len(own) > 1 else own[0]
-            found = courses.blocks[id(block)] = one if times == 1 else one.times(times)
-        return found
+                piece = by_place.get(place)
+                if piece is None:
+                    piece = by_place[place] = self._found(place, courses)
+                pieces.append(piece)
+            piece = composed(pieces) if len(pieces) > 1 else pieces[0]
+            course = courses.blocks[id(block)] = piece if times == 1 else piece.times(times)
+        return course
 
     def _found(self, place: int, courses: "_Courses") -> Course:
         """The course of a segment; those that no tile cuts are the same whatever the tiles."""
         if place in self._issues.tiled or courses.tiles is UNCUT:
             return self._segment(place, courses)
         shared = self._uncut(courses)
-        found = shared.segments.get(place)
-        if found is None:
-            found = shared.segments[place] = self._segment(place, shared)
-        return found
+        course = shared.segments.get(place)
+        if course is None:
+            course = shared.segments[place] = self._segment(place, shared)
+        return course
 
     def _uncut(self, courses: "_Courses") -> "_Courses":
         """Those of what no tile cuts."""
@@ -238,14 +245,14 @@ class Sized:
     def counted(self, counts: Counts, scale: float) -> Course:
         """The course of calls whose order does not matter."""
         key = id(counts), scale  # `ModelPrograms` has each once
-        found = self._counted.get(key)
-        if found is None:
-            found = IDLE
+        course = self._counted.get(key)
+        if course is None:
+            course = IDLE
             for call, times in counts:
                 issue = self._issues.of((call,), False, scale)
-                found = found.then(course_of(issue, self.device(0)).times(times))
-            self._counted[key] = found
-        return found
+                course = course.then(course_of(issue, self.device(0)).times(times))
+            self._counted[key] = course
+        return course
 
     def parts(self, program: StepProgram, tiles: Tiles) -> tuple[dict[str, float], int]:
         """The device's seconds of a micro-batch by part, and how many calls it is."""
@@ -256,17 +263,17 @@ class Sized:
                 times[place] += repeats
         num_calls = 0
         for place, repeats in times.items():
-            own, calls = self._segment_parts(place, tiles)
+            by_part, calls = self._segment_parts(place, tiles)
             num_calls += repeats * calls
-            for name, seconds in own.items():
+            for name, seconds in by_part.items():
                 parts[name] += repeats * seconds
         return parts, num_calls
 
     def _segment_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
         """The device's seconds of a segment by part, and how many calls it is."""
         runs, tiles = self._programs.segments[place].runs, tiles if place in self._issues.tiled else UNCUT
-        found = self._parts.get((place, tiles))
-        if found is None:
+        cached = self._parts.get((place, tiles))
+        if cached is None:
             parts: dict[str, float] = defaultdict(float)
             num_calls = 0
             for run in runs:
@@ -275,8 +282,8 @@ class Sized:
                 for number, count in Counter(call // _NUM for call in run.calls).items():
                     phase = self._programs.segments[place].phase
                     add_parts(parts, phase, self.price(number, tile), turns * count * filled)
-            found = self._parts[place, tiles] = parts, num_calls
-        return found
+            cached = self._parts[place, tiles] = parts, num_calls
+        return cached
 
 
 class _Courses:
@@ -298,8 +305,8 @@ class _Device(dict[int, float]):
         self._sized, self._tile = sized, tile
 
     def __missing__(self, number: int) -> float:
-        found = self[number] = device_s(self._sized.price(number, self._tile))
-        return found
+        seconds = self[number] = device_s(self._sized.price(number, self._tile))
+        return seconds
 
 
 class _Steps(NamedTuple):
@@ -321,13 +328,13 @@ class ProgramSpeed:
         self._model, self._gpu, self._setup = model, gpu, setup
         self._programs, self._program = programs, program
         self._hooks = program.checkpointed and not setup.reentrant_checkpointing
-        facts = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
-        self._card = facts, id(load_calibration()), setup.attention, setup.packing
+        card = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
+        self._card = card, id(load_calibration()), setup.attention, setup.packing
         self._one = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
         self._loop, self._host = loop_of(setup), host_of(gpu)
         around = self._loop.waits, self._loop.trainer, self._hooks, setup.seq_len_tokens, setup.lora_rank
-        known: _Steps = programs.worked_out.setdefault((self._card, around, id(program)), _Steps({}, {}, {}))
-        self._seconds, self._micro, self._ends = known
+        steps: _Steps = programs.worked_out.setdefault((self._card, around, id(program)), _Steps({}, {}, {}))
+        self._seconds, self._micro, self._ends = steps
 
     @cached_property
     def formula(self) -> ThroughputProfile:
@@ -337,17 +344,17 @@ class ProgramSpeed:
     def _sized(self, seqs: int) -> Sized:
         setup, sizes = self._setup, (seqs, self._setup.seq_len_tokens, self._setup.lora_rank)
         key = self._card, sizes
-        known: dict[object, Sized] = self._programs.worked_out.setdefault("sized", {})
-        found = known.get(key)
-        if found is None:
-            if len(known) >= _MAX_SIZES:
+        by_size: dict[object, Sized] = self._programs.worked_out.setdefault("sized", {})
+        sized = by_size.get(key)
+        if sized is None:
+            if len(by_size) >= _MAX_SIZES:
                 self._programs.worked_out.clear()
-                known = self._programs.worked_out["sized"] = {}
+                by_size = self._programs.worked_out["sized"] = {}
             apart = setup.seq_len_tokens if setup.packing and setup.attention == "flash-attention-2" else 0
             rates = card_rates(self._gpu, setup.attention, sample_tokens=apart)
             shared = self._programs.worked_out.setdefault((self._card, setup.seq_len_tokens), {})
-            found = known[key] = Sized(self._programs, rates, *sizes, shared)
-        return found
+            sized = by_size[key] = Sized(self._programs, rates, *sizes, shared)
+        return sized
 
     def seconds_at(self, setup: TrainSetup, scale: float, *, trainer: bool = True) -> float:
         """Seconds of a setup's step where the host takes so many times as long as the measured one.
@@ -372,26 +379,26 @@ class ProgramSpeed:
     def timeline(self, optimizer: str, seqs: int, scale: float) -> tuple[Timeline, list[Course]]:
         """A step's micro-batches, and its optimizer's part."""
         program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
-        ahead, behind = (
+        ahead, backward = (
             sized.blocks(blocks, checkpointed=self._hooks, tiles=tiles, scale=scale)
             for blocks in (program.ahead, program.behind)
         )
-        found = Timeline(
+        timeline = Timeline(
             ahead=(Stage("forward", ahead),),
-            behind=(Stage("backward", behind),),
+            behind=(Stage("backward", backward),),
             added=sized.counted(program.added, scale),
             num_modules=program.num_modules,
             scale=scale,
         )
-        return found, [self._step(optimizer, sized, scale)]
+        return timeline, [self._step(optimizer, sized, scale)]
 
     def _courses(self, seqs: int) -> tuple[Course, Course, Timeline]:
         """Of a first and of a later micro-batch."""
-        found = self._micro.get(seqs)
-        if found is None:
+        courses = self._micro.get(seqs)
+        if courses is None:
             timeline, _ = self.timeline(self._setup.optimizer, seqs, self._host.scale)
-            found = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
-        return found
+            courses = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
+        return courses
 
     def beside_formula(self, seqs: int) -> float:
         """How many times as long as by the formula a micro-batch takes."""
@@ -401,12 +408,12 @@ class ProgramSpeed:
 
     def _end(self, optimizer: str, seqs: int) -> Course:
         """Of what follows the last backward, whatever the micro-batch."""
-        found = self._ends.get(optimizer)
-        if found is None:
+        end = self._ends.get(optimizer)
+        if end is None:
             timeline = self._courses(seqs)[2]
             step = self._step(optimizer, self._sized(seqs), timeline.scale)
-            found = self._ends[optimizer] = timeline.end(self._loop, [step])
-        return found
+            end = self._ends[optimizer] = timeline.end(self._loop, [step])
+        return end
 
     def _step(self, optimizer: str, sized: Sized, scale: float) -> Course:
         """Of clipping, optimizer and release; the formula's for an optimizer that was not there when the program was
@@ -435,13 +442,13 @@ class ProgramSpeed:
 
     def _step_s(self, optimizer: str, seqs: int, accumulation: int) -> float:
         key = optimizer, seqs, accumulation
-        found = self._seconds.get(key)
-        if found is None:
+        seconds = self._seconds.get(key)
+        if seconds is None:
             first, later, _ = self._courses(seqs)
-            found = done_s(first, later, accumulation, self._end(optimizer, seqs)) + self._paging_s(optimizer)
-            found += between_s(self._loop, seqs * self._one * accumulation)
-            self._seconds[key] = found
-        return found
+            seconds = done_s(first, later, accumulation, self._end(optimizer, seqs)) + self._paging_s(optimizer)
+            seconds += between_s(self._loop, seqs * self._one * accumulation)
+            self._seconds[key] = seconds
+        return seconds
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
@@ -457,7 +464,7 @@ class ProgramSpeed:
         seqs, accumulation, optimizer = setup.micro_batch_seqs, setup.accumulation_steps, setup.optimizer
         sized, tiles, program = self._sized(seqs), self._tiles(seqs), self._program
         micro, num_calls = sized.parts(program, tiles)
-        parts: dict[str, float] = defaultdict(float, {name: accumulation * one for name, one in micro.items()})
+        parts: dict[str, float] = defaultdict(float, {name: accumulation * seconds for name, seconds in micro.items()})
         for call, count in program.added:
             parts["optimizer"] += (accumulation - 1) * count * device_s(sized.price(call // _NUM))
         for call, count in program.steps.get(optimizer, ()):
@@ -467,7 +474,7 @@ class ProgramSpeed:
         run = timed(
             partial(self.timeline, optimizer, seqs), parts, self._loop_of(seqs, accumulation), num_calls, self._host
         )
-        paging = {"paging": one} if (one := self._paging_s(optimizer)) else {}
+        paging = {"paging": paging_s} if (paging_s := self._paging_s(optimizer)) else {}
         step_s = run.step_s + sum(paging.values())
         flops = self.formula.flops(seqs, accumulation)
         return StepTime(
@@ -485,8 +492,8 @@ class ScaledSpeed:
     """A formula's speeds where a structure has no program, and another that differs little has: so many times as fast
     as that one's program is beside its formula."""
 
-    def __init__(self, own: ThroughputProfile, like: ProgramSpeed) -> None:
-        self._own, self._like = own, like
+    def __init__(self, profile: ThroughputProfile, like: ProgramSpeed) -> None:
+        self._own, self._like = profile, like
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
@@ -501,21 +508,21 @@ class ScaledSpeed:
 
     def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
-        speeds = [one.tokens_per_s(optimizer, pairs) for one in (self._own, self._like, self._like.formula)]
-        return [own * program / formula for own, program, formula in zip(*speeds, strict=True)]
+        speeds = [speed.tokens_per_s(optimizer, pairs) for speed in (self._own, self._like, self._like.formula)]
+        return [target * program / formula for target, program, formula in zip(*speeds, strict=True)]
 
     def step_time(self, setup: TrainSetup) -> StepTime:
         """The full answer for one setup."""
-        found, other = self._own.step_time(setup), self._like.step_time(setup)
-        longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / found.step_time_s
-        gain = other.step_time_s / (found.step_time_s * longer) - 1.0
+        answer, other = self._own.step_time(setup), self._like.step_time(setup)
+        longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / answer.step_time_s
+        gain = other.step_time_s / (answer.step_time_s * longer) - 1.0
         return replace(
-            found,
-            band_fraction=self._own.scaled_band(found, setup, other, gain),
-            step_time_s=found.step_time_s * longer,
-            parts_s={name: seconds * longer for name, seconds in found.parts_s.items()},
-            mfu_fraction=found.mfu_fraction / longer,
-            tokens_per_s=found.tokens_per_s / longer,
+            answer,
+            band_fraction=self._own.scaled_band(answer, setup, other, gain),
+            step_time_s=answer.step_time_s * longer,
+            parts_s={name: seconds * longer for name, seconds in answer.parts_s.items()},
+            mfu_fraction=answer.mfu_fraction / longer,
+            tokens_per_s=answer.tokens_per_s / longer,
         )
 
 
@@ -523,9 +530,9 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     """`program_speed`; where there is none, the formula's beside a structure that differs in its trainer, in where
     checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a
     plan compares errs alike."""
-    found = program_speed(model, gpu, setup)
-    if found is not None or programs_of(model) is None:
-        return found
+    speed = program_speed(model, gpu, setup)
+    if speed is not None or programs_of(model) is None:
+        return speed
     changed: dict[str, Any] = {
         "activation_offload": False,
         "compile": False,
@@ -541,8 +548,8 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
         own_type = {"adapter_dtype": "fp32"} if kernels == "fused" else {}  # as its programs were run
         like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed | own_type))
         if like is not None:
-            own = throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
-            return ScaledSpeed(own, like)
+            profile = throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
+            return ScaledSpeed(profile, like)
     return None
 
 

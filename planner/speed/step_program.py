@@ -116,16 +116,16 @@ class ModelPrograms:
         self._spaced: dict[tuple[str, str, int], StepProgram | None] = {}
         self._known_blocks: dict[Block, Block] = {}
         self._known_courses: dict[Blocks, Blocks] = {}
-        forms = [tuple((index, float(factor)) for index, factor in one) for one in raw["forms"]]
+        forms = [tuple((index, float(factor)) for index, factor in form) for form in raw["forms"]]
         layouts = [
-            SizedLayout(tuple(forms[one] for one in shape), tuple(order), bool(dense), tuple(repeated), dtype)
+            SizedLayout(tuple(forms[number] for number in shape), tuple(order), bool(dense), tuple(repeated), dtype)
             for shape, order, dense, repeated, dtype in raw["layouts"]
         ]
         self.operators = [
             SizedOperator(
                 raw["names"][name],
-                tuple(layouts[one] for one in inputs),
-                tuple(layouts[one] for one in outputs),
+                tuple(layouts[number] for number in inputs),
+                tuple(layouts[number] for number in outputs),
                 tuple(numbers),
                 listed,
             )
@@ -135,7 +135,7 @@ class ModelPrograms:
             SizedSegment(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
             for phase, runs in raw["stretches"]
         ]
-        self._steps = [tuple((call, times) for call, times in one) for one in raw["steps"]]
+        self._steps = [tuple((call, times) for call, times in counts) for counts in raw["steps"]]
 
     @property
     def keys(self) -> frozenset[str]:
@@ -149,62 +149,62 @@ class ModelPrograms:
 
     def get(self, key: str) -> StepProgram | None:
         """The program of a structure."""
-        found = self._found.get(key)
-        if found is not None or key not in self._raw["programs"]:
-            return found
-        ahead, behind, added, steps, num_modules, checkpointed = self._raw["programs"][key]
-        found = self._found[key] = StepProgram(
+        program = self._found.get(key)
+        if program is not None or key not in self._raw["programs"]:
+            return program
+        ahead, backward, added, steps, num_modules, checkpointed = self._raw["programs"][key]
+        program = self._found[key] = StepProgram(
             ahead=self._blocks(ahead),
-            behind=self._blocks(behind),
+            behind=self._blocks(backward),
             added=self._steps[added],
             steps={optimizer: self._steps[place] for optimizer, place in steps.items()},
             num_modules=num_modules,
             checkpointed=bool(checkpointed),
         )
-        return found
+        return program
 
     def spaced(self, keys: tuple[str, str], apart: int, num_layers: int) -> StepProgram | None:
         """The program with every so many layers checkpointed, of the structures with none and with every one."""
-        known = *keys, apart
-        if known not in self._spaced:
+        key = *keys, apart
+        if key not in self._spaced:
             none, every = map(self.get, keys)
-            found = spaced(none, every, apart, num_layers) if none is not None and every is not None else None
-            if found is not None:
-                ahead, behind = (self._blocks(one) for one in (found.ahead, found.behind))
-                found = found._replace(ahead=ahead, behind=behind)
-            self._spaced[known] = found
-        return self._spaced[known]
+            program = spaced(none, every, apart, num_layers) if none is not None and every is not None else None
+            if program is not None:
+                ahead, backward = (self._blocks(blocks) for blocks in (program.ahead, program.behind))
+                program = program._replace(ahead=ahead, behind=backward)
+            self._spaced[key] = program
+        return self._spaced[key]
 
     def _blocks(self, values: Sequence[Any]) -> Blocks:
         """Equal ones are one object, each block too."""
-        one = self._known_blocks.setdefault
-        found = tuple([one(block, block) for block in [(tuple(places), times) for places, times in values]])
-        return self._known_courses.setdefault(found, found)
+        intern = self._known_blocks.setdefault
+        blocks = tuple([intern(block, block) for block in [(tuple(places), times) for places, times in values]])
+        return self._known_courses.setdefault(blocks, blocks)
 
 
 def flat(blocks: Blocks) -> list[int]:
     """Segments one after another."""
-    return [one for places, times in blocks for _ in range(times) for one in places]
+    return [place for places, times in blocks for _ in range(times) for place in places]
 
 
 def spaced(none: StepProgram, every: StepProgram, apart: int, num_layers: int) -> StepProgram | None:
     """The program that checkpoints the first of every `apart` layers, of those that checkpoint none and every one; None
     where their layers do not stand side by side."""
-    ahead, behind = (
+    ahead, backward = (
         _spaced(none.ahead, every.ahead, apart, num_layers),
         _spaced(none.behind, every.behind, apart, num_layers, backward=True),
     )
-    return every._replace(ahead=ahead, behind=behind) if ahead and behind else None
+    return every._replace(ahead=ahead, behind=backward) if ahead and backward else None
 
 
 def _spaced(none: Blocks, every: Blocks, apart: int, num_layers: int, *, backward: bool = False) -> Blocks:
-    plain, again = flat(none), flat(every)
-    differ = [at for at, (one, two) in enumerate(zip(plain, again, strict=False)) if one != two]
-    if len(plain) != len(again) or len(differ) != num_layers or differ[-1] - differ[0] != num_layers - 1:
+    plain, checkpointed = flat(none), flat(every)
+    differ = [at for at, (left, two) in enumerate(zip(plain, checkpointed, strict=False)) if left != two]
+    if len(plain) != len(checkpointed) or len(differ) != num_layers or differ[-1] - differ[0] != num_layers - 1:
         return ()
     first, end = differ[0], differ[-1] + 1
     start = first + (num_layers - 1) % apart if backward else first
-    plain[start:end:apart] = again[start:end:apart]
+    plain[start:end:apart] = checkpointed[start:end:apart]
     turns = (num_layers - 2) // apart  # what the first and the last layer do is their own
     period, rest = plain[first + 1 : first + 1 + apart], first + 1 + turns * apart
     if turns < 2 or plain[first + 1 : rest] != period * turns:
@@ -219,13 +219,13 @@ class Tables:
         self.operators: dict[SizedOperator, int] = {}
         self.segments: dict[SizedSegment, int] = {}
 
-    def operator(self, one: SizedOperator) -> int:
+    def operator(self, operator: SizedOperator) -> int:
         """Its place."""
-        return self.operators.setdefault(one, len(self.operators))
+        return self.operators.setdefault(operator, len(self.operators))
 
-    def segment(self, one: SizedSegment) -> int:
+    def segment(self, segment: SizedSegment) -> int:
         """Its place."""
-        return self.segments.setdefault(one, len(self.segments))
+        return self.segments.setdefault(segment, len(self.segments))
 
 
 def save_programs(
@@ -245,30 +245,36 @@ def save_programs(
     def number(table: str, value: Any) -> int:
         return shared[table].setdefault(value, len(shared[table]))
 
-    def layout(one: SizedLayout) -> int:
-        shape = tuple(number("forms", form) for form in one.shape)
-        return number("layouts", (shape, one.order, int(one.dense), one.repeated, one.dtype))
+    def layout(sized: SizedLayout) -> int:
+        shape = tuple(number("forms", form) for form in sized.shape)
+        return number("layouts", (shape, sized.order, int(sized.dense), sized.repeated, sized.dtype))
 
     operators = [
-        (number("names", one.name), [*map(layout, one.inputs)], [*map(layout, one.outputs)], one.numbers, one.listed)
-        for one in tables.operators
-    ]
-    segments = [(one.phase, one.runs) for one in tables.segments]
-    found = {
-        key: (
-            one.ahead,
-            one.behind,
-            number("steps", one.added),
-            {optimizer: number("steps", counts) for optimizer, counts in sorted(one.steps.items())},
-            one.num_modules,
-            int(one.checkpointed),
+        (
+            number("names", operator.name),
+            [*map(layout, operator.inputs)],
+            [*map(layout, operator.outputs)],
+            operator.numbers,
+            operator.listed,
         )
-        for key, one in sorted(programs.items())
+        for operator in tables.operators
+    ]
+    segments = [(segment.phase, segment.runs) for segment in tables.segments]
+    packed = {
+        key: (
+            program.ahead,
+            program.behind,
+            number("steps", program.added),
+            {optimizer: number("steps", counts) for optimizer, counts in sorted(program.steps.items())},
+            program.num_modules,
+            int(program.checkpointed),
+        )
+        for key, program in sorted(programs.items())
     }
     raw = {
         "schema": SCHEMA, "versions": dict(versions), "sizes": dict(sizes or {}), "operators": operators,
         "stretches": segments,
-        **{name: [*table] for name, table in shared.items()}, "programs": found,
+        **{name: [*table] for name, table in shared.items()}, "programs": packed,
     }  # fmt: skip
     write_packed(path, raw)
 
@@ -286,9 +292,12 @@ def user_programs(model: ModelSpec) -> Path:
 def _read_programs(model: ModelSpec) -> ModelPrograms | None:
     digest = config_digest(model.config)
     for path in user_directory().glob(f"programs-{digest}-*.json.gz"):
-        kept = load_programs(path)
-        if kept is not None and {name: kept.versions.get(name) for name in library_versions()} == library_versions():
-            return kept
+        programs = load_programs(path)
+        if (
+            programs is not None
+            and {name: programs.versions.get(name) for name in library_versions()} == library_versions()
+        ):
+            return programs
     shipped = load_programs(SHIPPED / f"{digest}.json.gz")
     if shipped is None and (raw := resized_programs(model, SHIPPED, SCHEMA)) is not None:
         return ModelPrograms(raw)

@@ -69,12 +69,12 @@ class Course(NamedTuple):
         hh, hd, dh, dd = self
         if hd == _NEVER:  # the last turn that matters is the first or the last
             return _made(Course, (hh * count, _NEVER, dh + (count - 1) * max(hh, dd), dd * count))
-        found, power = IDLE, self
+        total, power = IDLE, self
         while count:
             if count & 1:
-                found = found.then(power)
+                total = total.then(power)
             power, count = power.then(power), count >> 1
-        return found
+        return total
 
 
 _made = tuple.__new__
@@ -95,7 +95,7 @@ def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> l
         calls: seconds of the host of each, and its place: None where the device runs nothing, -1 where the host waits.
         scale: how many times longer than the measured machine the host takes.
     """
-    found: list[Issue] = []
+    issues: list[Issue] = []
     host, starts, places = 0.0, list[float](), list[int]()
     for seconds, place in calls:
         host += scale * seconds
@@ -103,9 +103,9 @@ def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> l
             starts.append(host + QUEUE_S)
             places.append(place)
         elif place is not None:
-            found.append((host, starts[::-1], places[::-1]))
+            issues.append((host, starts[::-1], places[::-1]))
             host, starts, places = 0.0, [], []
-    return [*found, (host, starts[::-1], places[::-1])]
+    return [*issues, (host, starts[::-1], places[::-1])]
 
 
 def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float = 1.0) -> Course:
@@ -118,7 +118,7 @@ def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float
     for host, starts, places in issue:
         until_end = list(accumulate([device[place] for place in places]))  # from the begin of each call, the last first
         if filled != 1.0:
-            until_end = [filled * one for one in until_end]
+            until_end = [filled * seconds for seconds in until_end]
         ready, busy = (max(map(add, starts, until_end)), until_end[-1]) if places else (_NEVER, 0.0)
         courses += [*([JOIN] if courses else ()), _made(Course, (host, _NEVER, ready, busy))]
     return composed(courses) if len(courses) > 1 else courses[0]
@@ -171,7 +171,7 @@ class Timeline:
         """The stages of a micro-batch, with what the program does around them."""
         walked = self._spent(loop.trainer * (self.num_modules * WALK_S["micro-batch"] + MICRO_BATCH_S))
         looked = [self._spent(loop.trainer * METRICS_S), self._looked(loop)] if self.ahead else []
-        return [Stage("", walked), *self.ahead, *(Stage("loss", one) for one in looked), *self.behind]
+        return [Stage("", walked), *self.ahead, *(Stage("loss", course) for course in looked), *self.behind]
 
     @staticmethod
     def _looked(loop: "Loop") -> Course:
@@ -180,8 +180,8 @@ class Timeline:
 
     def micro_batches(self, loop: "Loop") -> tuple[Course, Course]:
         """The courses of the first micro-batch and of a later one."""
-        own, looked = composed(one.course for one in self.micro_batch(loop)), self._looked(loop)
-        return own.then(looked), own.then(self.added).then(looked)
+        micro_batch, looked = composed(stage.course for stage in self.micro_batch(loop)), self._looked(loop)
+        return micro_batch.then(looked), micro_batch.then(self.added).then(looked)
 
     def end(self, loop: "Loop", step: Iterable[Course]) -> Course:
         """What comes after the last backward, of which clipping, optimizer and release issue `step`."""
@@ -329,8 +329,8 @@ class Issued(dict[int, tuple[float, int | None]]):
         number, issuer = divmod(call, _NUM)
         operator, launches = self._operators[number], self._launches[number]
         host = issued_s(operator, issuer, launches, checkpointed=self._checkpointed) if issuer else MODULE_S
-        found = self[call] = host, -1 if operator.name == WAIT else number if launches else None
-        return found
+        issued = self[call] = host, -1 if operator.name == WAIT else number if launches else None
+        return issued
 
 
 def timed(timeline: Scaled, parts: Mapping[str, float], loop: Loop, num_calls: int, host: Host) -> RunTime:
@@ -339,13 +339,13 @@ def timed(timeline: Scaled, parts: Mapping[str, float], loop: Loop, num_calls: i
     Args:
         parts: seconds of the device by part.
     """
-    own, step = timeline(host.scale)
-    step_s, device_s, between = own.seconds(loop, step), sum(parts.values()), between_s(loop, loop.tokens)
-    slower, faster = (one.seconds(loop, each) for one, each in map(timeline, (host.slowest, host.fastest)))
+    nominal, step = timeline(host.scale)
+    step_s, device_s, between = nominal.seconds(loop, step), sum(parts.values()), between_s(loop, loop.tokens)
+    slower, faster = (scaled.seconds(loop, each) for scaled, each in map(timeline, (host.slowest, host.fastest)))
     return RunTime(
         step_s=step_s + between,
         parts_s={**parts, "host": step_s - device_s, "trainer": between},
-        phases_s=own.phases_s(loop, step),
+        phases_s=nominal.phases_s(loop, step),
         device_s=device_s,
         num_calls=num_calls,
         host_bound=device_s < HOST_BOUND_FRACTION * step_s,
@@ -360,15 +360,15 @@ def between_s(loop: Loop, tokens: int) -> float:
     return BETWEEN_S + COLLATED_TOKEN_S * tokens if loop.trainer else 0.0
 
 
-def device_s(one: Price) -> float:
+def device_s(price: Price) -> float:
     """Device seconds of a call with the gaps between its kernels."""
-    return one.seconds + one.kernels * GAP_S if one.kernels else 0.0
+    return price.seconds + price.kernels * GAP_S if price.kernels else 0.0
 
 
-def add_parts(parts: dict[str, float], phase: str, one: Price, count: float) -> None:
+def add_parts(parts: dict[str, float], phase: str, price: Price, count: float) -> None:
     """Adds so many calls of a phase to the device's seconds by part."""
-    unpacking = count * one.unpacking_s
-    parts[_OWNERS.get(phase, one.part)] += count * device_s(one) - unpacking
+    unpacking = count * price.unpacking_s
+    parts[_OWNERS.get(phase, price.part)] += count * device_s(price) - unpacking
     if unpacking:
         parts["dequantization"] += unpacking
 
@@ -380,8 +380,10 @@ class _Priced:
         self.program = program
         self.prices = [price(call, rates) for call in program.operators]
         self._device = dict(enumerate(map(device_s, self.prices)))
-        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.segments for call in one.calls)
-        self._issued = Issued(program.operators, [bool(one.kernels) for one in self.prices], checkpointed=checkpointed)
+        checkpointed = any(call % _NUM == _RECOMPUTE for segment in program.segments for call in segment.calls)
+        self._issued = Issued(
+            program.operators, [bool(cost.kernels) for cost in self.prices], checkpointed=checkpointed
+        )
 
     def _course(self, calls: Iterable[int], scale: float) -> Course:
         return course_of(issue_of(map(self._issued.__getitem__, calls), scale), self._device)
@@ -413,7 +415,7 @@ class _Priced:
             num_modules=program.num_modules,
             scale=scale,
         )
-        return timeline, [one.course for one in order[end:]]
+        return timeline, [stage.course for stage in order[end:]]
 
     def parts(self, loop: Loop) -> dict[str, float]:
         """Device seconds of a step by part."""

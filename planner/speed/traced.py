@@ -62,10 +62,10 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         operator = program.operators[call // _NUM]
         flops += 0.0 if call % _NUM == _RECOMPUTE else count * needed_flops(operator)
     tokens = _tokens(program, times)
-    trained = any(one.name.startswith(TRAINER) for one in program.operators)
+    trained = any(operator.name.startswith(TRAINER) for operator in program.operators)
     step_s = run.step_s + (BETWEEN_S + COLLATED_TOKEN_S * tokens if trained else 0.0)
     nominal = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 0.0
-    prices = [price(one, rates) for one in program.operators]
+    prices = [price(operator, rates) for operator in program.operators]
     return TracedSpeed(
         step_time_s=step_s,
         tokens_per_s=tokens / step_s if tokens else None,
@@ -83,21 +83,21 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
 
 def _times(program: Program) -> dict[int, int]:
     """How often each call comes in the step."""
-    found: dict[int, int] = defaultdict(int)
+    counts: dict[int, int] = defaultdict(int)
     for place in (*program.micro_batch, *program.step):
         for call in program.segments[place].calls:
-            found[call] += 1
-    return found
+            counts[call] += 1
+    return counts
 
 
 def _tokens(program: Program, times: Mapping[int, int]) -> float:
     """Rows looked up in the embedding with the most of them, recomputation aside."""
-    found: dict[tuple[int, ...], float] = defaultdict(float)
+    rows: dict[tuple[int, ...], float] = defaultdict(float)
     for call, count in times.items():
-        one = program.operators[call // _NUM]
-        if one.name.startswith("aten.embedding.") and call % _NUM != _RECOMPUTE and len(one.inputs) > 1:
-            found[one.inputs[0].shape] += count * one.inputs[1].numel
-    return found[max(found)] if found else 0.0
+        operator = program.operators[call // _NUM]
+        if operator.name.startswith("aten.embedding.") and call % _NUM != _RECOMPUTE and len(operator.inputs) > 1:
+            rows[operator.inputs[0].shape] += count * operator.inputs[1].numel
+    return rows[max(rows)] if rows else 0.0
 
 
 def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_of: Any) -> tuple[Cost, ...]:
@@ -105,7 +105,7 @@ def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_
     host: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     names = [name_of(line, module) for line, module in rows["names"]]
-    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.segments for call in one.calls)
+    checkpointed = any(call % _NUM == _RECOMPUTE for segment in program.segments for call in segment.calls)
     for segment in (*program.micro_batch, *program.step):
         for call, place in zip(program.segments[segment].calls, rows["places"][segment], strict=True):
             number, issuer = divmod(call, _NUM)

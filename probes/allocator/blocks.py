@@ -99,12 +99,12 @@ class Pool:
 
     def layout(self) -> tuple[object, ...]:
         """Sizes and places of the free blocks and of unmapped space, to be compared."""
-        return tuple(self._keys), tuple((one.address, one.size) for one in self.unmapped)
+        return tuple(self._keys), tuple((stretch.address, stretch.size) for stretch in self.unmapped)
 
     def insert_unmapped(self, block: Block) -> None:
         """Add a stretch of address space without memory."""
         self.unmapped.append(block)
-        self.unmapped.sort(key=lambda one: one.address)
+        self.unmapped.sort(key=lambda stretch: stretch.address)
 
 
 def _growth(block: Block) -> int:

@@ -49,11 +49,11 @@ class Pattern:
     def courses(self) -> list[Course]:
         """One for each run."""
         sizes = [rounded(size) for size in self.sizes]
-        found = []
+        courses = []
         for run in self.runs:
             totals = [*accumulate(-sizes[place] if size is None else sizes[place] for place, size in run)]
-            found.append(Course(totals, totals.index(max(totals)) if totals else -1))
-        return found
+            courses.append(Course(totals, totals.index(max(totals)) if totals else -1))
+        return courses
 
 
 class Repetition(NamedTuple):

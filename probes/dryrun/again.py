@@ -39,7 +39,7 @@ class Replay:
 
     def __init__(self, tracker: Tracker, model: Any, log: KernelLog) -> None:
         self._tracker, self._log = tracker, log
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._first = len(tracker.events)
         self._passes: list[Event] | None = None  # forwards and backwards
         self._gradients: list[_Gradient] = []
@@ -60,7 +60,7 @@ class Replay:
             taken_over = number is not None and alone and self._tracker.origins[number].op not in _COPIES
             self._added.append((len(self._tracker.events), number if taken_over else None))
 
-        hooks = [one.register_post_accumulate_grad_hook(note) for one in self._parameters]
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self._parameters]
         try:
             yield
         finally:
@@ -83,10 +83,10 @@ class Replay:
         if events is None or lost is None or _left(tracker, events) != {lost}:
             return None
         with _disable_current_modes():
-            again = torch.empty_like(loss)
-        tracker.adopt(again, tracker.copy(events)[lost])
+            second_loss = torch.empty_like(loss)
+        tracker.adopt(second_loss, tracker.copy(events)[lost])
         self._log.chosen.update(self._log.chosen - self._kernels)
-        return again
+        return second_loss
 
     def watching(self, mark: Mark) -> Mark:
         """`mark`, which also notes what the first step has done as its optimizer's phase begins."""
@@ -116,26 +116,26 @@ class Replay:
         return True
 
     def _given(self) -> Any:
-        for one in self._parameters:
-            grad = one.grad
+        for parameter in self._parameters:
+            grad = parameter.grad
             number = None if grad is None else self._tracker.identity(grad)
             if number is not None:
-                held = grad.untyped_storage().nbytes()
-                yield _Gradient(one, number, grad.size(), grad.stride(), grad.dtype, held)
+                storage_bytes = grad.untyped_storage().nbytes()
+                yield _Gradient(parameter, number, grad.size(), grad.stride(), grad.dtype, storage_bytes)
 
     def _copied(self, passes: list[Event]) -> dict[int, int] | None:
         """The passes' events again and new gradients; None (and nothing done) where one cannot lie as it did."""
         fresh: dict[int, torch.Tensor] = {}
         with _disable_current_modes():
-            for one in self._gradients:
-                tensor = torch.empty_strided(one.size, one.stride, dtype=one.dtype, device="meta")
-                if tensor.untyped_storage().nbytes() != one.storage_bytes:
+            for gradient in self._gradients:
+                tensor = torch.empty_strided(gradient.size, gradient.stride, dtype=gradient.dtype, device="meta")
+                if tensor.untyped_storage().nbytes() != gradient.storage_bytes:
                     return None
-                fresh[one.number] = tensor
+                fresh[gradient.number] = tensor
         copies = self._tracker.copy(passes)
-        for one in self._gradients:
-            self._tracker.adopt(fresh[one.number], copies[one.number])
-            one.parameter.grad = fresh[one.number]
+        for gradient in self._gradients:
+            self._tracker.adopt(fresh[gradient.number], copies[gradient.number])
+            gradient.parameter.grad = fresh[gradient.number]
         return copies
 
 
@@ -144,13 +144,13 @@ def _with_gradients_added(tracker: Tracker, first: int, added: list[tuple[int, i
     where two lie in one storage, or where one comes twice."""
     if len({number for _, number in added}) < len(added):
         return None
-    found: list[Event] = []
+    events: list[Event] = []
     for index, number in added:
         if number is None:
             return None
-        found += [*tracker.events[first:index], Free(number)]
+        events += [*tracker.events[first:index], Free(number)]
         first = index
-    return found + tracker.events[first:]
+    return events + tracker.events[first:]
 
 
 def _left(tracker: Tracker, events: list[Event]) -> set[int] | None:
@@ -175,7 +175,7 @@ def _released_last(
     the passes than that, the gradients and the workspaces, or something older ended in them."""
     made = {event.id for event in passes if isinstance(event, Alloc)}
     released = {event.id for event in passes if isinstance(event, Free)}
-    given = {one.number for one in gradients}
+    given = {gradient.number for gradient in gradients}
     if not released <= made or not given <= made - released or len(given) < len(gradients):
         return None
     left = made - released - given

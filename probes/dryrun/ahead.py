@@ -51,18 +51,18 @@ class _Helper:
         try:
             pickle.dump((make, args, options if say is None else {**options, "say": None}), self._child.stdin)
             self._child.stdin.flush()
-            while isinstance(found := pickle.load(self._child.stdout), str):
+            while isinstance(answer := pickle.load(self._child.stdout), str):
                 assert say is not None
-                say(found)
+                say(answer)
         except (OSError, EOFError, pickle.PickleError, AttributeError, TypeError):  # it died, or does not know a class
             self.close()
             return None
         except BaseException:  # interrupted: what it answers later would be taken for the next answer
             self.close()
             raise
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """Ends the child and forgets it: for the thread that reads its answers."""
@@ -105,8 +105,8 @@ def tree_answer(config: Mapping[str, Any], limit_s: float) -> Mapping[str, Any] 
     end.daemon = True
     end.start()
     try:
-        found: Mapping[str, Any] | None = helper.report(TREE, (dict(config),), {})
-        return found
+        reply: Mapping[str, Any] | None = helper.report(TREE, (dict(config),), {})
+        return reply
     finally:
         end.cancel()
 
@@ -119,5 +119,5 @@ def reported(make: str, *args: Any, num_gpus: int = 1, **options: Any) -> Any:
         ValueError: as `make` does.
     """
     helper = load_ahead(one_gpu=num_gpus == 1)
-    found = None if helper is None else helper.report(make, args, options)
-    return resolve_name(make)(*args, **options) if found is None else found
+    answer = None if helper is None else helper.report(make, args, options)
+    return resolve_name(make)(*args, **options) if answer is None else answer

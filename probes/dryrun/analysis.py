@@ -122,7 +122,7 @@ class Curve:
                 base, start = self._total, len(self.totals)
                 self._rise(base + course.totals[course.top], start + course.top)
                 self._total += course.totals[-1]
-                self.totals.extend([base + one for one in course.totals])
+                self.totals.extend([base + total for total in course.totals])
             for event in hole:
                 self.add(event)
 
@@ -191,8 +191,8 @@ class _Alive:
             sums: dict[Group, int] = defaultdict(int)
             for group, size in self._alive.values():
                 sums[group] += size
-            found = {group: size for group, size in sums.items() if size}
-            self.at[self._indices.popleft()] = SegmentPeak(size_bytes=sum(found.values()), groups=found)
+            by_group = {group: size for group, size in sums.items() if size}
+            self.at[self._indices.popleft()] = SegmentPeak(size_bytes=sum(by_group.values()), groups=by_group)
         self._index += 1
 
     def _make(self, number: int, repetition: Repetition | None) -> None:
@@ -208,9 +208,9 @@ def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:
     """(event index, allocated bytes): in each of `points` stretches of the run its highest moment."""
     totals = curve.totals
     width = max(1, len(totals) // points)
-    found = []
+    moments = []
     for start in range(0, len(totals) - width + 1, width):
         part = totals[start : start + width]
         highest = max(part)
-        found.append((start + part.index(highest), highest))
-    return tuple(found)
+        moments.append((start + part.index(highest), highest))
+    return tuple(moments)

@@ -71,13 +71,13 @@ def dry_run_report(
     short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
     if not short or not reported(WALKS, dict(model.config)):
         return run(setup)
-    found = []
-    for one in short:
-        report = run(one)
+    reports = []
+    for shortened in short:
+        report = run(shortened)
         if isinstance(report, ProbeFailure):
             return report
-        found.append(report)
-    return carried(found, short, setup)
+        reports.append(report)
+    return carried(reports, short, setup)
 
 
 def _report(
@@ -88,13 +88,13 @@ def _report(
     outcome = _asked(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome
-    outside = outside_bytes(gpu, setup)
-    limit = gpu.memory_bytes - outside
+    overhead_bytes = outside_bytes(gpu, setup)
+    limit = gpu.memory_bytes - overhead_bytes
     if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
         limited = _asked(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
-    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + outside)
+    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead_bytes)
     prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
@@ -126,9 +126,9 @@ def _asked(
         return run()
     key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
     directory = cache.default_directory()
-    kept = cache.load(directory, key)
-    if kept is not None:
-        return kept
+    cached = cache.load(directory, key)
+    if cached is not None:
+        return cached
     outcome = run()
     if isinstance(outcome, DryRunReport):
         cache.save(directory, key, outcome)

@@ -51,14 +51,14 @@ class DdpWorld:
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`."""
         self._states = [
-            _State(name=name, shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
-            for name, one in (*model.named_parameters(), *model.named_buffers())
+            _State(name=name, shape=tensor.shape, dtype=tensor.dtype, trained=tensor.requires_grad)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
         self._order = []
         hooks = [
-            one.register_post_accumulate_grad_hook(partial(self._ready, name))
-            for name, one in model.named_parameters()
-            if one.requires_grad
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, name))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         ]
         owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
@@ -86,8 +86,8 @@ class DdpWorld:
         states = _repeated(self._states, trace, layers)
         holder = torch.nn.Module()
         holder.parts = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.trained)
-            for one in states
+            torch.nn.Parameter(torch.empty(state.shape, dtype=state.dtype, device="meta"), requires_grad=state.trained)
+            for state in states
         )
         made = LayoutTracker("meta")
         for part in holder.parts:
@@ -95,7 +95,7 @@ class DdpWorld:
         made.events.clear()
         with made, made.labelled(BUCKETS):
             wrapped = layout_model(holder, self._setup, device=torch.device("meta")).module
-        by_name = {one.name: one for one in self._states}
+        by_name = {state.name: state for state in self._states}
         order = _repeated([by_name[name] for name in self._order], trace, layers)
         first = list(made.events)
         made.events.clear()
@@ -108,13 +108,15 @@ class DdpWorld:
 def _without(trace: Trace, label: str) -> Trace:
     """`trace` without the allocations of one label."""
     dropped = {number for number, origin in trace.origins.items() if origin.op == label}
-    events = [one for one in flat(trace.events) if isinstance(one, Phase) or getattr(one, "id", None) not in dropped]
+    events = [
+        event for event in flat(trace.events) if isinstance(event, Phase) or getattr(event, "id", None) not in dropped
+    ]
     return replace(trace, events=events)
 
 
 def _repeated(states: list[_State], trace: Trace, layers: LayerMap) -> list[_State]:
     """The full model's states in order."""
-    return [one for one, _ in layers.unrolled(states, lambda one: trace.layer_of(one.name))]
+    return [state for state, _ in layers.unrolled(states, lambda state: trace.layer_of(state.name))]
 
 
 def _rebuilt(order: list[_State], number: int) -> list[Event]:
@@ -125,18 +127,18 @@ def _rebuilt(order: list[_State], number: int) -> list[Event]:
     """
     import torch.distributed as dist
 
-    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
+    tensors = [torch.empty(state.shape, dtype=state.dtype, device="meta") for state in order]
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
     buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-    sizes = [sum(tensors[index].numel() * tensors[index].element_size() for index in one) for one in buckets]
+    sizes = [sum(tensors[index].numel() * tensors[index].element_size() for index in bucket) for bucket in buckets]
     return [Alloc(number + index, size) for index, size in enumerate(sizes)]
 
 
 _BUCKET_BYTES = 25 * 1024**2
 
 
-def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace:
-    """`trace` with the buckets' events `first` after the weights are loaded and `again` as the second step begins."""
+def _with_buckets(trace: Trace, first: list[Event], rebuilt: list[Event]) -> Trace:
+    """`trace` with the buckets' events `first` after the weights are loaded and `rebuilt` as the second step begins."""
     origins = dict(trace.origins)
     events: list[Event] = []
     numbers: dict[int, int] = {}
@@ -156,8 +158,8 @@ def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace
             before, phase = phase, event.name.partition("/")[0]
             events.append(event)
             if phase == "forward" and before == "step":
-                insert(again)
-                again = []
+                insert(rebuilt)
+                rebuilt = []
         else:
             if phase == "load" and isinstance(event, Alloc) and event.id not in trace.owners:
                 insert(first)  # after the weights, before the batches
@@ -191,9 +193,9 @@ class FsdpWorld:
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.keep_all_on_host((*model.parameters(), *(() if reference is None else reference.parameters())))
             owners = load_all(tracker, model, reference)
-            weight = max(model.parameters(), key=lambda one: one.numel() * one.element_size())
+            weight = max(model.parameters(), key=lambda parameter: parameter.numel() * parameter.element_size())
             largest = weight.numel() * weight.element_size()
-            twice = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False)) > 1
+            twice = sum(parameter is weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1
             if twice or setup.offload == "parameters":
                 largest += -(-weight.shape[0] // setup.shards) * (largest // weight.shape[0])
             tracker.release(tracker.allocate(largest, "load"))
@@ -223,11 +225,11 @@ class FsdpWorld:
         with mock.patch.object(clip_grad, "_get_total_norm", total_norm), untracked_trials():
             yield
 
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
         """See `full_step.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
         it: DTensor's own rules take seconds for the lists of a deep model."""
-        rows = -(-one.shape[0] // self._setup.shards)
-        return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+        rows = -(-trainable.shape[0] // self._setup.shards)
+        return torch.nn.Parameter(torch.empty((rows, *trainable.shape[1:]), dtype=trainable.dtype, device="meta"))
 
 
 class OnHost:

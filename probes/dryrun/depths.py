@@ -106,11 +106,11 @@ def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:
 
 def standing_for(kinds: Sequence[Hashable], chosen: Sequence[int], reach: int = 1) -> tuple[int, ...]:
     """For each layer a place in `chosen`: its own, or that of one of its kind between neighbours of the same kinds."""
-    own = {layer: place for place, layer in enumerate(chosen)}
+    places = {layer: place for place, layer in enumerate(chosen)}
     cases = _cases([kinds[layer] for layer in chosen], reach)
     alike = {case: place for place, case in enumerate(cases)}
     return tuple(
-        own[layer] if layer in own and cases[own[layer]] == case else alike[case]
+        places[layer] if layer in places and cases[places[layer]] == case else alike[case]
         for layer, case in enumerate(_cases(kinds, reach))
     )
 
@@ -159,6 +159,8 @@ def _pattern(config: Any) -> _Pattern:
 
 def _built(config: Any) -> _Pattern:
     model = bare_model(copy.deepcopy(config), torch.bfloat16, "eager")
-    inside = {id(one) for layer in layers_of(model) for one in layer.parameters()}
-    others = tuple((name, tuple(one.shape)) for name, one in model.named_parameters() if id(one) not in inside)
+    inside = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    others = tuple(
+        (name, tuple(parameter.shape)) for name, parameter in model.named_parameters() if id(parameter) not in inside
+    )
     return _Pattern(layer_signatures(model), others)

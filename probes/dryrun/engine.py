@@ -109,8 +109,8 @@ def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world:
         try:
             with selecting_all():
                 return trace_run(config, setup, tracker_class=ValuedTracker, **options)
-        except (NotImplementedError, RuntimeError) as again:
-            raise again from error
+        except (NotImplementedError, RuntimeError) as retry_error:
+            raise retry_error from error
 
 
 def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int | None) -> DryRunReport:

@@ -18,13 +18,13 @@ _aten = torch.ops.aten
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("dtype") is not None or len(args) > 2:
         return None
-    return [torch.empty((), dtype=one.dtype, device=_META) for one in args[0]]
+    return [torch.empty((), dtype=tensor.dtype, device=_META) for tensor in args[0]]
 
 
 def _list_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not all(one.is_meta and one.is_contiguous() and one.dtype.is_floating_point for one in args[0]):
+    if not all(tensor.is_meta and tensor.is_contiguous() and tensor.dtype.is_floating_point for tensor in args[0]):
         return None
-    return [torch.empty(one.shape, dtype=one.dtype, device=_META) for one in args[0]]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=_META) for tensor in args[0]]
 
 
 def _in_place_list(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,8 +50,8 @@ SHORTCUTS: dict[Any, Shortcut] = {
 
 def register_in_place(*operators: Any) -> None:
     """Further operators that change their arguments in place, make nothing and return nothing."""
-    for one in operators:
-        SHORTCUTS[one] = _in_place
+    for operator in operators:
+        SHORTCUTS[operator] = _in_place
 
 
 _PLAIN = frozenset({bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str})
@@ -84,22 +84,24 @@ class Remembered:
             out = None if shortcut is None else shortcut(args, kwargs)
             return func(*args, **kwargs) if out is None else None if out is DONE else out
         try:
-            key = (number, _key(args), *((name, _key((one,))) for name, one in kwargs.items()))
+            key = (number, _key(args), *((name, _key((value,))) for name, value in kwargs.items()))
         except TypeError:  # an argument of a kind that no layout says
             return func(*args, **kwargs)
-        found = self._kept.get(key)
-        if found is None:
+        cached = self._kept.get(key)
+        if cached is None:
             out = func(*args, **kwargs)
             self.number = len(self._kept)
             self._kept[key] = _kept(out, args), self.number
             return out
-        kept, self.number = found
-        if kept is _NOT_KEPT:
+        layouts, self.number = cached
+        if layouts is _NOT_KEPT:
             return func(*args, **kwargs)
-        if type(kept) is tuple:
-            size, stride, dtype = kept
+        if type(layouts) is tuple:
+            size, stride, dtype = layouts
             return torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        return tuple(one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META) for one in kept)
+        return tuple(
+            layout and torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=_META) for layout in layouts
+        )
 
 
 def makes_new(func: Any) -> bool:
@@ -107,24 +109,24 @@ def makes_new(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func in SHORTCUTS or func is _aten._unsafe_view.default:
         return False
     schema = func._schema
-    return not any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+    return not any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
 
 
 def _key(values: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for one in values:
-        kind = type(one)
+    key: list[Any] = []
+    for value in values:
+        kind = type(value)
         if kind in _TENSORS:
-            if not one.shape:  # a number's type may give way to another's: which, no layout says
+            if not value.shape:  # a number's type may give way to another's: which, no layout says
                 raise TypeError(kind)
-            found.append((one.shape, one.stride(), one.dtype, one.is_meta))
+            key.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif kind in _PLAIN:
-            found.append((kind, one))  # 1, 1.0 and True are equal
+            key.append((kind, value))  # 1, 1.0 and True are equal
         elif kind is list or kind is tuple or kind is torch.Size:
-            found.append(_key(one))
+            key.append(_key(value))
         else:
             raise TypeError(kind)
-    return tuple(found)
+    return tuple(key)
 
 
 def _kept(out: Any, args: tuple[Any, ...]) -> Any:
@@ -132,20 +134,20 @@ def _kept(out: Any, args: tuple[Any, ...]) -> Any:
     single = isinstance(out, torch.Tensor)
     if not single and not isinstance(out, tuple):
         return _NOT_KEPT
-    given = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+    given = {argument.untyped_storage()._cdata for argument in args if isinstance(argument, torch.Tensor)}
     layouts: list[_Layout | None] = []
-    for one in (out,) if single else out:
-        if one is None:
+    for tensor in (out,) if single else out:
+        if tensor is None:
             layouts.append(None)
             continue
-        if type(one) is not torch.Tensor or not one.is_meta or one.storage_offset():
+        if type(tensor) is not torch.Tensor or not tensor.is_meta or tensor.storage_offset():
             return _NOT_KEPT
-        storage = one.untyped_storage()
+        storage = tensor.untyped_storage()
         if storage._cdata in given:
             return _NOT_KEPT
         given.add(storage._cdata)
-        again = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
-        if again.untyped_storage().nbytes() != storage.nbytes():
+        replica = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+        if replica.untyped_storage().nbytes() != storage.nbytes():
             return _NOT_KEPT
-        layouts.append((one.shape, one.stride(), one.dtype))
+        layouts.append((tensor.shape, tensor.stride(), tensor.dtype))
     return layouts[0] if single else layouts

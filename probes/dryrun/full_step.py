@@ -25,7 +25,7 @@ class Shards(Protocol):
     def stepping(self) -> AbstractContextManager[Any]:
         """Entered around the optimizer's run on the full model's parameters."""
 
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
         """This rank's part of the parameter, on meta."""
 
 
@@ -37,8 +37,8 @@ class Whole:
     def stepping(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"))
+    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty(trainable.shape, dtype=trainable.dtype, device="meta"))
 
 
 @dataclass(kw_only=True)
@@ -60,37 +60,37 @@ class OptimizerRun:
         self.shards = shards
         self.operators, self.layers = trace.operators, layers
         self.parameters = [
-            (one.name, layer, one, shards.parameter(one))
-            for one, layer in layers.unrolled(trace.trainables, lambda one: one.layer)
+            (trainable.name, layer, trainable, shards.parameter(trainable))
+            for trainable, layer in layers.unrolled(trace.trainables, lambda trainable: trainable.layer)
         ]
 
     def _gradients(self) -> dict[tuple[str, int | None], torch.Tensor]:
         """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
         members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
-        found = {}
+        gradients = {}
         for _, layer, trainable, parameter in self.parameters:
             if trainable.has_gradient and trainable.gradient is None:
                 members.setdefault((trainable.gradient_of, layer), []).append(parameter)
             elif trainable.gradient is not None:
-                found[trainable.gradient_of, layer] = _laid_out_otherwise(trainable, parameter)
+                gradients[trainable.gradient_of, layer] = _laid_out_otherwise(trainable, parameter)
         for key, parameters in members.items():
-            flat = torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device="meta")
+            flat = torch.empty(sum(member.numel() for member in parameters), dtype=parameters[0].dtype, device="meta")
             offset = 0
-            for one in parameters:
-                one.grad = flat[offset : offset + one.numel()].view(one.shape)
-                offset += one.numel()
-            found[key] = flat
-        return found
+            for member in parameters:
+                member.grad = flat[offset : offset + member.numel()].view(member.shape)
+                offset += member.numel()
+            gradients[key] = flat
+        return gradients
 
     def steps(self, count: int) -> list[StepEvents]:
         """Events of each of `count` optimizer steps; numbers are shared between the steps."""
         holder = torch.nn.Module()
-        holder.list = torch.nn.ParameterList([one[-1] for one in self.parameters])
-        wide = [parameter for _, _, one, parameter in self.parameters if one.wide]
+        holder.list = torch.nn.ParameterList([entry[-1] for entry in self.parameters])
+        wide = [parameter for _, _, trainable, parameter in self.parameters if trainable.wide]
         optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
         scaler = make_scaler(self.setup, "meta")
         tracker = self.shards.tracker("meta", temporaries=temporaries())
-        found: list[StepEvents] = []
+        steps: list[StepEvents] = []
         numbers: dict[int, int] = {}
         owners: dict[int, tuple[str, str]] = {}
         for parameter in holder.parameters():
@@ -99,13 +99,13 @@ class OptimizerRun:
             gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
-            tracker.log = self.operators if self.operators is not None and len(found) == count - 1 else None
+            tracker.log = self.operators if self.operators is not None and len(steps) == count - 1 else None
             if tracker.log is not None:
                 tracker.log.begin_full_step(self.layers)
             with self.shards.stepping(), quick_checks(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
             own_optimizer_state(tracker, optimizer, owners)
-            found.append(
+            steps.append(
                 StepEvents(
                     events=tracker.events[first:],
                     origins=tracker.origins,
@@ -115,17 +115,17 @@ class OptimizerRun:
                 )
             )
         tracker.close()
-        return found
+        return steps
 
 
-def _laid_out_otherwise(one: Trainable, parameter: torch.nn.Parameter) -> torch.Tensor:
+def _laid_out_otherwise(trainable: Trainable, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Gives `parameter` (a DTensor) its gradient of another layout; returns the gradient's local tensor."""
     from torch.distributed.tensor import DTensor
 
-    assert one.gradient is not None
-    shape, placements = one.gradient
-    storage = torch.empty(shape, dtype=one.dtype, device="meta")
+    assert trainable.gradient is not None
+    shape, placements = trainable.gradient
+    storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
     parameter.grad = DTensor.from_local(
-        storage, one.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        storage, trainable.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return storage

@@ -61,7 +61,7 @@ class Attention(NamedTuple):
         if not emulated_autocast_enabled():
             return self
         dtype = emulated_autocast_dtype()
-        query, key, value = (cached_cast(one, dtype) for one in self[:3])
+        query, key, value = (cached_cast(tensor, dtype) for tensor in self[:3])
         mask = self.attn_mask
         if mask is not None and mask.is_floating_point():
             mask = cached_cast(mask, dtype)
@@ -192,7 +192,7 @@ def _flash_padded(
     scale = 1.0 / math.sqrt(head) if scale is None else scale
     if head % 8:
         pad = (0, 8 - head % 8)
-        query, key, value = (torch.nn.functional.pad(one, pad) for one in (query, key, value))
+        query, key, value = (torch.nn.functional.pad(tensor, pad) for tensor in (query, key, value))
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
     return out[..., :head] if head % 8 else out
 
@@ -239,7 +239,7 @@ def _flash_dtype(module: torch.nn.Module) -> torch.dtype:
     config: Any = module.config
     if hasattr(config, "_is_quantized") and config.dtype is not None:
         return config.dtype
-    return next(one for one in module.modules() if isinstance(one, torch.nn.Linear)).weight.dtype
+    return next(submodule for submodule in module.modules() if isinstance(submodule, torch.nn.Linear)).weight.dtype
 
 
 def _legacy_flash(log: KernelLog) -> Any:
@@ -256,7 +256,7 @@ def _legacy_flash(log: KernelLog) -> Any:
         **kwargs: Any,
     ) -> torch.Tensor:
         log.note("flash-attention-2")
-        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = _flash_padded(query, key, value, dropout, is_causal, kwargs.get("softmax_scale"))
         return out.transpose(1, 2)
 
@@ -289,7 +289,7 @@ def kernels_of(log: KernelLog, config: Any) -> AbstractContextManager[None]:
 def _modelings(config: Any) -> Iterator[ModuleType]:
     """transformers' modules with the model class of `config`, and with that of its text where that is another."""
     names = (
-        type(one).__module__.replace(".configuration_", ".modeling_") for one in (config, config.get_text_config())
+        type(part).__module__.replace(".configuration_", ".modeling_") for part in (config, config.get_text_config())
     )
     for name in dict.fromkeys(names):
         if importlib.util.find_spec(name):

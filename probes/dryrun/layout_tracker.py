@@ -78,9 +78,9 @@ class LayoutTracker(Tracker):
         would be."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._alive.pop(key, None)
-        if known is not None:
-            self.events.append(Free(known[0]))
+        entry = self._alive.pop(key, None)
+        if entry is not None:
+            self.events.append(Free(entry[0]))
         self._host[key] = weakref.ref(storage, lambda _: self._host.pop(key, None))
 
     def _copied_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,9 +103,9 @@ class LayoutTracker(Tracker):
 
         def told(storage: Any) -> None:
             if storage.device.type == self.device_type:
-                known = self._alive.pop(storage._cdata, None)
-                if known is not None:
-                    self.events.append(Free(known[0]))
+                entry = self._alive.pop(storage._cdata, None)
+                if entry is not None:
+                    self.events.append(Free(entry[0]))
                 if storage.nbytes():
                     self._follow(storage, storage._cdata, storage.nbytes(), GATHERED)
 
@@ -143,19 +143,19 @@ class LayoutTracker(Tracker):
     def keep_all_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
         """FSDP2's CPUOffloadPolicy: the parameters lie in the host's memory, where the optimizer steps."""
         self.host_phases = frozenset({"step"})
-        for one in parameters:
-            self.keep_on_host(local(one))
+        for parameter in parameters:
+            self.keep_on_host(local(parameter))
 
 
-def resizes(told: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Within it `told` hears of every storage that has another size, as FSDP2 gives its gathered weights."""
+def resizes(on_resize: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Within it `on_resize` hears of every storage that has another size, as FSDP2 gives its gathered weights."""
     plain = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
         before = storage.nbytes()
         done = plain(storage, size)
         if size != before:
-            told(storage)
+            on_resize(storage)
         return done
 
     return replaced([(torch.UntypedStorage, "resize_", resize_)])
@@ -211,10 +211,12 @@ def _laid_out_alike(args: Any) -> Any:
 
     changed = args[0]
     return tuple(
-        [alike(*pair) for pair in zip(one, changed, strict=True)]
-        if isinstance(one, (list, tuple)) and len(one) == len(changed) and isinstance(one[0], torch.Tensor)
-        else one
-        for one in args
+        [alike(*pair) for pair in zip(argument, changed, strict=True)]
+        if isinstance(argument, (list, tuple))
+        and len(argument) == len(changed)
+        and isinstance(argument[0], torch.Tensor)
+        else argument
+        for argument in args
     )
 
 

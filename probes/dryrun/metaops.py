@@ -147,4 +147,6 @@ def in_place_updates() -> None:
     """Tells that bitsandbytes' optimizers change their arguments in place."""
     names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
     operators = [getattr(torch.ops.bitsandbytes, name, None) for name in names]
-    register_in_place(*(one.default for one in operators if one is not None))  # before 0.47 they are no operators
+    register_in_place(
+        *(operator.default for operator in operators if operator is not None)
+    )  # before 0.47 they are no operators

@@ -85,11 +85,11 @@ class OperatorLog:
             self.operators.append(Operator(name))
             return number
         made = _operator(name, args, kwargs, out)
-        found = self._known.get(made)
-        if found is None:
-            found = self._known[made] = len(self.operators)
+        index = self._known.get(made)
+        if index is None:
+            index = self._known[made] = len(self.operators)
             self.operators.append(made)
-        return found
+        return index
 
     def launched(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """A kernel that no operator launches."""
@@ -113,7 +113,7 @@ class OperatorLog:
             if phase == "step":
                 begin = next(place for place, name, _ in self.marks if name == "step")
                 del self.calls[begin:]
-                self.marks = [one for one in self.marks if one[0] <= begin and one[1] != "step"]
+                self.marks = [entry for entry in self.marks if entry[0] <= begin and entry[1] != "step"]
                 tracker.log = self
             mark(phase, layer)
 
@@ -159,18 +159,18 @@ def _operator(name: str, args: Any, kwargs: Any, out: Any) -> Operator:
 def _collect(values: Any, layouts: list[Layout], numbers: list[float]) -> int:
     """Adds what `values` hold; returns how many tensors lie in long lists, each of which is one layout."""
     many = 0
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            if one.dim() or not numbers:
-                layouts.append(layout_of(one))
-        elif isinstance(one, _NUMBERS):
-            numbers.append(float(one) if math.isfinite(one) else 0.0)  # a file holds no infinity
-        elif isinstance(one, (list, tuple)):
-            if len(one) >= _MANY and type(one) is list and isinstance(one[0], torch.Tensor):
-                many += len(one)
-                layouts.append(Layout((sum(each.numel() for each in one),), (1,), _name(one[0].dtype)))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.dim() or not numbers:
+                layouts.append(layout_of(value))
+        elif isinstance(value, _NUMBERS):
+            numbers.append(float(value) if math.isfinite(value) else 0.0)  # a file holds no infinity
+        elif isinstance(value, (list, tuple)):
+            if len(value) >= _MANY and type(value) is list and isinstance(value[0], torch.Tensor):
+                many += len(value)
+                layouts.append(Layout((sum(each.numel() for each in value),), (1,), _name(value[0].dtype)))
             else:
-                many += _collect(one, layouts, numbers)
+                many += _collect(value, layouts, numbers)
     return many
 
 
@@ -190,15 +190,15 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
     if len(log.micro_batches) == 1:
         counts = Counter(_gradient_layouts(trainables, layers))
         sums = {len(log.operators) + place: count for place, count in enumerate(counts.values())}
-        log.operators += [Operator("aten.add_.Tensor", (one, one), (one,)) for one in counts]
-    held = (None, *(layers.of if layers else (one for one in log.modules if one is not None)))
+        log.operators += [Operator("aten.add_.Tensor", (layout, layout), (layout,)) for layout in counts]
+    module_layers = (None, *(layers.of if layers else (layer for layer in log.modules if layer is not None)))
     return Program(
         operators=log.operators,
-        segments=[one for _, one in (*micro, *optimizer)],
+        segments=[segment for _, segment in (*micro, *optimizer)],
         micro_batch=[*(range(len(micro)) if layers is None else _unrolled(micro, layers))],
         step=[*range(len(micro), len(micro) + len(optimizer))],
         added=sums,
-        num_modules=sum(log.modules.get(layer, 0) for layer in held),
+        num_modules=sum(log.modules.get(layer, 0) for layer in module_layers),
     )
 
 
@@ -212,10 +212,14 @@ def _unrolled(segments: Sequence[tuple[int | None, Segment]], layers: LayerMap) 
 
 def _gradient_layouts(trainables: Sequence[Any], layers: LayerMap | None) -> list[Layout]:
     """Layouts of the full model's gradients."""
-    every = trainables if layers is None else [one for one, _ in layers.unrolled(trainables, lambda one: one.layer)]
-    found = []
-    for one in every:
-        if one.has_gradient:
-            stride = torch.empty(one.shape, device="meta").stride()
-            found.append(Layout(tuple(one.shape), stride, _name(one.dtype)))
-    return found
+    every = (
+        trainables
+        if layers is None
+        else [trainable for trainable, _ in layers.unrolled(trainables, lambda trainable: trainable.layer)]
+    )
+    layouts = []
+    for trained in every:
+        if trained.has_gradient:
+            stride = torch.empty(trained.shape, device="meta").stride()
+            layouts.append(Layout(tuple(trained.shape), stride, _name(trained.dtype)))
+    return layouts

@@ -30,7 +30,7 @@ def reductions(num_sms: int, threads_per_sm: int) -> dict[Any, Temporaries]:
         tensor, dims = args[0], args[1]
         if not dims or not tensor.numel() or tensor.numel() >= 1 << 31:
             return ()
-        return buffers(tensor.shape, tensor.stride(), {one % tensor.dim() for one in dims}, num_sms * threads_per_sm)
+        return buffers(tensor.shape, tensor.stride(), {dim % tensor.dim() for dim in dims}, num_sms * threads_per_sm)
 
     return {torch.ops.aten.sum.dim_IntList: partial_sums, torch.ops.aten.mean.dim: partial_sums}
 
@@ -60,17 +60,17 @@ def buffers(shape: Iterable[int], strides: Iterable[int], dims: set[int], num_th
 
 def _joined(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Strides and sizes, the fastest first, with those that go on where another ends as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for stride, size in dims:
-        if found and found[-1][0] * found[-1][1] == stride:
-            found[-1] = (found[-1][0], found[-1][1] * size)
+        if joined and joined[-1][0] * joined[-1][1] == stride:
+            joined[-1] = (joined[-1][0], joined[-1][1] * size)
         elif size > 1:
-            found.append((stride, size))
-    return found
+            joined.append((stride, size))
+    return joined
 
 
 def _block(outputs: int, inputs: int, most: int) -> tuple[int, int]:
     """Threads of a block along the outputs and along the inputs (`set_block_dimension`)."""
-    width, most_height = (min(1 << (max(one, 1).bit_length() - 1), most) for one in (outputs, inputs))
+    width, most_height = (min(1 << (max(size, 1).bit_length() - 1), most) for size in (outputs, inputs))
     height = min(most_height, most // min(width, _WARP))
     return min(width, most // height), height

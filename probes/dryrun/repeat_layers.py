@@ -58,7 +58,7 @@ def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Sha
     """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
 
     Raises:
-        SpliceError: a reference between layers does not repeat.
+        RepetitionError: a reference between layers does not repeat.
     """
     return _Splicer(trace, layers, setup, shards or Whole()).run()
 
@@ -91,7 +91,7 @@ class _Splicer:
         steps = iter(OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
         step = 0
         for (phase, _, in_layers), group in groupby(
-            self.segments, lambda one: (one.phase, one.occurrence, one.layer is not None)
+            self.segments, lambda member: (member.phase, member.occurrence, member.layer is not None)
         ):
             self.events.append(Phase(phase))
             if in_layers:
@@ -118,11 +118,11 @@ class _Splicer:
 
     def _repeat(self, group: list[_Segment]) -> None:
         """One pass through the layers, of the full model now."""
-        missing = {one.layer for one in group} ^ set(range(len(self.layers.full)))
+        missing = {member.layer for member in group} ^ set(range(len(self.layers.full)))
         if missing:
             raise RepetitionError(f"{group[0].phase} passes through some layers only: not {missing}")
         descends = (group[0].layer or 0) > (group[-1].layer or 0)
-        for segment, layer in self.layers.unrolled(group, lambda one: one.layer):
+        for segment, layer in self.layers.unrolled(group, lambda member: member.layer):
             copies = self.layers.full[self.layers.of[layer or 0]]
             self._emit(segment, layer, last=layer == (copies[0] if descends else copies[-1]))
 
@@ -133,12 +133,12 @@ class _Splicer:
         single = self.single.get((number, layer))
         if single is not None:
             return single
-        home, place = self.home[number]
-        if home.layer is None:
+        maker, place = self.home[number]
+        if maker.layer is None:
             layer = None
-        elif layer is None and len(self.layers.full[home.layer]) == 1:
-            layer = self.layers.full[home.layer][0]
-        first = self.first.get((id(home), layer))
+        elif layer is None and len(self.layers.full[maker.layer]) == 1:
+            layer = self.layers.full[maker.layer][0]
+        first = self.first.get((id(maker), layer))
         if first is None:
             raise RepetitionError(f"a storage of {self._op(number)} is released before it exists")
         return first + place
@@ -185,7 +185,7 @@ class _Splicer:
     ) -> Iterator[Event]:
         """What happens to others' storages; `last`: no copy of the segment follows."""
         for_all = layer is None or self._ends_the_graph(segment)
-        for (number, kind), made_by in self._of_every_layer(hole) if for_all else ((one, None) for one in hole):
+        for (number, kind), made_by in self._of_every_layer(hole) if for_all else ((entry, None) for entry in hole):
             if made_by is not None:
                 yield self._release(number, made_by)
             elif kind == _ONCE:
@@ -201,34 +201,34 @@ class _Splicer:
     def _of_every_layer(self, hole: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
         """`hole` with a release of what a layer made as those of all its copies, each with its layer."""
 
-        def layer_of(one: tuple[int, int]) -> int | None:
-            return self.home[one[0]][0].layer if one[1] == _ELSEWHERE else None
+        def layer_of(entry: tuple[int, int]) -> int | None:
+            return self.home[entry[0]][0].layer if entry[1] == _ELSEWHERE else None
 
         return self.layers.unrolled(hole, layer_of)
 
     def _of_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> Iterator[Event]:
         """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
-        home, place = self.home[number]
-        assert home.layer is not None
+        maker, place = self.home[number]
+        assert maker.layer is not None
         assert segment.layer is not None
-        distance = home.layer - segment.layer
+        distance = maker.layer - segment.layer
         if abs(distance) <= 1:
-            yield self._release(self._twin(home, place, layer + distance), layer + distance)
+            yield self._release(self._twin(maker, place, layer + distance), layer + distance)
             return
-        copies = self.layers.full[home.layer]
+        copies = self.layers.full[maker.layer]
         if len(copies) != 1:
             raise RepetitionError(
-                f"layer {segment.layer} releases what layer {home.layer} made, which stands for several"
+                f"layer {segment.layer} releases what layer {maker.layer} made, which stands for several"
             )
         if last:
             yield self._release(number, copies[0])
 
-    def _twin(self, home: _Segment, place: int, layer: int) -> int:
-        """The number in the run of what a layer of the full model made where the layer of `home` made its own."""
+    def _twin(self, maker: _Segment, place: int, layer: int) -> int:
+        """The number in the run of what a layer of the full model made where the layer of `maker` made its own."""
         run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
-        duplicate = self.duplicates.get((home.occurrence, home.phase, home.nth, run))
-        if duplicate is None or (duplicate is not home and duplicate.pattern.sizes != home.pattern.sizes):
-            raise RepetitionError(f"layer {run} allocates otherwise than layer {home.layer} in {home.phase}")
+        duplicate = self.duplicates.get((maker.occurrence, maker.phase, maker.nth, run))
+        if duplicate is None or (duplicate is not maker and duplicate.pattern.sizes != maker.pattern.sizes):
+            raise RepetitionError(f"layer {run} allocates otherwise than layer {maker.layer} in {maker.phase}")
         return duplicate.numbers[place]
 
     def _ends_the_graph(self, segment: _Segment) -> bool:
@@ -238,8 +238,8 @@ class _Splicer:
         if segment.layer != 0 or segment.phase != "backward":
             return False
         if id(segment) not in self._graph_ends:
-            homes = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _ELSEWHERE]
-            self._graph_ends[id(segment)] = any((home.layer or 0) > 1 for home in homes)
+            makers = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _ELSEWHERE]
+            self._graph_ends[id(segment)] = any((maker.layer or 0) > 1 for maker in makers)
         return self._graph_ends[id(segment)]
 
     # Segments that are no layer's
@@ -287,9 +287,9 @@ class _Splicer:
 
     def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> Event:
         """A layer's gradient may be made while its neighbour runs."""
-        home, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
-        if layer is not None and home is not None and run is not None:
-            layer += home - run
+        maker_layer, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
+        if layer is not None and maker_layer is not None and run is not None:
+            layer += maker_layer - run
         return self._release(of_parameter[name], layer)
 
     def _parameter_bytes(self) -> int:
@@ -353,8 +353,8 @@ def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: 
     parted = _Parting()
     for event in events:
         parted.add(event, trace.origins)
-    found = [trace.origins[number] for number in parted.numbers]
-    owners = {place: trace.owners[one] for place, one in enumerate(parted.numbers) if one in trace.owners}
+    origins = [trace.origins[number] for number in parted.numbers]
+    owners = {place: trace.owners[number] for place, number in enumerate(parted.numbers) if number in trace.owners}
     return _Segment(
         phase=phase,
         layer=layer,
@@ -363,9 +363,9 @@ def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: 
         events=events,
         pattern=Pattern(
             runs=parted.runs,
-            sizes=[one.size_bytes for one in found],
+            sizes=[origin.size_bytes for origin in origins],
             left=[*parted.places.values()],
-            origins=found,
+            origins=origins,
             owners=owners,
         ),
         holes=parted.holes,
@@ -375,13 +375,13 @@ def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: 
 
 def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str, int]]:
     """For each optimizer step, parameter name -> storage of its gradient."""
-    found: list[dict[str, int]] = [{}]
+    gradients: list[dict[str, int]] = [{}]
     for segment in segments:
         if segment.phase == "step":
-            found.append({})
+            gradients.append({})
             continue
         for number in segment.numbers:
             owner = trace.owners.get(number)
             if owner is not None and owner[0] == "gradients":
-                found[-1][owner[1]] = number
-    return found[:-1]
+                gradients[-1][owner[1]] = number
+    return gradients[:-1]

@@ -36,9 +36,9 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
     hides something of the row and nothing of a shorter one."""
     tokens, row = setup.micro_batch_seqs * setup.seq_len_tokens, setup.seq_len_tokens
     plain = setup.num_gpus == 1 and setup.aim.supervised and not setup.packing and setup.images is None
-    mixers = [one.attention for one in model.layer_kinds if one.attention is not None]
-    shortest = max(SHORTEST[one.kind] for one in mixers)
-    hiding = any(one.window_tokens is not None and shortest < one.window_tokens <= row for one in mixers)
+    mixers = [layer.attention for layer in model.layer_kinds if layer.attention is not None]
+    shortest = max(SHORTEST[mixer.kind] for mixer in mixers)
+    hiding = any(mixer.window_tokens is not None and shortest < mixer.window_tokens <= row for mixer in mixers)
     if not plain or hiding or setup.kind.form in ("prompt", "prefix"):
         return ()
     lengths: list[int] = []
@@ -47,50 +47,50 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
             lengths.append(length)
     if len(lengths) < 3:
         return ()
-    return tuple(setup.replace(seq_len_tokens=one, micro_batch_seqs=tokens // one) for one in lengths)
+    return tuple(setup.replace(seq_len_tokens=seq_len, micro_batch_seqs=tokens // seq_len) for seq_len in lengths)
 
 
 def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup: TrainSetup) -> DryRunReport:
     """The report of `setup` from those of its shorter rows, the longest last."""
-    lengths = [one.seq_len_tokens for one in setups]
+    lengths = [shortened.seq_len_tokens for shortened in setups]
     weights = _weights(lengths, setup.seq_len_tokens)
 
     def together(values: Sequence[float]) -> float:
         return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
     def summed(tables: Sequence[Mapping[Any, float]]) -> dict[Any, int]:
-        keys = dict.fromkeys(key for one in reversed(tables) for key in one)
-        return {key: round(together([one.get(key, 0) for one in tables])) for key in keys}
+        keys = dict.fromkeys(key for table in reversed(tables) for key in table)
+        return {key: round(together([table.get(key, 0) for table in tables])) for key in keys}
 
-    predictions = [one.prediction for one in reports]
-    phases = summed([one.phase_peaks_bytes for one in predictions])
-    groups = {name: summed([one.phase_groups.get(name, {}) for one in reports]) for name in phases}
+    predictions = [report.prediction for report in reports]
+    phases = summed([prediction.phase_peaks_bytes for prediction in predictions])
+    groups = {name: summed([report.phase_groups.get(name, {}) for report in reports]) for name in phases}
     peak_phase = max(phases, key=lambda name: phases[name])
     last = predictions[-1]
     gap = last.peak_reserved_bytes / last.peak_allocated_bytes
-    outside = last.peak_device_bytes - last.peak_reserved_bytes
+    overhead_bytes = last.peak_device_bytes - last.peak_reserved_bytes
     peak = phases[peak_phase]
     terms = [
         replace(last.terms[0], category=category, name=name, size_bytes=size, phases=(peak_phase,))
         for (category, name), size in groups[peak_phase].items()
         if size
     ]
-    times = [one.step_time_s for one in predictions]
-    time_s = together([one for one in times if one is not None]) if None not in times else None
+    times = [prediction.step_time_s for prediction in predictions]
+    time_s = together([step_s for step_s in times if step_s is not None]) if None not in times else None
     prediction = replace(
         last,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=round(peak * gap),
-        peak_device_bytes=round(peak * gap) + outside,
+        peak_device_bytes=round(peak * gap) + overhead_bytes,
         peak_phase=peak_phase,
         phase_peaks_bytes=phases,
-        terms=tuple(sorted(terms, key=lambda one: -one.size_bytes)),
+        terms=tuple(sorted(terms, key=lambda term: -term.size_bytes)),
         step_time_s=time_s,
         tokens_per_s=setup.tokens_per_step / time_s if time_s else None,
         time_parts_s={},
         notes=(*last.notes, _note(lengths, setup)),
     )
-    seconds = sum(one.elapsed_s for one in reports)
+    seconds = sum(report.elapsed_s for report in reports)
     return replace(reports[-1], prediction=prediction, phase_groups=groups, program=None, elapsed_s=seconds)
 
 
@@ -105,14 +105,14 @@ def _note(lengths: Sequence[int], setup: TrainSetup) -> str:
 def _weights(lengths: Sequence[int], length: int) -> list[float]:
     """The factors of the values at `lengths` whose sum is the value at `length` of any a + b / l + c l: Lagrange's, of
     the quadratic l f(l)."""
-    found = []
-    for one in lengths:
-        factor = one / length
+    weights = []
+    for node in lengths:
+        factor = node / length
         for other in lengths:
-            if other != one:
-                factor *= (length - other) / (one - other)
-        found.append(factor)
-    return found
+            if other != node:
+                factor *= (length - other) / (node - other)
+        weights.append(factor)
+    return weights
 
 
 def walks_through_tokens(raw_config: Mapping[str, Any]) -> bool:

@@ -42,16 +42,19 @@ def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report,
     """
     degree = setup.pipeline_degree
     config = load_config(raw_config)
-    found: dict[int, DryRunReport] = {}
+    reports: dict[int, DryRunReport] = {}
     for stage in stages_of(degree):
         part = stage_config(config, degree, stage)
         # FSDP2 reduces all layers' gradients behind the last micro-batch, which repeats no layer's events
         plan = plan_depth(part, checkpointing=setup.checkpointing, full_depth=full_depth or setup.data_degree > 1)
         with fake_world(setup.num_gpus, rank=stage * setup.data_degree):
-            found[stage] = report(plan, PipelineWorld(setup, stage))
-    worst = max(found, key=lambda stage: found[stage].prediction.peak_allocated_bytes)
-    chosen = found[worst]
-    peaks = ", ".join(f"{stage + 1}: {one.prediction.peak_allocated_bytes:,} bytes" for stage, one in found.items())
+            reports[stage] = report(plan, PipelineWorld(setup, stage))
+    worst = max(reports, key=lambda stage: reports[stage].prediction.peak_allocated_bytes)
+    chosen = reports[worst]
+    peaks = ", ".join(
+        f"{stage + 1}: {stage_report.prediction.peak_allocated_bytes:,} bytes"
+        for stage, stage_report in reports.items()
+    )
     note = f"stage {worst + 1} of {degree} holds the most; allocated peaks by stage: {peaks}"
     return replace(chosen, prediction=replace(chosen.prediction, notes=(*chosen.prediction.notes, note)))
 

@@ -67,10 +67,10 @@ class Late:
 
     __call__ = __mro_entries__ = needed
 
-    def __instancecheck__(self, one: object) -> bool:
+    def __instancecheck__(self, instance: object) -> bool:
         return False
 
-    def __subclasscheck__(self, one: type) -> bool:
+    def __subclasscheck__(self, subclass: type) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -127,8 +127,8 @@ def stand_in() -> None:
 # What the compiler is asked while nothing is compiled: its marks are for it alone.
 
 
-def _same(one: Any) -> Any:
-    return one
+def _same(value: Any) -> Any:
+    return value
 
 
 def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
@@ -145,19 +145,19 @@ vars(_CONFIG)["error_on_nested_fx_trace"] = True  # of which checkpointing notes
 
 def _of_plain(types: set[type], answer: Callable[..., Any] = _same) -> Callable[..., Any]:
     def ask(*args: Any) -> Any:
-        return answer(*args) if all(type(one) in types for one in args) else needed()
+        return answer(*args) if all(type(argument) in types for argument in args) else needed()
 
     return ask
 
 
 def _equal(left: Any, right: Any) -> Any:
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
-        return len(left) == len(right) and all(_equal(one, other) for one, other in zip(left, right, strict=True))
+        return len(left) == len(right) and all(_equal(member, other) for member, other in zip(left, right, strict=True))
     return left == right if type(left) is int and type(right) is int else needed()
 
 
-def _free_symbols(one: Any) -> Any:
-    return needed() if getattr(one, "_has_symbolic_sizes_strides", True) else ()  # no tensor, or of symbolic shape
+def _free_symbols(value: Any) -> Any:
+    return needed() if getattr(value, "_has_symbolic_sizes_strides", True) else ()  # no tensor, or of symbolic shape
 
 
 _CONDITIONS = (
@@ -176,8 +176,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("free_symbols", "free_unbacked_symbols"), _free_symbols),
         "guard_int": _of_plain({int}),
         "guarding_hint_or_throw": _of_plain({int, bool}),
-        "has_guarding_hint": _of_plain(_NUMBERS, lambda one: True),
-        "is_nested_int": _of_plain(_NUMBERS, lambda one: False),
+        "has_guarding_hint": _of_plain(_NUMBERS, lambda value: True),
+        "is_nested_int": _of_plain(_NUMBERS, lambda value: False),
         "sym_and": _of_plain({bool}, lambda *all_: functools.reduce(operator.and_, all_)),
         "sym_or": _of_plain({bool}, lambda *all_: functools.reduce(operator.or_, all_)),
         "sym_eq": _equal,

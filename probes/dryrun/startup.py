@@ -65,10 +65,12 @@ def _import_models() -> None:
     def answer(module_path: str, prefix: str | None = None) -> Any:
         if prefix is not None or Path(module_path) != folder / "__init__.py":
             return ask(module_path, prefix)
-        asked = ask(folder, prefix="models")  # kept by transformers, which has put other modules' names beside them
+        structure = ask(folder, prefix="models")  # kept by transformers, which has put other modules' names beside them
         return {
-            needs: {name.removeprefix("models."): found for name, found in part.items() if name.startswith("models.")}
-            for needs, part in asked.items()
+            needs: {
+                name.removeprefix("models."): exports for name, exports in part.items() if name.startswith("models.")
+            }
+            for needs, part in structure.items()
         }
 
     with mock.patch.object(import_utils, "define_import_structure", answer):
@@ -80,7 +82,7 @@ def _compile_later(compile_now: Callable[..., Any]) -> Callable[..., Any]:
 
     def decorate(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         if function is None:
-            return lambda one: decorate(one, **options)
+            return lambda decorated: decorate(decorated, **options)
         compiled: list[Callable[..., Any]] = []
 
         @wraps(function)

@@ -142,7 +142,7 @@ class _Steps:
         from torch.distributed.tensor._ops._math_ops import _NormPartial
 
         def norm_of(parameters: list[Any]) -> torch.Tensor:
-            norms = torch._foreach_norm([local(one.grad) for one in parameters])
+            norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters])
             stacked = torch.stack(norms)
             mesh = getattr(parameters[0], "device_mesh", None)
             if mesh is None:
@@ -154,19 +154,21 @@ class _Steps:
         with mock.patch.object(step, "norm_of", norm_of), untracked_trials():
             yield
 
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
         """See `full_step.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
         where the gradient is laid out otherwise."""
-        part = torch.empty(one.local_shape, dtype=one.dtype, device="meta")
-        if one.gradient is not None:
+        part = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
+        if trainable.gradient is not None:
             from torch.distributed.tensor import DTensor
 
-            stride = torch.empty(one.shape, device="meta").stride()
+            stride = torch.empty(trainable.shape, device="meta").stride()
             return torch.nn.Parameter(
-                DTensor.from_local(part, one.mesh, one.placements, run_check=False, shape=one.shape, stride=stride)
+                DTensor.from_local(
+                    part, trainable.mesh, trainable.placements, run_check=False, shape=trainable.shape, stride=stride
+                )
             )
         plain: Any = torch.nn.Parameter(part)
-        if one.mesh is not None:
-            plain.device_mesh = one.mesh
+        if trainable.mesh is not None:
+            plain.device_mesh = trainable.mesh
         parameter: torch.nn.Parameter = plain
         return parameter

@@ -163,7 +163,7 @@ def trace_run(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
         layout, owners = stack.enter_context(_loaded(tracker, model, reference, world))
-        known: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
+        fields: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
         if workspaces:
             tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
@@ -173,15 +173,15 @@ def trace_run(
     if operators is not None:
         prefix = _layer_prefix(model)
         operators.modules = Counter(_layer_in(name, prefix) for name, _ in model.named_modules())
-    known |= {"attention": attention, "notes": notes, "operators": operators}
-    return _recorded(tracker, model, setup, owners, gradients, log=log, **known)
+    fields |= {"attention": attention, "notes": notes, "operators": operators}
+    return _recorded(tracker, model, setup, owners, gradients, log=log, **fields)
 
 
 def trace_samples(
     config: Any, setups: Sequence[TrainSetup], *, capability: tuple[int, int], num_layers: int
 ) -> list[Trace]:
     """`trace_run` of one step on one GPU for setups that differ in their samples alone: the model is built once."""
-    first, found = setups[0], []
+    first, traces = setups[0], []
     log = KernelLog(capability=capability, ring=None)
     attention, notes = resolve_attention(config, first)
     with _emulated(log, config, "meta"):
@@ -190,27 +190,27 @@ def trace_samples(
         for setup in setups:
             tracker = Tracker("meta", temporaries=temporaries(), answer=not setup.packing)
             owners = load_all(tracker, model, reference)
-            known: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
+            fields: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
             trainer = make_trainer(model, setup, optimizer_of(model, setup), None, reference)
             tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
             gradients = _train(tracker, trainer, None, owners, log, steps=1)
             tracker.close()
-            known |= {"log": log, "attention": attention, "notes": notes}
-            found.append(_recorded(tracker, model, setup, owners, gradients, **known))
-    return found
+            fields |= {"log": log, "attention": attention, "notes": notes}
+            traces.append(_recorded(tracker, model, setup, owners, gradients, **fields))
+    return traces
 
 
 def _parameter_bytes(tracker: Tracker, model: Any) -> int:
-    held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
-    return sum(one.untyped_storage().nbytes() for one in held)
+    tracked = (parameter for parameter in _unique(model.parameters()) if tracker.identity(parameter) is not None)
+    return sum(parameter.untyped_storage().nbytes() for parameter in tracked)
 
 
 def _recorded(
-    tracker: Tracker, model: Any, setup: TrainSetup, owners: Mapping[int, Owner], gradients: "_Gradients", **known: Any
+    tracker: Tracker, model: Any, setup: TrainSetup, owners: Mapping[int, Owner], gradients: "_Gradients", **fields: Any
 ) -> "Trace":
     """The trace of a run, with what is trained of the model."""
     trace = Trace(
-        events=tracker.events, origins=tracker.origins, owners=owners, layer_prefix=_layer_prefix(model), **known
+        events=tracker.events, origins=tracker.origins, owners=owners, layer_prefix=_layer_prefix(model), **fields
     )
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
@@ -248,21 +248,21 @@ def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log:
     gradients = _Gradients()
     with tracker:
         batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
-        waiting = waiting_inputs(setup, trainer.inner.config, device, beside=len(batches))
-        again = Replay(tracker, model, log) if device == "meta" and layout is None else None
+        waiting = waiting_inputs(setup, trainer.inner.config, device, num_made=len(batches))
+        replay = Replay(tracker, model, log) if device == "meta" and layout is None else None
         operators = tracker.log
         for number in range(steps):
             mark = _marker(tracker, model, owners, gradients)
             if operators is not None and 0 < number == steps - 1:  # the first step also makes the optimizer's states
                 mark = operators.stepping_again(tracker, mark)
-            if again is None:
+            if replay is None:
                 _step(trainer, layout, batches, mark)
-            elif not again.step(trainer, mark):
-                with again.watching_gradients(), first_operators(tracker) as told:
-                    train_step(trainer, batches, again.watching(mark), told(again.micro_batch))
+            elif not replay.step(trainer, mark):
+                with replay.watching_gradients(), first_operators(tracker) as noting:
+                    train_step(trainer, batches, replay.watching(mark), noting(replay.micro_batch))
             own_optimizer_state(tracker, trainer.optimizer, owners)
             tracker.log = None
-        del batches, waiting, again
+        del batches, waiting, replay
     return gradients
 
 
@@ -277,10 +277,10 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
 
     def told(done: Done) -> Done:
         def begins(loss: torch.Tensor | None) -> torch.Tensor | None:
-            found = done(loss)
-            if found is None:
+            copied_loss = done(loss)
+            if copied_loss is None:
                 log.micro_batches.append(len(log.calls))
-            return found
+            return copied_loss
 
         return begins
 
@@ -300,23 +300,23 @@ def _step(trainer: Trainer, layout: Any, batches: Any, mark: Mark) -> None:
 
 def _trainables(trace: Trace, model: Any, setup: TrainSetup, gradients: _Gradients) -> tuple[Trainable, ...]:
     """What is trained, with where its gradient was found."""
-    wide = {id(one) for one in wide_parameters(model, setup)}
+    wide = {id(parameter) for parameter in wide_parameters(model, setup)}
     return tuple(
         Trainable(
             name=name,
             layer=trace.layer_of(name),
-            shape=one.shape,
-            dtype=one.dtype,
+            shape=parameter.shape,
+            dtype=parameter.dtype,
             has_gradient=name in gradients.shared,
             gradient_of=gradients.shared.get(name, ""),
-            local_shape=local(one).shape,
-            mesh=getattr(one, "device_mesh", None),
-            placements=getattr(one, "placements", None),
+            local_shape=local(parameter).shape,
+            mesh=getattr(parameter, "device_mesh", None),
+            placements=getattr(parameter, "placements", None),
             gradient=gradients.otherwise.get(name),
-            wide=id(one) in wide,
+            wide=id(parameter) in wide,
         )
-        for name, one in model.named_parameters()
-        if one.requires_grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     )
 
 
@@ -343,8 +343,8 @@ def _batches(setup: TrainSetup) -> int:
 
 def _unique(parameters: Any) -> list[torch.Tensor]:
     seen: dict[int, torch.Tensor] = {}
-    for one in map(local, parameters):
-        seen.setdefault(one.untyped_storage()._cdata, one)
+    for tensor in map(local, parameters):
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(seen.values())
 
 
@@ -378,7 +378,7 @@ def load_all(tracker: Tracker, model: Any, reference: Any) -> Owners:
 
 def _marker(tracker: Tracker, model: Any, owners: Owners, gradients: _Gradients) -> Mark:
     """What tells the tracker the phases; as a step begins it owns the gradients and notes where they are."""
-    trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def mark(phase: str, layer: int | None) -> None:
         if phase == "step":

@@ -84,8 +84,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def identity(self, tensor: torch.Tensor) -> int | None:
         """The id of a live tensor's storage, None when it was never seen."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[0]
+        entry = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[0]
 
     def seen(self, tensor: torch.Tensor) -> int:
         """As `track`, of a tensor that lies on the followed device."""
@@ -99,9 +99,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._alive.get(key)
-        if known is not None:
-            return known[0]
+        entry = self._alive.get(key)
+        if entry is not None:
+            return entry[0]
         return self._follow(storage, key, storage.nbytes(), op)
 
     def _follow(self, storage: Any, key: int, size: int, op: str) -> int:
@@ -190,28 +190,30 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         outputs = (
             (out,)
             if isinstance(out, torch.Tensor)
-            else tuple(one for one in out or () if isinstance(one, torch.Tensor))
+            else tuple(tensor for tensor in out or () if isinstance(tensor, torch.Tensor))
         )
-        held = [self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0]
+        workspaces = [
+            self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0
+        ]
         self._outputs(out, name)
-        for number in held:
+        for number in workspaces:
             self.release(number)
         return out
 
     def _operator(self, func: Any) -> tuple[str, Temporaries | None]:
         """An operator's name and workspaces, by its id from now on: hashing an operator is slow."""
-        found = str(func), self._temporaries.get(func)
+        entry = str(func), self._temporaries.get(func)
         if isinstance(func, torch._ops.OpOverload):  # lives as long as the process, so its id stays its own
-            self._operators[id(func)] = found
-        return found
+            self._operators[id(func)] = entry
+        return entry
 
     def _outputs(self, out: Any, name: str) -> None:
         if isinstance(out, torch.Tensor):
             if out.device.type == self.device_type and out.untyped_storage()._cdata not in self._alive:
                 self.track(out, name)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self._outputs(one, name)
+            for member in out:
+                self._outputs(member, name)
 
     def _item(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "meta":

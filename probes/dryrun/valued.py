@@ -88,12 +88,12 @@ class ValuedTracker(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        metas = [one for one in _tensors(args, kwargs) if _is_meta(one)]
+        metas = [tensor for tensor in _tensors(args, kwargs) if _is_meta(tensor)]
         if not metas and str(kwargs.get("device", "")) != "meta":
             return func(*args, **kwargs)
         if func is _ITEM:
-            known = self.values.known(args[0])
-            return answer(args[0].dtype, self.values.uniform(args[0])) if known is None else known.item()
+            value = self.values.known(args[0])
+            return answer(args[0].dtype, self.values.uniform(args[0])) if value is None else value.item()
         if func is _TO_COPY and str(kwargs.get("device")) == "cpu":
             return self._to_host(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is _COPY:
@@ -106,8 +106,8 @@ class ValuedTracker(Tracker):
         done, out = self.values.computed(func, args, kwargs, metas)
         if done:
             return self._noted(func, out)
-        if any(not _is_meta(one) and one.dim() for one in _tensors(args, kwargs)):
-            args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
+        if any(not _is_meta(tensor) and tensor.dim() for tensor in _tensors(args, kwargs)):
+            args, kwargs = _on_meta(args), {name: _on_meta(argument) for name, argument in kwargs.items()}
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.values.after(func, args, kwargs, out, metas)
         if func in _COMPARED and self.values.worth_keeping(torch.bool, out.numel()):
@@ -125,9 +125,9 @@ class ValuedTracker(Tracker):
         return out
 
     def _to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        known = self.values.known(tensor)
-        if known is not None:
-            return known.to(dtype, copy=True)
+        value = self.values.known(tensor)
+        if value is not None:
+            return value.to(dtype, copy=True)
         return torch.full(tensor.shape, answer(tensor.dtype, self.values.uniform(tensor)), dtype=dtype)
 
     def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -169,11 +169,11 @@ def _dealt(like: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for one in (*args, *kwargs.values()):
-        inner = one if isinstance(one, (list, tuple)) else (one,)
-        found += [each for each in inner if isinstance(each, torch.Tensor)]
-    return found
+    tensors = []
+    for argument in (*args, *kwargs.values()):
+        inner = argument if isinstance(argument, (list, tuple)) else (argument,)
+        tensors += [each for each in inner if isinstance(each, torch.Tensor)]
+    return tensors
 
 
 def _on_meta(value: Any) -> Any:
@@ -181,7 +181,7 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value if _is_meta(value) or not value.dim() else value.to("meta")
     if type(value) in (list, tuple):
-        return type(value)(_on_meta(one) for one in value)
+        return type(value)(_on_meta(member) for member in value)
     return value
 
 

@@ -98,7 +98,7 @@ def over_lengths(
         load_libraries()
         at, rounded = _by_length(sorted({*batches}), run)
         say(f"replaying {len(batches)} micro-batches ...")
-        found, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
+        epoch, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
     return OverLengths(
         source=source,
         seed=seed,
@@ -107,8 +107,8 @@ def over_lengths(
         shortest_tokens=min(batches),
         longest_tokens=max(batches),
         rounded=rounded,
-        peak_allocated_bytes=found.peak_allocated_bytes,
-        peak_reserved_bytes=found.peak_reserved_bytes,
+        peak_allocated_bytes=epoch.peak_allocated_bytes,
+        peak_reserved_bytes=epoch.peak_reserved_bytes,
         constant_reserved_bytes=constant.peak_reserved_bytes,
         num_retries=retries,
     )
@@ -129,33 +129,33 @@ def _replays(
     def events(lengths: Sequence[int]) -> Iterator[Event]:
         return _Epoch(at).events(lengths, per_step)
 
-    found = replay(events(batches), expandable_segments=expandable)
+    epoch = replay(events(batches), expandable_segments=expandable)
     constant = replay(events([max(batches)] * (2 * per_step)), expandable_segments=expandable)
-    if found.peak_reserved_bytes <= limit_bytes:
-        return found, constant, 0
+    if epoch.peak_reserved_bytes <= limit_bytes:
+        return epoch, constant, 0
     within = replay(events(batches), expandable_segments=expandable, limit_bytes=max(0, limit_bytes))
-    return found, constant, within.num_retries if within.fits else None
+    return epoch, constant, within.num_retries if within.fits else None
 
 
 def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callable[[int], Sized], bool]:
     """The steps of any of `lengths` (ascending), and whether it is rounded up to another."""
     ends = {lengths[0], lengths[len(lengths) // 2], lengths[-1]}
-    anchors = sorted(ends if len(lengths) == 1 else {-(-one // WHOLE) * WHOLE for one in ends})
+    anchors = sorted(ends if len(lengths) == 1 else {-(-end // WHOLE) * WHOLE for end in ends})
     traces = {length: run(length) for length in anchors}
     first = traces[anchors[0]]
-    if all(_shape(one) == _shape(first) for one in traces.values()):
+    if all(_shape(trace) == _shape(first) for trace in traces.values()):
         steps = steps_of(first)
-        sizes = {length: _sizes(one) for length, one in traces.items()}
+        sizes = {length: _sizes(trace) for length, trace in traces.items()}
         return cache(lambda length: (steps, _through(sizes, length))), False
     count = min(NUM_RUN, len(lengths))
     chosen = {lengths[-(-(index + 1) * len(lengths) // count) - 1] for index in range(count)}
     traces |= {length: run(length) for length in sorted(chosen - traces.keys())}
-    sized = {length: (steps_of(one), _sizes(one)) for length, one in traces.items()}
-    return lambda length: sized[min(one for one in sized if one >= length)], True
+    sized = {length: (steps_of(trace), _sizes(trace)) for length, trace in traces.items()}
+    return lambda length: sized[min(candidate for candidate in sized if candidate >= length)], True
 
 
 def _shape(trace: Trace) -> list[tuple[Any, ...]]:
-    return [(Alloc, one.id) if isinstance(one, Alloc) else (type(one), *one) for one in flat(trace.events)]
+    return [(Alloc, event.id) if isinstance(event, Alloc) else (type(event), *event) for event in flat(trace.events)]
 
 
 def _sizes(trace: Trace) -> list[int]:
@@ -166,7 +166,7 @@ def _through(sizes: dict[int, list[int]], length: int) -> list[int]:
     """Sizes in bytes at `length` by the polynomial through those at the lengths that were run."""
     if length in sizes:
         return sizes[length]
-    weights = [math.prod((length - other) / (one - other) for other in sizes if other != one) for one in sizes]
+    weights = [math.prod((length - other) / (node - other) for other in sizes if other != node) for node in sizes]
 
     @cache  # a step has thousands of storages and some dozens of sizes
     def at(*given: int) -> int:
@@ -254,8 +254,8 @@ class _Epoch:
             elif isinstance(event, Free):
                 mine = local.pop(event.id, None)
                 if mine is None:
-                    held = self._held[steps.crossing[event.id]]
-                    mine = held.popleft() if held else None
+                    queue = self._held[steps.crossing[event.id]]
+                    mine = queue.popleft() if queue else None
                 if mine is not None:
                     self._bytes -= of[mine]
                     yield Free(mine)

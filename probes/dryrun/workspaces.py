@@ -95,7 +95,7 @@ def foreach_norm(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterab
 
     Source: PyTorch 2.13 ForeachReduceOp.cu `foreach_tensor_norm_cuda` (output_per_tensor).
     """
-    largest = max((one.numel() for one in args[0]), default=0)
+    largest = max((tensor.numel() for tensor in args[0]), default=0)
     yield len(args[0]) * -(-largest // 65536) * _FLOAT
 
 

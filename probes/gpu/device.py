@@ -62,11 +62,11 @@ def turns(
     """Within it all devices of a job are ours: waits for their locks in one order for everybody, so that two jobs never
     wait for each other. Whether each device is clean its own rank looks (`clean_lease`)."""
     names = {_lock_name(device, read) for device in devices if device != "cpu"}
-    held = [_held(name, waiting) for name in sorted(names)]
+    descriptors = [_held(name, waiting) for name in sorted(names)]
     try:
         yield
     finally:
-        for descriptor in held:
+        for descriptor in descriptors:
             if descriptor is not None:
                 os.close(descriptor)
 

@@ -77,7 +77,7 @@ def device_status(device: str) -> DeviceStatus | None:
 
 def _process_ids(module: ModuleType, handle: Any) -> tuple[int, ...]:
     try:
-        return tuple(sorted(int(one.pid) for one in module.nvmlDeviceGetComputeRunningProcesses(handle)))
+        return tuple(sorted(int(process.pid) for process in module.nvmlDeviceGetComputeRunningProcesses(handle)))
     except module.NVMLError:  # containers often hide other processes
         return ()
 

@@ -95,10 +95,10 @@ class Prober:
     def __call__(self, setup: TrainSetup) -> Outcome | str:
         """The outcome of one setup, measured now if the store does not know it; in words why the time that is left does
         not hold its probe, which is then not begun, or left to the executor's end."""
-        known = self.stored(setup)
-        if known is not None:
-            self.on_event(ProbeEvent(setup=setup, outcome=known, from_store=True))
-            return known
+        stored = self.stored(setup)
+        if stored is not None:
+            self.on_event(ProbeEvent(setup=setup, outcome=stored, from_store=True))
+            return stored
         left_s = self.ends_at - time.monotonic()
         least_s = self.least_s(setup) if math.isfinite(left_s) else 0.0
         if left_s <= least_s:
@@ -183,7 +183,7 @@ def one_copy(setup: TrainSetup) -> TrainSetup:
 
 def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:
     """What the store keeps of one outcome."""
-    asked: Mapping[str, object] = {
+    requested: Mapping[str, object] = {
         "rung": request.rung.value,
         "depths": list(request.depths),
         "limits": asdict(request.limits),
@@ -195,7 +195,7 @@ def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome)
         model_id=request.model_id,
         config_digest=config_digest(request.config),
         setup=setup_to_dict(request.setup),
-        request=asked,
+        request=requested,
         outcome=outcome,
         recorded_at=now_text(),
     )

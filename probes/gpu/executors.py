@@ -77,11 +77,13 @@ class DevicePool:
         """
         num = 1 if "cpu" in self._devices else num
         if not self._neighbours(num):
-            known = ", ".join(self._devices)
-            raise UnsupportedProbe(f"the setup needs {num} neighbouring GPUs to probe on, there are {known}")
+            available = ", ".join(self._devices)
+            raise UnsupportedProbe(f"the setup needs {num} neighbouring GPUs to probe on, there are {available}")
         with self._changed:
             while True:
-                free = (one for one in self._neighbours(num) if all(self._left[place] for place in one))
+                free = (
+                    candidate for candidate in self._neighbours(num) if all(self._left[place] for place in candidate)
+                )
                 places = next(free, ())
                 if places:
                     for place in places:

@@ -85,7 +85,7 @@ def building(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not any(_is_out_of_memory(one) for one in exception_chain(error)):
+        if not any(_is_out_of_memory(cause) for cause in exception_chain(error)):
             raise
         raise OutOfMemoryWhileBuilding(f"before any training step, {what}: {one_line(error)}") from error
 
@@ -118,13 +118,13 @@ def classify_exception(
 ) -> tuple[FailureKind, str]:
     """(kind, one line for a person) of an exception that ended a probe's child."""
     message = one_line(error)
-    if any(_is_machine_fault(one) for one in exception_chain(error)):
+    if any(_is_machine_fault(cause) for cause in exception_chain(error)):
         return FailureKind.MACHINE, message
-    if any(_DEVICE_FAULT_TEXT.search(str(one)) for one in exception_chain(error)):
+    if any(_DEVICE_FAULT_TEXT.search(str(cause)) for cause in exception_chain(error)):
         return FailureKind.CRASHED, message
-    if any(_is_out_of_memory(one) for one in exception_chain(error)):
+    if any(_is_out_of_memory(cause) for cause in exception_chain(error)):
         return FailureKind.OUT_OF_MEMORY, message
-    if any(_SPEECHLESS_TEXT.search(str(one)) for one in exception_chain(error)) and device_is_full():
+    if any(_SPEECHLESS_TEXT.search(str(cause)) for cause in exception_chain(error)) and device_is_full():
         return FailureKind.OUT_OF_MEMORY, message
     if isinstance(error, ImportError) and f"{error.name}.".startswith(("planner.", "probes.")):
         return FailureKind.CRASHED, message  # our own code, changed or broken: no fact about the setup

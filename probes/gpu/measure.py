@@ -61,7 +61,7 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
     rank_info = _seat(request)
     devices = request.devices
     request = replace(request, device=devices[rank_info.local_rank])
-    turn = _claim_device(request, rank_info, status)
+    lease = _claim_device(request, rank_info, status)
     with ExitStack() as resources:
         if rank_info.size > 1:
             status.progress("meeting the other ranks")
@@ -76,7 +76,12 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
         runner = DepthRunner(
-            request=request, status=status, turn=turn, process_group=process_group, devices=devices, resources=resources
+            request=request,
+            status=status,
+            turn=lease,
+            process_group=process_group,
+            devices=devices,
+            resources=resources,
         )
         mine = _assemble(request, depths, runner, bandwidth)
         return process_group.worst(mine) or mine
@@ -99,9 +104,9 @@ def _seat(request: ProbeRequest) -> RankInfo:
 def _claim_device(request: ProbeRequest, rank_info: RankInfo, status: StatusPipe) -> DeviceLease:
     """Waits for our turn on a clean device, makes it current and sets its memory cap."""
     torch.manual_seed(request.seed + rank_info.rank)
-    turn = lease_device(request.device, status.waiting) if rank_info.size == 1 else clean_lease(request.device)
+    lease = lease_device(request.device, status.waiting) if rank_info.size == 1 else clean_lease(request.device)
     if request.device == "cpu":
-        return turn
+        return lease
     problem = cuda_problem()
     if problem:
         raise MachineFault(problem)
@@ -113,18 +118,18 @@ def _claim_device(request: ProbeRequest, rank_info: RankInfo, status: StatusPipe
     if allowed is not None:
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), index)
-    return turn
+    return lease
 
 
 def cuda_problem() -> str:
     """Why torch has no GPU here, with what torch itself says about the driver; empty where it has one."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return ""
     if not (torch.version.cuda or torch.version.hip):
         return f"torch {torch.__version__} is a build without CUDA"
-    words = "; ".join(str(one.message).strip() for one in said)
+    words = "; ".join(str(warning.message).strip() for warning in caught)
     return f"torch {torch.__version__} finds no usable driver" + (f": {words}" if words else "")
 
 
@@ -155,35 +160,35 @@ class _Found:
 
 
 def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwidth: float) -> Measurement:
-    found = _two_depths(request, depths, runner) if depths.truncated else _one_depth(depths, runner)
-    for run in found.runs:
-        found.flags.update(run.flags)
+    readings = _two_depths(request, depths, runner) if depths.truncated else _one_depth(depths, runner)
+    for run in readings.runs:
+        readings.flags.update(run.flags)
         if not run.settled:
-            found.flags.add("unstable")
-    kernels = next((run.kernels for run in found.runs if run.kernels), ())
-    _step_notes(request, runner, kernels, found)
+            readings.flags.add("unstable")
+    kernels = next((run.kernels for run in readings.runs if run.kernels), ())
+    _step_notes(request, runner, kernels, readings)
     share = trainer_share(request.setup) if request.device != "cpu" else NO_SHARE
     if share.fraction:
-        found.notes.append(
+        readings.notes.append(
             f"timed is our own step; {request.setup.trainer.title} took {percent(share.fraction)} longer "
             f"(±{percent(share.band_fraction)}) where both were measured, which is counted"
         )
     return Measurement(
         rung=request.rung,
-        peak_allocated_bytes=max(found.phases.values()),
-        peak_reserved_bytes=found.reserved_bytes,
-        peak_device_bytes=found.reserved_bytes + found.context_bytes,
-        phase_peaks_bytes=dict(found.phases),
-        step_times_s=found.times_s,
+        peak_allocated_bytes=max(readings.phases.values()),
+        peak_reserved_bytes=readings.reserved_bytes,
+        peak_device_bytes=readings.reserved_bytes + readings.context_bytes,
+        phase_peaks_bytes=dict(readings.phases),
+        step_times_s=readings.times_s,
         tokens_per_step=request.setup.tokens_per_step,
-        layers_measured=tuple(run.depth for run in found.runs),
+        layers_measured=tuple(run.depth for run in readings.runs),
         environment=read_environment(
             request.device, request.gpu_key, cuda=torch.version.cuda or torch.version.hip or ""
         ),
-        extrapolation_error_fraction=found.error,
-        flags=tuple(sorted(found.flags)),
-        notes=tuple(found.notes),
-        device_peak_is_nvml=all(run.nvml for run in found.runs),
+        extrapolation_error_fraction=readings.error,
+        flags=tuple(sorted(readings.flags)),
+        notes=tuple(readings.notes),
+        device_peak_is_nvml=all(run.nvml for run in readings.runs),
         copy_bandwidth_bytes_per_s=bandwidth or None,
         kernels=kernels,
         trainer_fraction=share.fraction,
@@ -211,7 +216,7 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
     short, long = runner.run(depths.short, timed=True), runner.run(depths.long, timed=True)
     full = extend(short, long, depths.full)
     whole = runner.whole(depths.full, full) if request.check_depth else None
-    found = _Found(
+    readings = _Found(
         runs=[short, long],
         phases=full.phase_peaks_bytes,
         reserved_bytes=0,
@@ -219,38 +224,38 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
         times_s=full.step_times_s,
     )
     if full.layer_s <= 0:
-        found.flags.add("noise")
-        found.notes.append("the longer model was not slower than the shorter one: step times are noise")
+        readings.flags.add("noise")
+        readings.notes.append("the longer model was not slower than the shorter one: step times are noise")
     if whole is not None:
-        found.runs.append(whole)
-        found.error = miss_fraction(full.allocated_bytes, whole.allocated_bytes)
-        found.phases, found.context_bytes = whole.phase_peaks_bytes, whole.context_bytes
-        found.reserved_bytes, memory = whole.reserved_bytes, f"memory of all {depths.full} layers measured"
+        readings.runs.append(whole)
+        readings.error = miss_fraction(full.allocated_bytes, whole.allocated_bytes)
+        readings.phases, readings.context_bytes = whole.phase_peaks_bytes, whole.context_bytes
+        readings.reserved_bytes, memory = whole.reserved_bytes, f"memory of all {depths.full} layers measured"
     else:
         if depths.check is not None:
             check = runner.run(depths.check, timed=False)
-            found.runs.append(check)
-            found.error = _worst_miss(extend(short, long, check.depth), check, runner)
-        found.reserved_bytes, memory = runner.reserved(full, None, long.grown)
-    found.notes.append(
+            readings.runs.append(check)
+            readings.error = _worst_miss(extend(short, long, check.depth), check, runner)
+        readings.reserved_bytes, memory = runner.reserved(full, None, long.grown)
+    readings.notes.append(
         f"{depths.short} and {depths.long} of {depths.full} layers timed, "
         f"{full.layer_s * 1000:.3f} ms per layer, extended linearly; {memory}"
     )
-    return found
+    return readings
 
 
-def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], found: _Found) -> None:
+def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], readings: _Found) -> None:
     """What a person must know about this step and this device."""
-    setup, notes = request.setup, found.notes
+    setup, notes = request.setup, readings.notes
     if setup.accumulation_steps > request.limits.max_accumulation:
         notes.append(PARAMETER_STEPS_NOTE)
     if kernels and setup.attention == "sdpa":
         notes.append(f"attention ran on SDPA's {attention_backend(kernels)} backend")
-    if growth_asked_for() and any(run.grown is False for run in found.runs):
+    if growth_asked_for() and any(run.grown is False for run in readings.runs):
         notes.append(
             "this PyTorch ignores expandable_segments here: memory is lost to fragments that launch files avoid"
         )
-    _device_notes(request, runner.turn, found.reserved_bytes + found.context_bytes, found.flags, notes)
+    _device_notes(request, runner.turn, readings.reserved_bytes + readings.context_bytes, readings.flags, notes)
     if shards_first(setup) and setup.quantized:
         model = build_model(request.config, setup, device="meta", attention=attention_name(request))
         notes.append(
@@ -273,17 +278,17 @@ def _worst_miss(extended: Extended, check: DepthRun, runner: DepthRunner) -> flo
 
 
 def _device_notes(
-    request: ProbeRequest, turn: DeviceLease, device_bytes: int, flags: set[str], notes: list[str]
+    request: ProbeRequest, lease: DeviceLease, device_bytes: int, flags: set[str], notes: list[str]
 ) -> None:
     """What a person must know about this device and this loss."""
     setup = request.setup
     if request.device == "cpu":
         notes.append("CPU backend: memory as a GPU's allocator would count it (512-byte rounding), speed of this CPU")
         return
-    if turn.shared_bytes:
+    if lease.shared_bytes:
         flags.add("device-shared")
         notes.append(
-            f"others held {turn.shared_bytes // MIB} MiB of the GPU: "
+            f"others held {lease.shared_bytes // MIB} MiB of the GPU: "
             "speed and the largest batch are not the machine's best"
         )
     if torch.version.hip:

@@ -200,13 +200,13 @@ class CudaMeter(Meter):
         if self._nvml is None or self._base_used_bytes is None:
             return
         torch.cuda.synchronize(self._torch_device)
-        held = int(torch.cuda.memory_reserved(self._torch_device))
-        found = self._nvml.used_bytes() - self._base_used_bytes - held
-        if found < MIN_CONTEXT_BYTES:
+        reserved_bytes = int(torch.cuda.memory_reserved(self._torch_device))
+        context_bytes = self._nvml.used_bytes() - self._base_used_bytes - reserved_bytes
+        if context_bytes < MIN_CONTEXT_BYTES:
             self._flags.add("context-unread")
             self.has_nvml = False
         else:
-            self._context = found
+            self._context = context_bytes
 
     def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
         """Events between the steps, one synchronisation at the end: steps overlap with the host as in training."""
@@ -221,10 +221,10 @@ class CudaMeter(Meter):
         return [first.elapsed_time(second) / 1000.0 for first, second in pairwise(events)]
 
     def flags(self) -> set[str]:
-        found = set(self._flags)
+        flags = set(self._flags)
         if self._stat("num_alloc_retries") > self._retries_before:
-            found.add("allocator-retries")
-        return found
+            flags.add("allocator-retries")
+        return flags
 
     def _close_phase(self) -> None:
         peak = torch.cuda.max_memory_allocated(self._torch_device)

@@ -85,13 +85,13 @@ def _identity(torch: Any, device: str, on_cpu: bool) -> dict[str, Any]:
             "capability": None,
             "l2_bytes": None,
         }
-    facts = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "gpu_name": facts.name,
-        "memory_bytes": facts.total_memory,
-        "sm_count": facts.multi_processor_count,
-        "capability": [facts.major, facts.minor],
-        "l2_bytes": getattr(facts, "L2_cache_size", None),
+        "gpu_name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "sm_count": properties.multi_processor_count,
+        "capability": [properties.major, properties.minor],
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
     }
 
 

@@ -61,22 +61,34 @@ class ProcessGroup:
 
 def merge(every: Sequence[Measurement]) -> Measurement:
     """One measurement of a job from those of its ranks, in order of rank."""
-    order = worst_first([one.peak_device_bytes for one in every])
+    order = worst_first([measurement.peak_device_bytes for measurement in every])
     worst = every[order[0]]
     peaks = tuple((f"rank {rank}", 1, every[rank].peak_device_bytes) for rank in order)
-    spread = peaks[0][2] - peaks[-1][2]
-    notes = [f"{len(every)} ranks: the memory of {peaks[0][0]}, the largest by {gib(spread)}; the slowest rank's steps"]
-    notes += [note for note in dict.fromkeys(note for one in every for note in one.notes) if note not in notes]
-    errors = [one.extrapolation_error_fraction for one in every if one.extrapolation_error_fraction is not None]
-    rates = [one.copy_bandwidth_bytes_per_s for one in every if one.copy_bandwidth_bytes_per_s is not None]
+    spread_bytes = peaks[0][2] - peaks[-1][2]
+    notes = [
+        f"{len(every)} ranks: the memory of {peaks[0][0]}, the largest by {gib(spread_bytes)}; the slowest rank's steps"
+    ]
+    notes += [
+        note for note in dict.fromkeys(note for measurement in every for note in measurement.notes) if note not in notes
+    ]
+    errors = [
+        measurement.extrapolation_error_fraction
+        for measurement in every
+        if measurement.extrapolation_error_fraction is not None
+    ]
+    rates = [
+        measurement.copy_bandwidth_bytes_per_s
+        for measurement in every
+        if measurement.copy_bandwidth_bytes_per_s is not None
+    ]
     return replace(
         worst,
         rank_peaks=peaks,
         notes=tuple(notes),
-        flags=tuple(sorted({flag for one in every for flag in one.flags})),
+        flags=tuple(sorted({flag for measurement in every for flag in measurement.flags})),
         extrapolation_error_fraction=max(errors, key=abs) if errors else None,
         copy_bandwidth_bytes_per_s=min(rates) if rates else None,
-        device_peak_is_nvml=all(one.device_peak_is_nvml for one in every),
+        device_peak_is_nvml=all(measurement.device_peak_is_nvml for measurement in every),
     )
 
 

@@ -101,9 +101,9 @@ class RankReport:
         if "progress" in event:
             self.progress[int(rank)] = str(event["progress"])
         if "failure" in event:
-            told = event["failure"]
+            failure = event["failure"]
             self.failures.append(
-                RankFailure(rank=int(rank), kind=FailureKind(told["kind"]), message=str(told["message"]))
+                RankFailure(rank=int(rank), kind=FailureKind(failure["kind"]), message=str(failure["message"]))
             )
         if "exit" in event:
             self.exits[int(rank)] = int(event["exit"])
@@ -127,8 +127,8 @@ class RankReport:
 
     def last_seen(self) -> str:
         """What every rank was doing, for a person."""
-        told = [f"rank {rank} {text!r}" for rank, text in sorted(self.progress.items())]
-        return ", ".join(told) or "starting"
+        states = [f"rank {rank} {text!r}" for rank, text in sorted(self.progress.items())]
+        return ", ".join(states) or "starting"
 
     def verdict(self, log_tail: str, *, size: int, oom_killed: bool) -> tuple[FailureKind, str] | None:
         """(kind, message) of the job: the cause, not what it did to the other ranks; None when nothing was heard.
@@ -137,19 +137,19 @@ class RankReport:
         its signal. What the others then say (a peer is gone, a collective timed out) counts only when there is nothing
         else; a collective that times out with every rank alive is a straggler.
         """
-        own = [one for one in self.failures if not is_peer_trouble(one.message)]
-        known = [one for one in own if one.kind is not FailureKind.CRASHED]
-        if known:
-            return known[0].kind, self._of(known[0].rank, size, known[0].message)
+        causes = [failure for failure in self.failures if not is_peer_trouble(failure.message)]
+        classified = [failure for failure in causes if failure.kind is not FailureKind.CRASHED]
+        if classified:
+            return classified[0].kind, self._of(classified[0].rank, size, classified[0].message)
         unasked = {rank: status for rank, status in self.exits.items() if status != _TERMINATED}
         signalled = [rank for rank, status in unasked.items() if status < 0]
-        silent = [rank for rank in unasked if rank not in {one.rank for one in self.failures}]
-        for rank in (*signalled, *(() if own else silent)):
+        silent = [rank for rank in unasked if rank not in {failure.rank for failure in self.failures}]
+        for rank in (*signalled, *(() if causes else silent)):
             kind, message = classify_exit(self.exits[rank], log_tail, oom_killed=oom_killed)
             return kind, self._of(rank, size, message)
-        if own:
-            return own[0].kind, self._of(own[0].rank, size, own[0].message)
-        late = [one for one in self.failures if one.kind is FailureKind.TIMEOUT]
+        if causes:
+            return causes[0].kind, self._of(causes[0].rank, size, causes[0].message)
+        late = [failure for failure in self.failures if failure.kind is FailureKind.TIMEOUT]
         if late:
             words = f"{self._of(late[0].rank, size, late[0].message)}; last seen {self.last_seen()}"
             return FailureKind.TIMEOUT, f"a collective did not end in time: {words}"

@@ -32,10 +32,10 @@ def reserved_gap(
     if depth is not None:
         config = truncated_config(load_config(config), depth).to_dict()
     settled = setup.replace(expandable_segments=growth_asked_for() if grown is None else grown)
-    found = report_for_config(config, capability, settled)
-    if isinstance(found, ProbeFailure):
+    report = report_for_config(config, capability, settled)
+    if isinstance(report, ProbeFailure):
         return None
-    return found.prediction.peak_reserved_bytes - found.prediction.peak_allocated_bytes
+    return report.prediction.peak_reserved_bytes - report.prediction.peak_allocated_bytes
 
 
 def growth_asked_for() -> bool:
@@ -46,4 +46,4 @@ def growth_asked_for() -> bool:
 
 def segments_grow(segments: Sequence[Mapping[str, Any]]) -> bool | None:
     """Whether the allocator's segments are expandable, by `torch.cuda.memory_snapshot`; None where it holds none."""
-    return any(one.get("is_expandable") for one in segments) if segments else None
+    return any(segment.get("is_expandable") for segment in segments) if segments else None

@@ -74,8 +74,8 @@ class DepthRunner:
                 paged=OPTIMIZERS[self.request.setup.optimizer].paged,
                 assumed_context_bytes=context_bytes(find_gpu(key)) if (key := self.request.gpu_key) else CONTEXT_BYTES,
             )
-        found = self._run(depth, meter, timed=timed)
-        return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway
+        run = self._run(depth, meter, timed=timed)
+        return replace(run, flags=(*run.flags, *self._clean()))  # after an exception the process ends anyway
 
     def whole(self, depth: int, extended: Extended) -> DepthRun | None:
         """The memory of the full depth, run without timing where it will fit; None on the CPU (whose reserved memory is
@@ -131,8 +131,8 @@ class DepthRunner:
         model, reference, layout = self._models(depth, what)
         partitioned = partitions_first(setup)
         if isinstance(meter, CpuMeter) and not partitioned:
-            for one in (model,) if reference is None else (model, reference):
-                _count_loaded(meter, one)
+            for loaded in (model,) if reference is None else (model, reference):
+                _count_loaded(meter, loaded)
         with meter.following():
             if partitioned:
                 with building(what):
@@ -149,7 +149,7 @@ class DepthRunner:
             self.status.progress(f"timing {depth} layers")
         times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num])) if timed else ((), True)
         kernels = self._profile(lambda: step(batches[:1])) if timed else ()
-        found = DepthRun(
+        run = DepthRun(
             depth=depth,
             phase_peaks_bytes=phase_peaks,
             reserved_bytes=meter.reserved_peak(),
@@ -163,7 +163,7 @@ class DepthRunner:
         )
         if job is not None:
             job.engine.destroy()  # it is held by its own hooks
-        return found
+        return run
 
     def _models(self, depth: int, what: str) -> tuple[Any, Any, Any]:
         """(the model at a depth, the reference of an objective that has one, how it is spread where it was cut as it

@@ -146,10 +146,10 @@ def _run_child(
         _remove_directory(paths)
         raise ProbeStopped
     tail, oom_killed = read_tail(paths.log), oom_kill_count() > kills_before
-    told = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
+    verdict = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
     stopped = watch.failure(ending, killed=killed)
-    kind, message = told or stopped or classify_exit(child.returncode, tail, oom_killed=oom_killed)
-    why = f"; {delivered}" if delivered and not told and not stopped else ""  # there is no result of its own
+    kind, message = verdict or stopped or classify_exit(child.returncode, tail, oom_killed=oom_killed)
+    why = f"; {delivered}" if delivered and not verdict and not stopped else ""  # there is no result of its own
     return ProbeFailure(rung=request.rung, kind=kind, message=f"{message}{why}")
 
 
@@ -237,12 +237,12 @@ def _kill_job(name: str) -> bool:
 def job_processes(name: str) -> list[int]:
     """The live processes whose environment names this job (Linux; none elsewhere). A zombie has no environment."""
     mark = f"{JOB_VARIABLE}={name}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return found
+                pids.append(int(entry.parent.name))
+    return pids
 
 
 def _read_result(paths: ProbePaths, sent: object) -> Outcome | str:

@@ -39,11 +39,13 @@ class Topology:
         if len(self.devices) < 2:
             return "one GPU, nothing to connect" if self.devices else "no GPU"
         kinds = Counter(self.pairs.values())
-        told = [f"{kind} ({num} pair{'s' if num > 1 else ''})" for kind, num in kinds.most_common()]
+        parts = [f"{kind} ({num} pair{'s' if num > 1 else ''})" for kind, num in kinds.most_common()]
         links = {num for num in self.nvlinks if num}
         if links:
-            told.append(f"{min(links)} NVLinks on each" if len(links) == 1 else f"{min(links)} to {max(links)} NVLinks")
-        return "; ".join(told) or "the driver does not tell how they are connected"
+            parts.append(
+                f"{min(links)} NVLinks on each" if len(links) == 1 else f"{min(links)} to {max(links)} NVLinks"
+            )
+        return "; ".join(parts) or "the driver does not tell how they are connected"
 
 
 def topology(devices: Sequence[str]) -> Topology:
@@ -61,7 +63,7 @@ def topology(devices: Sequence[str]) -> Topology:
             kind = _connection(module, handles[first], handles[second])
             if kind:
                 pairs[first, second] = kind
-        nvlinks = tuple(_nvlinks(module, handles[one]) if one in handles else None for one in devices)
+        nvlinks = tuple(_nvlinks(module, handles[name]) if name in handles else None for name in devices)
     return Topology(devices=tuple(devices), nvlinks=nvlinks, pairs=pairs)
 
 

@@ -72,7 +72,9 @@ class Watch:
                     return "log"
                 if self._last_words_from is not None and time.monotonic() - self._last_words_from > RANK_GRACE_S:
                     return "ranks"
-                sources = [one for one in (exit_descriptor, self.pipe if self._pipe_open else None) if one is not None]
+                sources = [
+                    source for source in (exit_descriptor, self.pipe if self._pipe_open else None) if source is not None
+                ]
                 wait_s = min(POLL_S if exit_descriptor is not None else 0.02, max(left_s, 0.0))
                 ready, _, _ = select.select(sources, [], [], wait_s)
                 if self.pipe in ready:

@@ -57,16 +57,16 @@ def _named(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shards(model: Any) -> Iterator[list[tuple[str, Any, Any]]]:
-    held: list[tuple[str, Any, Any]] = []
+    shard: list[tuple[str, Any, Any]] = []
     size = 0
     for name, tensor in _named(model):
-        own = tensor.numel() * tensor.element_size()
-        if held and size + own > SHARD_BYTES:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor.shape, tensor.dtype))
-        size += own
-    yield held
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + tensor_bytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, tensor.shape, tensor.dtype))
+        size += tensor_bytes
+    yield shard
 
 
 def _filled(name: str, shape: Any, dtype: Any) -> Any:
@@ -83,12 +83,12 @@ def _filled(name: str, shape: Any, dtype: Any) -> Any:
     return made
 
 
-def _noise(known: list[Any] = []) -> Any:  # noqa: B006 - made once
+def _noise(cache: list[Any] = []) -> Any:  # noqa: B006 - made once
     import torch
 
-    if not known:
-        known.append(0.02 * torch.randn(NOISE_ELEMENTS, generator=torch.Generator().manual_seed(0)))
-    return known[0]
+    if not cache:
+        cache.append(0.02 * torch.randn(NOISE_ELEMENTS, generator=torch.Generator().manual_seed(0)))
+    return cache[0]
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -115,10 +115,10 @@ def read_seen(path: Path) -> Seen:
     Raises:
         ConfigError: not that.
     """
-    found = decode(Seen, parse_object(read_text(path, max_bytes=MAX_SEEN_BYTES), path.name), path.name)
-    if min((found.peak_resident_bytes, found.loaded_bytes, *found.step_s), default=0) < 0 or 0.0 in found.step_s:
+    seen = decode(Seen, parse_object(read_text(path, max_bytes=MAX_SEEN_BYTES), path.name), path.name)
+    if min((seen.peak_resident_bytes, seen.loaded_bytes, *seen.step_s), default=0) < 0 or 0.0 in seen.step_s:
         raise ConfigError(f"{path.name}: a step of no time, or memory below zero")
-    return found
+    return seen
 
 
 class FileExecutor(Executor):
@@ -266,16 +266,16 @@ class _Watched:
         if code == 0:
             self._say(f"starting {shlex.join(without_secrets_in_words(words))}")
             code = self._wait(words, variables, log)
-        found, damaged = list[Seen](), ""
+        observed, damaged = list[Seen](), ""
         for path in sorted(self._seen.glob("seen-*.json")):
             try:
-                found.append(read_seen(path))
+                observed.append(read_seen(path))
             except ConfigError as error:
                 damaged = f"what it showed of itself cannot be read: {error.message}"
         tail = without_secrets(read_tail(log))
-        if not found and damaged:
+        if not observed and damaged:
             return _failure(FailureKind.CRASHED, damaged, tail)
-        if not found:
+        if not observed:
             if code is None:
                 return _failure(FailureKind.TIMEOUT, f"no {self._num_steps} steps within the limit", tail)
             kind, message = classify_exit(code, tail, oom_killed=oom_kill_count() > kills_before)
@@ -284,7 +284,7 @@ class _Watched:
             if code == 0:
                 kind, message = FailureKind.UNSUPPORTED, "it ended without a step of transformers' Trainer"
             return _failure(kind, message, tail)
-        best = max(found, key=lambda seen: len(seen.step_s))
+        best = max(observed, key=lambda seen: len(seen.step_s))
         if len(best.step_s) <= WARM_UP_STEPS:
             return _failure(FailureKind.CRASHED, f"it ended after {len(best.step_s)} optimizer steps", tail)
         return measurement(self._file, self._request, best, before.used_bytes if before is not None else None)
@@ -321,7 +321,7 @@ class _Watched:
         order = {"folder": str(self._seen), "num_steps": self._num_steps, "device": device.partition(":")[0]}
         path = os.pathsep.join(filter(None, (self._file.program_folder, os.environ.get("PATH", os.defpath))))
         site = [str(site_folder(self._folder / "site")), os.environ.get("PYTHONPATH", "")]
-        found = {
+        environment = {
             **os.environ,
             **OFFLINE,
             **variables,
@@ -331,10 +331,10 @@ class _Watched:
             VARIABLE: json.dumps(order),
         }
         if device == "cpu":
-            return {**found, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+            return {**environment, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
         index = int(device.partition(":")[2] or 0)
-        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        return {**found, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        return {**environment, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
 
 
 def measurement(file: LaunchedFile, request: ProbeRequest, seen: Seen, used_before: int | None) -> Measurement:

@@ -112,7 +112,7 @@ def memory_seen() -> dict[str, Any]:
     import resource  # not on native Windows, where nothing is run
 
     torch = sys.modules["torch"]
-    found: dict[str, Any] = {
+    memory: dict[str, Any] = {
         "device": "cpu",
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "python": sys.version.split()[0],
@@ -120,9 +120,9 @@ def memory_seen() -> dict[str, Any]:
         "libraries": _libraries(),
     }
     if not torch.cuda.is_initialized():
-        return found
+        return memory
     device = f"cuda:{torch.cuda.current_device()}"
-    found |= {
+    memory |= {
         "device": device,
         "gpu": torch.cuda.get_device_name(device),
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
@@ -132,10 +132,10 @@ def memory_seen() -> dict[str, Any]:
     with nvml() as module:
         if module is not None:
             handle = device_handle(module, device)
-            found["used_bytes"] = int(module.nvmlDeviceGetMemoryInfo(handle).used)
+            memory["used_bytes"] = int(module.nvmlDeviceGetMemoryInfo(handle).used)
             running = module.nvmlDeviceGetComputeRunningProcesses(handle)
-            found["processes"] = [[int(one.pid), int(one.usedGpuMemory or 0)] for one in running]
-    return found
+            memory["processes"] = [[int(process.pid), int(process.usedGpuMemory or 0)] for process in running]
+    return memory
 
 
 def _libraries() -> dict[str, str]:

@@ -155,21 +155,21 @@ def _cut_network() -> None:
     true = socket.socket.connect
     true_ex = socket.socket.connect_ex
 
-    def outside(own: socket.socket, address: Any) -> bool:
-        if own.family not in (socket.AF_INET, socket.AF_INET6):
+    def outside(connection: socket.socket, address: Any) -> bool:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         try:
             return not ipaddress.ip_address(address[0]).is_loopback
         except ValueError:
             return bool(address[0] != "localhost")
 
-    def connect(own: socket.socket, address: Any) -> None:
-        if outside(own, address):
+    def connect(connection: socket.socket, address: Any) -> None:
+        if outside(connection, address):
             raise ConnectionRefusedError("plan trace: no network (allow it with --network)")
-        true(own, address)
+        true(connection, address)
 
-    def connect_ex(own: socket.socket, address: Any) -> int:
-        return 111 if outside(own, address) else true_ex(own, address)
+    def connect_ex(connection: socket.socket, address: Any) -> int:
+        return 111 if outside(connection, address) else true_ex(connection, address)
 
     socket.socket.connect = connect  # type: ignore[method-assign, assignment]
     socket.socket.connect_ex = connect_ex  # type: ignore[method-assign, assignment]

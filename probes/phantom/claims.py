@@ -111,7 +111,7 @@ def lying(claims: Claims) -> AbstractContextManager[None]:
         "is_meta": lambda device: device.type == "meta",
         "is_cpu": lambda device: device.type == "cpu",
     }
-    own: list[Replacement] = [
+    replacements: list[Replacement] = [
         (torch.Tensor, name, told(getattr(base, name).__get__, answer)) for name, answer in answers.items()
     ]
-    return replaced([*own, (torch.Tensor, "get_device", get_device)])
+    return replaced([*replacements, (torch.Tensor, "get_device", get_device)])

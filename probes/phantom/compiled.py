@@ -20,7 +20,7 @@ def eager(phantom: Phantom) -> AbstractContextManager[None]:
 
     def compile_nothing(model: Any = None, **options: Any) -> Any:
         if model is None:
-            return lambda one: compile_nothing(one, **options)
+            return lambda function: compile_nothing(function, **options)
         if not _of_a_library(model):
             phantom.note(EAGER)
         return model
@@ -28,10 +28,10 @@ def eager(phantom: Phantom) -> AbstractContextManager[None]:
     def compile_module(self: Any, *args: Any, **kwargs: Any) -> None:
         phantom.note(EAGER)
 
-    def script_nothing(one: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _of_a_library(one):
+    def script_nothing(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _of_a_library(function):
             phantom.note(EAGER)
-        return one
+        return function
 
     return replaced(
         [

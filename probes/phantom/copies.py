@@ -54,17 +54,17 @@ class Tree:
         Args:
             empty: what it holds does not matter.
         """
-        found = self.where(path, change=True)
+        location = self.where(path, change=True)
         for _ in range(_NUM_LINKS):
-            if not found.startswith(self.top) or not os.path.islink(found):
+            if not location.startswith(self.top) or not os.path.islink(location):
                 break
-            target = os.readlink(found)
+            target = os.readlink(location)
             if target.startswith(OURS):
-                if os.path.isfile(found):
-                    os.unlink(found) if empty else _take(found, target)
+                if os.path.isfile(location):
+                    os.unlink(location) if empty else _take(location, target)
                 break
-            found = self.where(self._led(os.path.dirname(found), target), change=True)
-        return found
+            location = self.where(self._led(os.path.dirname(location), target), change=True)
+        return location
 
     def _led(self, folder: str, target: str) -> str:
         """Where a link of the user's own in a folder of the tree leads to, in the tree."""
@@ -74,26 +74,26 @@ class Tree:
         """A folder of the tree, its links followed; None where it is not planted, and no `change` makes it so."""
         if not os.path.isdir(self.top):
             self._plant(self.top, "/")
-        found = self.top
+        location = self.top
         parts = folder.removeprefix(self.top).split("/")[1:]
         for index, part in enumerate(parts):
-            own = f"{found}/{part}"
+            child = f"{location}/{part}"
             try:
-                target = os.readlink(own)
+                target = os.readlink(child)
             except OSError:  # a folder of the tree's, or nothing
-                found = own
+                location = child
                 continue
             if not target.startswith(OURS):
-                led = self._led(found, target)
+                led = self._led(location, target)
                 further = os.path.join(led, *parts[index + 1 :])
                 return self._folder(further, change, num_links + 1) if num_links < _NUM_LINKS else None
             if not change:
                 return None
-            if os.path.isdir(own):
-                os.unlink(own)
-                self._plant(own, target[1:])
-            found = own
-        return found
+            if os.path.isdir(child):
+                os.unlink(child)
+                self._plant(child, target[1:])
+            location = child
+        return location
 
     def _plant(self, copy: str, source: str) -> None:
         os.mkdir(copy)
@@ -112,9 +112,9 @@ class Tree:
         waiting, num_left, left_bytes = [first], _NUM_PLANTED, _PLANTED_BYTES
         while waiting and num_left > 0:
             with os.scandir(waiting.pop(0)) as entries:
-                found = sorted(entries, key=lambda one: one.name)
-            num_left -= len(found)
-            for entry in found:
+                children = sorted(entries, key=lambda entry: entry.name)
+            num_left -= len(children)
+            for entry in children:
                 if not (entry.is_symlink() and os.readlink(entry.path).startswith(OURS)):
                     continue
                 if entry.is_dir() and not os.path.exists(f"{entry.path}/pyvenv.cfg"):
@@ -128,7 +128,7 @@ class Tree:
     def word(self, word: str) -> str:
         """A word of a command line; the path that it is, or that follows its `=`, in the tree if it can be written."""
         name, equals, path = word.partition("=") if word.startswith("-") else ("", "", word)
-        above = next((one for one in _above(path) if os.path.isdir(one)), "/") if path.startswith("/") else "/"
+        above = next((folder for folder in _above(path) if os.path.isdir(folder)), "/") if path.startswith("/") else "/"
         if above == "/" or f"{above}/".startswith(_KERNELS) or not os.access(above, os.W_OK):
             return word
         there = self.where(path, change=True)
@@ -148,8 +148,8 @@ class Tree:
             source = folder.removeprefix(self.top) or "/"
             here = {*folders, *names}
             with contextlib.suppress(OSError), os.scandir(source) as entries:
-                gone = (one for one in entries if one.name not in here and f"{one.path}/" != self._private)
-                before = (one.path for one in gone if one.stat(follow_symlinks=False).st_ctime < began_s)
+                gone = (entry for entry in entries if entry.name not in here and f"{entry.path}/" != self._private)
+                before = (entry.path for entry in gone if entry.stat(follow_symlinks=False).st_ctime < began_s)
                 num_deleted += sum(len(files_in(path)) for path in before)
             for name in names:
                 copy, original = f"{folder}/{name}", f"{source}/{name}"
@@ -251,7 +251,7 @@ def _is_mapped(path: Any, named: dict[str, Any]) -> bool:
     """Whether a call of a function with these arguments is the program's, of a path that may lie in the tree."""
     if getattr(_inside, "busy", False) or isinstance(path, int) or path is None:
         return False
-    return all(named.get(one) is None for one in _DESCRIPTORS)
+    return all(named.get(keyword) is None for keyword in _DESCRIPTORS)
 
 
 def _as_was(path: Any, mapped: str) -> Any:
@@ -268,7 +268,7 @@ def _map(owner: Any, name: str, *changes: Callable[[str], str] | None) -> None:
             return true(*args, **kwargs)
         with _within():
             pairs = zip(changes, args, strict=False)
-            mapped = [one if change is None else _as_was(one, change(os.fsdecode(one))) for change, one in pairs]
+            mapped = [path if change is None else _as_was(path, change(os.fsdecode(path))) for change, path in pairs]
         return true(*mapped, *args[len(mapped) :], **kwargs)
 
     setattr(owner, name, call)

@@ -77,7 +77,7 @@ def told(error: BaseException, stand_in_rows: str = "") -> str:
             f" [its rows were stand-ins, as {stand_in_rows} is not on this machine: run it where the data set is, or "
             "with --network, or with another --seq-len]"
         )
-    if any(one in text.lower() for one in _OFFLINE):
+    if any(phrase in text.lower() for phrase in _OFFLINE):
         text += " [a file of the hub is not on this machine, and the network is off: --network allows it]"
     if isinstance(error, OSError) and error.errno in of_copies:
         text += " [it works on copies of your files, which cannot do all that files can: docs/trace.md]"

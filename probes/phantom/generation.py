@@ -79,30 +79,30 @@ def _sampling(phantom: Phantom, true: Callable[..., Any], running: list[_Run]) -
             run.num_to_skip = 0  # what is kept of every token is part of the answer
         running.append(run)
         try:
-            found = true(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+            output = true(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
         finally:
             running.clear()
         phantom.note(
             "generation: no sequence ends before the program's maximum"
             + run.has_skipped * "; its first and last tokens were followed, reserved memory is a lower bound there"
         )
-        return _known(phantom, self, input_ids, found, length) if isinstance(found, torch.Tensor) else found
+        return _known(phantom, self, input_ids, output, length) if isinstance(output, torch.Tensor) else output
 
     return _sample
 
 
-def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, found: torch.Tensor, length: int) -> torch.Tensor:
+def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, sequences: torch.Tensor, length: int) -> torch.Tensor:
     """The sequences with values: prompts, then a token that ends nothing, so that masks and lengths are whole."""
     special: set[Any] = set()
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         value = getattr(model.generation_config, name, None)
         special |= set(value) if isinstance(value, list) else {value}
-    token = next(one for one in range(_FIRST_TOKEN, _FIRST_TOKEN + 8) if one not in special)
-    ids = torch.full((found.shape[0], length), token, dtype=torch.int64)
+    token = next(token_id for token_id in range(_FIRST_TOKEN, _FIRST_TOKEN + 8) if token_id not in special)
+    ids = torch.full((sequences.shape[0], length), token, dtype=torch.int64)
     before = phantom.values.known(prompt)
     if before is not None:
         ids[:, : prompt.shape[1]] = before
-    return ids.to(found.device)
+    return ids.to(sequences.device)
 
 
 def _grow(outputs: Any, num_tokens: int) -> bool:
@@ -126,8 +126,8 @@ def _places(cache: Any) -> list[tuple[Any, Any]]:
 
     layers = getattr(cache, "layers", None)
     if hasattr(cache_utils, "DynamicLayer"):
-        plain = layers and all(type(one) is cache_utils.DynamicLayer for one in layers)
-        return [(vars(one), name) for one in layers or () for name in ("keys", "values")] if plain else []
+        plain = layers and all(type(layer) is cache_utils.DynamicLayer for layer in layers)
+        return [(vars(layer), name) for layer in layers or () for name in ("keys", "values")] if plain else []
     if type(cache) is not cache_utils.DynamicCache:  # transformers before 4.54: lists
         return []
-    return [(kept, index) for kept in (cache.key_cache, cache.value_cache) for index in range(len(kept))]
+    return [(tensors, index) for tensors in (cache.key_cache, cache.value_cache) for index in range(len(tensors))]

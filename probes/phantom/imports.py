@@ -62,7 +62,9 @@ class Watcher(importlib.abc.MetaPathFinder):
         """See `importlib.abc.MetaPathFinder`."""
         if name in OPTIONAL:
             library = _who_asks()
-            if library and not any(one.find_spec(name, path) for one in sys.meta_path if not isinstance(one, Watcher)):
+            if library and not any(
+                finder.find_spec(name, path) for finder in sys.meta_path if not isinstance(finder, Watcher)
+            ):
                 self.absent(name, library)
             return None
         if self.first is not None and name.partition(".")[0] in LIBRARIES:
@@ -118,8 +120,8 @@ def _who_asks() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<frozen") and f"{os.sep}importlib{os.sep}" not in file and not file.endswith(_CHECKERS):
-            found = re.search(r"(?:site|dist)-packages[/\\](\w+)", file)
-            library = found[1] if found else os.path.basename(file)
+            match = re.search(r"(?:site|dist)-packages[/\\](\w+)", file)
+            library = match[1] if match else os.path.basename(file)
             return "" if library in _INDIFFERENT else library
         frame = frame.f_back
     return ""

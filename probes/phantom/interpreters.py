@@ -50,18 +50,18 @@ _BELOW = ("", "envs/*", "versions/*", "installs/python/*", "python/*")
 
 def encodings_of(command: Sequence[str]) -> list[str]:
     """`encodings/__init__.py` of every interpreter that can be found."""
-    found = set()
-    for prefix in {os.path.realpath(one) for one in _prefixes(command)}:
+    paths = set()
+    for prefix in {os.path.realpath(folder) for folder in _prefixes(command)}:
         for below in _BELOW:
-            found.update(glob.glob(f"{glob.escape(prefix)}/{below}/lib*/python3*/encodings/__init__.py"))
-    return sorted({os.path.realpath(one) for one in found})
+            paths.update(glob.glob(f"{glob.escape(prefix)}/{below}/lib*/python3*/encodings/__init__.py"))
+    return sorted({os.path.realpath(path) for path in paths})
 
 
 def _prefixes(command: Sequence[str]) -> Iterator[str]:
     """Where interpreters may be installed."""
     for pattern in _USUAL:
         yield from glob.glob(os.path.expanduser(pattern))
-    for folder in (*os.environ.get("PATH", "").split(":"), *(os.path.dirname(one) for one in command)):
+    for folder in (*os.environ.get("PATH", "").split(":"), *(os.path.dirname(word) for word in command)):
         if folder:
             yield os.path.dirname(os.path.abspath(folder))
             for program in glob.glob(f"{glob.escape(folder)}/python*"):
@@ -76,9 +76,9 @@ def _home(path: str) -> Iterator[str]:
     """Of a virtual environment, the installation that it is of."""
     try:
         with open(path) as file:
-            home = re.search(r"^home\s*=\s*(.+)$", file.read(65536), re.MULTILINE)
+            match = re.search(r"^home\s*=\s*(.+)$", file.read(65536), re.MULTILINE)
     except (OSError, ValueError):
         return
-    if home:
-        yield os.path.dirname(home[1].strip())
-        yield os.path.dirname(os.path.dirname(os.path.realpath(f"{home[1].strip()}/python3")))
+    if match:
+        yield os.path.dirname(match[1].strip())
+        yield os.path.dirname(os.path.dirname(os.path.realpath(f"{match[1].strip()}/python3")))

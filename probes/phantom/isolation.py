@@ -177,7 +177,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
     """
     own_users = bool(flags & _CLONE_NEWUSER)
     try:
-        outside = _outside(order, own_users) if flags else None
+        host = _outside(order, own_users) if flags else None
         started = _in_copies(order) if kind == LANDLOCK else order
     except OSError as error:
         raise _Unavailable(str(error)) from error
@@ -189,7 +189,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
         os.close(int(sys.argv[1]))
         try:
             os.setsid()
-            _unshare(started, outside, flags, theirs, reported)
+            _unshare(started, host, flags, theirs, reported)
         except BaseException as error:
             _fail(theirs, error)
     theirs.close()
@@ -201,12 +201,12 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
                 _map_users(child)
             ours.send(first)
             first = b""
-        said = b"".join((first, *iter(lambda: ours.recv(4096), b""))).decode(errors="replace")
-    if not said:
+        failure = b"".join((first, *iter(lambda: ours.recv(4096), b""))).decode(errors="replace")
+    if not failure:
         return child, report
     os.waitpid(child, 0)
     os.close(report)
-    raise (_NoProgram if said.startswith(_EXEC) else _Unavailable)(said.removeprefix(_EXEC))
+    raise (_NoProgram if failure.startswith(_EXEC) else _Unavailable)(failure.removeprefix(_EXEC))
 
 
 def _outside(order: dict[str, Any], own_users: bool) -> Outside:
@@ -238,12 +238,12 @@ def _in_copies(order: dict[str, Any]) -> dict[str, Any]:
     tree = copies.Tree(f"{order['folder']}/{_TREE}")
     cwd = tree.plant_all(order["cwd"])
     home, temporary = os.path.expanduser("~"), tempfile.gettempdir()
-    said = json.loads(os.environ[order["variable"]])
+    settings = json.loads(os.environ[order["variable"]])
     environment = {
         "HOME": tree.word(home),
         "TMPDIR": tree.word(temporary),
         "PWD": cwd,
-        order["variable"]: json.dumps({**said, "tree": tree.top}),
+        order["variable"]: json.dumps({**settings, "tree": tree.top}),
     }
     program, *words = order["command"]
     writable = [tree.top, f"{order['folder']}/results"]
@@ -273,16 +273,16 @@ def _map_users(child: int) -> None:
     process = Path("/proc", str(child))
     if os.geteuid():
         (process / "setgroups").write_text("deny")
-    for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
-        lines = [f"{own} {own} 1"]
+    for name, effective_id in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
+        lines = [f"{effective_id} {effective_id} 1"]
         if not os.geteuid():
-            found = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
-            lines = [f"{inside} {inside} {number}" for inside, _, number in found]
+            ranges = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
+            lines = [f"{inside} {inside} {number}" for inside, _, number in ranges]
         (process / name).write_text("\n".join(lines))
 
 
 def _unshare(
-    order: dict[str, Any], outside: Outside | None, flags: int, channel: socket.socket, reported: int
+    order: dict[str, Any], host: Outside | None, flags: int, channel: socket.socket, reported: int
 ) -> NoReturn:
     """Enters the namespaces, starts their first process and ends as it does."""
     keeper = os.getppid()
@@ -302,7 +302,7 @@ def _unshare(
             _die_with_parent()
             if select.select([alive], [], [], 0)[0]:
                 os._exit(1)
-            _first(order, outside, flags, channel, reported)
+            _first(order, host, flags, channel, reported)
         except BaseException as error:
             _fail(channel, error)
     channel.close()
@@ -311,13 +311,11 @@ def _unshare(
     os._exit(_code(status))
 
 
-def _first(
-    order: dict[str, Any], outside: Outside | None, flags: int, channel: socket.socket, reported: int
-) -> NoReturn:
+def _first(order: dict[str, Any], host: Outside | None, flags: int, channel: socket.socket, reported: int) -> NoReturn:
     """The first process: builds the tree, runs the program, ends what is left of it and says what was redirected."""
-    if outside is None:
+    if host is None:
         _become(order, channel)
-    tree = Tree(Path(order["folder"]), outside)
+    tree = Tree(Path(order["folder"]), host)
     tree.build(order["cwd"])
     if flags & _CLONE_NEWNET:
         _loopback()
@@ -346,7 +344,7 @@ def _become(order: dict[str, Any], channel: socket.socket) -> NoReturn:
     """Turns into the program."""
     os.environ.update(order.get("environment", {}))
     if "writable" in order:
-        landlock.restrict(order["writable"], [one for one in _WRITABLE_DEVICES if os.path.exists(one)])
+        landlock.restrict(order["writable"], [device for device in _WRITABLE_DEVICES if os.path.exists(device)])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["cwd"])
     words = order["command"]

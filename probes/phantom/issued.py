@@ -68,7 +68,7 @@ class Issued(OperatorLog):
     def launch(self, name: str, arguments: Sequence[Any]) -> None:
         """A kernel of somebody's own."""
         if self._training >= 0:
-            self.launched(name, [one for one in arguments if isinstance(one, torch.Tensor)], ())
+            self.launched(name, [argument for argument in arguments if isinstance(argument, torch.Tensor)], ())
 
     def trainer(self, what: str, model: Any) -> None:
         """transformers' Trainer walks over its model."""
@@ -131,22 +131,22 @@ class Issued(OperatorLog):
         if not self.steps:
             return None
         optimizer, stepping, end = self.steps[-1]
-        earlier = [one for one in self.steps[:-1] if one[0] == optimizer]
+        earlier = [earlier_step for earlier_step in self.steps[:-1] if earlier_step[0] == optimizer]
         begin = earlier[-1][2] if earlier else max(self._training, 0)
         stepping = self._last_gradient(begin, stepping)
         self.places += [self.places[-1] if self.places else 0] * (len(self.calls) - len(self.places))
         segments: list[Segment] = []
         places: list[list[int]] = []
         order: list[int] = []
-        known: dict[tuple[int, int], list[int]] = {}
+        by_range: dict[tuple[int, int], list[int]] = {}
         for first, last in self._ranges(begin, stepping):
-            if (first, last) not in known:
-                known[first, last] = []
+            if (first, last) not in by_range:
+                by_range[first, last] = []
                 for phase, start, stop in self._phases(first, last):
-                    known[first, last].append(len(segments))
+                    by_range[first, last].append(len(segments))
                     segments.append(Segment(phase=phase, calls=self.calls[start:stop]))
                     places.append(self.places[start:stop])
-            order += known[first, last]
+            order += by_range[first, last]
         step = [len(segments)]
         segments.append(Segment(phase="step", calls=self.calls[stepping:end]))
         places.append(self.places[stepping:end])
@@ -165,7 +165,7 @@ class Issued(OperatorLog):
     def _ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The calls from one place to another, cut where micro-batches that were left out stand."""
         cuts = {begin, end}
-        repeats = [one for one in self.repeats if begin <= one[0] <= end]
+        repeats = [repeat for repeat in self.repeats if begin <= repeat[0] <= end]
         for at, first, last in repeats:
             cuts |= {at, first, last} if first >= begin else {at}
         edges = sorted(cuts)
@@ -191,5 +191,5 @@ class Issued(OperatorLog):
 
 
 def _masks(indices: Any) -> Iterator[bool]:
-    for one in indices:
-        yield one is not None and one.dtype in (torch.bool, torch.uint8)
+    for index in indices:
+        yield index is not None and index.dtype in (torch.bool, torch.uint8)

@@ -71,14 +71,16 @@ def restrict(folders: Sequence[str], devices: Sequence[str]) -> None:
     scopes = _SCOPES if abi >= _SCOPES_ABI else 0
     rules = struct.pack("=QQQ", changes, 0, scopes) if scopes else struct.pack("=Q", changes)
     ruleset = _call(_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    for path, allowed in (*((one, changes) for one in folders), *((one, _WRITE_FILE) for one in devices)):
+    for path, allowed in (*((folder, changes) for folder in folders), *((device, _WRITE_FILE) for device in devices)):
         opened = os.open(path, os.O_PATH)
         _call(_ADD, ruleset, 1, struct.pack("=Qi", allowed, opened), 0)
         os.close(opened)
     call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     _call(_RESTRICT, ruleset, 0)
     os.close(ruleset)
-    program = b"".join(struct.pack("=HBBI", *one) for one in _filter(_MACHINES[platform.machine()], abi))
+    program = b"".join(
+        struct.pack("=HBBI", *instruction) for instruction in _filter(_MACHINES[platform.machine()], abi)
+    )
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", _SET_SECCOMP, _FILTER, header, 0, 0)
@@ -103,7 +105,7 @@ def _filter(machine: int, abi: int) -> list[tuple[int, int, int, int]]:
 
 
 def _call(number: int, *arguments: object) -> int:
-    found: int = libc.syscall(number, *arguments)
-    if found < 0:
+    return_value: int = libc.syscall(number, *arguments)
+    if return_value < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
-    return found
+    return return_value

@@ -139,7 +139,7 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
     true_file, true_bytes, true_load = safetensors.save_file, safetensors.save, safetensors.load_file
 
     def without_values(tensors: Any) -> bool:
-        return any(isinstance(one, torch.Tensor) and _is_meta(one) for one in tensors.values())
+        return any(isinstance(tensor, torch.Tensor) and _is_meta(tensor) for tensor in tensors.values())
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
         if not without_values(tensors):

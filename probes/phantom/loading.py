@@ -56,24 +56,24 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
 
     def get_device(device_map: Any, name: str, valid_torch_device: bool = False) -> Any:
         """As transformers', with numbers as the GPUs they mean."""
-        found = true_get_device(device_map, name, valid_torch_device=valid_torch_device)
+        device = true_get_device(device_map, name, valid_torch_device=valid_torch_device)
         if not valid_torch_device:
-            return found
-        return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+            return device
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
     def load(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, Any]:
-        held = phantom.memory.allocator.allocated_bytes
-        if phantom.num_steps and held > HELD_BYTES:
+        in_use = phantom.memory.allocator.allocated_bytes
+        if phantom.num_steps and in_use > HELD_BYTES:
             phantom.note(
-                f"{type(model).__name__} is loaded while {gib(held)} of the training still lie on the card: deleting "
+                f"{type(model).__name__} is loaded while {gib(in_use)} of the training still lie on the card: deleting "
                 "the trainer and its model first gives them back"
             )
         with phantom.origins.loads():
             _load(modeling, get_device, model, load_config, expected_keys)
         phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
-        empty = {one.name: _EMPTY[one.name]() for one in fields(modeling.LoadStateDictInfo)}
+        empty = {field.name: _EMPTY[field.name]() for field in fields(modeling.LoadStateDictInfo)}
         return modeling.LoadStateDictInfo(**empty), None
 
     patch(modeling, "_get_resolved_checkpoint_files", no_files)
@@ -103,7 +103,7 @@ def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None
     """
     from transformers import BitsAndBytesConfig
 
-    bits = {one: given.pop(one) for one in ("load_in_4bit", "load_in_8bit") if one in given}
+    bits = {option: given.pop(option) for option in ("load_in_4bit", "load_in_8bit") if option in given}
     switched = BitsAndBytesConfig(**bits) if any(bits.values()) else None
     quantization = given.pop("quantization_config", None) or switched
     device_map, kind = given.pop("device_map", None), given.pop("torch_dtype", given.pop("dtype", None))
@@ -122,9 +122,9 @@ def _older(phantom: Phantom, cls: Any, name: Any, *args: Any, config: Any = None
         kind = kind or torch.float16
         device_map = device_map or {"": torch.device("cuda", torch.cuda.current_device())}
         config.quantization_config = quantization
-    said = {} if attention is None else {"attn_implementation": attention}
+    attention_options = {} if attention is None else {"attn_implementation": attention}
     with phantom.origins.loads(), torch.device("meta"):
-        model = cls._from_config(config, torch_dtype=kind or torch.float32, **said)
+        model = cls._from_config(config, torch_dtype=kind or torch.float32, **attention_options)
         if quantizer is not None:
             quantizer.preprocess_model(model=model, device_map=device_map, keep_in_fp32_modules=[])
             model.hf_quantizer = quantizer
@@ -159,9 +159,9 @@ class _QuantizerBefore438:
         """Its linear layers become bitsandbytes', but the head."""
         from transformers import integrations
 
-        kept = integrations.get_keys_to_not_convert(model)
+        skipped_modules = integrations.get_keys_to_not_convert(model)
         integrations.replace_with_bnb_linear(
-            model, modules_to_not_convert=kept, quantization_config=self.quantization_config
+            model, modules_to_not_convert=skipped_modules, quantization_config=self.quantization_config
         )
 
     def postprocess_model(self, model: Any) -> None:
@@ -182,19 +182,19 @@ _LOADING = (
 
 def _place(model: Any, device: torch.device, kind: torch.dtype | None) -> None:
     """Every weight and buffer of a model that was built on no device."""
-    found: dict[int, Any] = {}  # what several modules share stays shared
+    placed: dict[int, Any] = {}  # what several modules share stays shared
     for module in model.modules():
         if hasattr(module, "quant_state") or type(module).__name__ == "Linear8bitLt":
             _fill_quantized(module, module.weight, device, kind)
-        for own in (module._parameters, module._buffers):
-            for name, value in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
                 if value is None or value.device.type != "meta" or type(value).__name__ in ("Params4bit", "Int8Params"):
                     continue
-                if id(value) not in found:
+                if id(value) not in placed:
                     made = torch.empty_like(value, device=device)
                     trained = isinstance(value, torch.nn.Parameter)
-                    found[id(value)] = torch.nn.Parameter(made, requires_grad=value.requires_grad) if trained else made
-                own[name] = found[id(value)]
+                    placed[id(value)] = torch.nn.Parameter(made, requires_grad=value.requires_grad) if trained else made
+                tensors[name] = placed[id(value)]
 
 
 def _all_on_the_gpu(name: str, device_map: Any) -> None:
@@ -203,10 +203,10 @@ def _all_on_the_gpu(name: str, device_map: Any) -> None:
     Raises:
         Refused: one was.
     """
-    outside = [part for part, home in device_map.items() if str(home) in ("cpu", "disk")]
-    if 0 < len(outside) < len(device_map):
+    offloaded = [part for part, device in device_map.items() if str(device) in ("cpu", "disk")]
+    if 0 < len(offloaded) < len(device_map):
         raise Refused(
-            f"{name}: its weights have no room on the card, so device_map leaves {len(outside)} of its "
+            f"{name}: its weights have no room on the card, so device_map leaves {len(offloaded)} of its "
             f"{len(device_map)} parts to the host; a model in such parts is not followed (fewer bits, or a larger card)"
         )
 
@@ -240,8 +240,8 @@ def _dtype(key: str, value: torch.Tensor, load_config: Any) -> torch.dtype:
         return value.dtype
     for pattern, dtype in (load_config.dtype_plan or {}).items():
         if re.search(pattern, key):
-            found: torch.dtype = dtype
-            return found
+            planned: torch.dtype = dtype
+            return planned
     return load_config.dtype if load_config.dtype is not None else value.dtype
 
 
@@ -322,8 +322,8 @@ def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> N
             if entry is None:
                 raise
             phantom.note(f"{name}: configuration of {entry.names[0]} in the built-in catalogue ({entry.config_source})")
-            for one in _DOWNLOAD:
-                kwargs.pop(one, None)
+            for option in _DOWNLOAD:
+                kwargs.pop(option, None)
             return {"architectures": [entry.built_class], **entry.config, **extra, "_name_or_path": str(name)}, kwargs
 
     patch(cls, "_get_config_dict", classmethod(get))

@@ -100,9 +100,9 @@ class _Methods:
         """A real tensor with what is known of `tensor`, without taking memory for what is not."""
         import numpy
 
-        found = self._phantom.values.known(tensor)
-        if found is not None:
-            return found
+        values = self._phantom.values.known(tensor)
+        if values is not None:
+            return values
         if tensor.dtype is torch.bfloat16:
             return torch.from_numpy(numpy.zeros(tuple(tensor.shape), dtype="int16")).view(torch.bfloat16)
         dtype = torch.empty(0, dtype=tensor.dtype, device=CPU).numpy().dtype
@@ -281,16 +281,16 @@ def _loading(phantom: Phantom) -> Callable[..., Any]:
         device = torch.device(getattr(place, "device", place) if place is not None else CUDA)
         return placed(true(f, map_location, *args, **kwargs), device)
 
-    def placed(found: Any, device: torch.device) -> Any:
-        if isinstance(found, torch.Tensor):
-            if not is_meta(found) or phantom.claims.of(found) != META:
-                return found
-            return (phantom.unfilled if device.type == "cpu" else phantom.made)(found.shape, found.dtype)
-        if isinstance(found, dict):
-            found.update({key: placed(value, device) for key, value in found.items()})
-        elif type(found) in (list, tuple):
-            return type(found)(placed(one, device) for one in found)
-        return found
+    def placed(loaded: Any, device: torch.device) -> Any:
+        if isinstance(loaded, torch.Tensor):
+            if not is_meta(loaded) or phantom.claims.of(loaded) != META:
+                return loaded
+            return (phantom.unfilled if device.type == "cpu" else phantom.made)(loaded.shape, loaded.dtype)
+        if isinstance(loaded, dict):
+            loaded.update({key: placed(value, device) for key, value in loaded.items()})
+        elif type(loaded) in (list, tuple):
+            return type(loaded)(placed(part, device) for part in loaded)
+        return loaded
 
     return load
 
@@ -300,13 +300,13 @@ def _grouping() -> Callable[..., Any]:
     true = torch._C._group_tensors_by_device_and_dtype
 
     def device_of(tensors: Any) -> torch.device:
-        return next((one.device for one in tensors if one is not None), CUDA)
+        return next((tensor.device for tensor in tensors if tensor is not None), CUDA)
 
     def group(lists: Any, with_indices: bool = False) -> Any:
-        found = true(lists, with_indices)
+        groups = true(lists, with_indices)
         return {
             (device_of(tensors[0]) if device.type == "meta" else device, dtype): (tensors, indices)
-            for (device, dtype), (tensors, indices) in found.items()
+            for (device, dtype), (tensors, indices) in groups.items()
         }
 
     return group
@@ -342,4 +342,4 @@ def _numbers(data: Any) -> Any:
     """Data for a new tensor, with the GPU's tensors among its entries as the numbers that C++ would fetch."""
     if type(data) not in (list, tuple):
         return data
-    return [one.tolist() if isinstance(one, torch.Tensor) and is_meta(one) else _numbers(one) for one in data]
+    return [entry.tolist() if isinstance(entry, torch.Tensor) and is_meta(entry) else _numbers(entry) for entry in data]

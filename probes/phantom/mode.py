@@ -123,8 +123,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The allocation that holds `tensor`, None where it is not on the phantom GPU."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[0]
+        block = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if block is None else block[0]
 
     def adopt(self, storage: Any, device: torch.device, op: str) -> None:
         """A new storage comes to life on `device`."""
@@ -159,7 +159,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     # Dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
+        if types and any(tensor_type.__torch_dispatch__ is not _PLAIN for tensor_type in types):
             return NotImplemented
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # without autograd composite operators arrive whole, and would hide what they allocate
@@ -208,7 +208,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             if kind and kind != "meta":
                 kwargs = {**kwargs, "device": META}
             if has_real:
-                args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
+                args, kwargs = _on_meta(args), {name: _on_meta(value) for name, value in kwargs.items()}
             out = self._remembered.call(func, args, kwargs)
             self.values.after(func, args, kwargs, out, metas)
         self._outputs(func, args, kwargs, out, target)
@@ -223,28 +223,28 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if kind == "cpu":
             return CPU
         devices = self.claims.devices
-        found = None
-        for one in metas:
-            claim = devices.get(one.untyped_storage()._cdata)
+        device = None
+        for tensor in metas:
+            claim = devices.get(tensor.untyped_storage()._cdata)
             if claim is CUDA:
                 return CUDA
-            found = found or claim
+            device = device or claim
         if not metas and kind == "meta" and (self._makes_its_own or torch._C._current_graph_task_id() != -1):
             return CUDA  # PyTorch's C++ asks: the engine fills in a gradient that nobody gave
-        return found
+        return device
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, out: Any, target: torch.device | None) -> None:
         if target is None:
             return
         if target is CUDA and func in self.temporaries:
-            outputs = tuple(one for one in _flat(out))
-            held = [
+            outputs = tuple(tensor for tensor in _flat(out))
+            releases = [
                 self.memory.take(size, f"{func} workspace")[1]
                 for size in self.temporaries[func](args, kwargs, outputs)
                 if size > 0
             ]
             self._follow(out, target, func)
-            for release in held:
+            for release in releases:
                 release()
             return
         self._follow(out, target, func)
@@ -256,8 +256,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 if storage._cdata not in self.claims.devices:
                     self.adopt(storage, target, str(func))
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self._follow(one, target, func)
+            for part in out:
+                self._follow(part, target, func)
 
     # The host's side
 
@@ -274,10 +274,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         dtype = kwargs.get("dtype") or tensor.dtype
         if self._on_card(tensor) and not kwargs.get("non_blocking"):
             self.issued.waited()
-        known = self.values.known(tensor)
+        values = self.values.known(tensor)
         on_host = self.claims.devices.get(tensor.untyped_storage()._cdata) is CPU
-        if known is not None and not on_host:
-            return known.to(dtype, copy=True)
+        if values is not None and not on_host:
+            return values.to(dtype, copy=True)
         size = tensor.numel() * dtype.itemsize
         if on_host or (size >= HOST_BYTES and dtype.is_floating_point):
             out = _TO_COPY(tensor, **{**kwargs, "device": META})
@@ -313,9 +313,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _item(self, tensor: torch.Tensor) -> Any:
         if self._on_card(tensor):
             self.issued.waited()
-        known = self.values.known(tensor)
-        if known is not None:
-            return known.item()
+        value = self.values.known(tensor)
+        if value is not None:
+            return value.item()
         uniform = self.values.uniform(tensor)
         if uniform is None:
             self.origins.asked(self, f"a {str(tensor.dtype).removeprefix('torch.')} value")
@@ -335,8 +335,8 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], boo
     """The meta tensors among an operator's arguments, and whether real ones are too."""
     metas: list[torch.Tensor] = []
     has_real = False
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        for inner in one if isinstance(one, (list, tuple)) else (one,):
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        for inner in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(inner, torch.Tensor):
                 if _is_meta(inner):
                     metas.append(inner)
@@ -352,7 +352,7 @@ def _on_meta(value: Any) -> Any:
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
     if type(value) in (list, tuple):
-        return type(value)(_on_meta(one) for one in value)
+        return type(value)(_on_meta(part) for part in value)
     return value
 
 
@@ -360,5 +360,5 @@ def _flat(out: Any) -> list[torch.Tensor]:
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, (tuple, list)):
-        return [one for part in out for one in _flat(part)]
+        return [tensor for part in out for tensor in _flat(part)]
     return []

@@ -14,9 +14,9 @@ Handler = Callable[[Phantom, Any, Any, dict[str, Any]], Any]
 
 
 def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    known = [phantom.values.known(one) if one.is_meta else one for one in args[:2]]
-    if all(one is not None for one in known):
-        return func(*known)
+    operands = [phantom.values.known(tensor) if tensor.is_meta else tensor for tensor in args[:2]]
+    if all(operand is not None for operand in operands):
+        return func(*operands)
     phantom.origins.asked(phantom, "whether two tensors are equal")
     return bool(args[0].shape == args[1].shape)
 
@@ -25,8 +25,8 @@ def _of_unknown(handler: Handler) -> Handler:
     """For a first argument whose values are unknown: of known ones the operator itself runs."""
 
     def handle(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        known = phantom.values.known(args[0]) is not None
-        return NotImplemented if known else handler(phantom, func, args, kwargs)
+        is_known = phantom.values.known(args[0]) is not None
+        return NotImplemented if is_known else handler(phantom, func, args, kwargs)
 
     return handle
 
@@ -82,23 +82,23 @@ def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Indexing by masks: those whose values are known select as many elements as they truly do."""
     tensor, indices = args[0], args[1]
-    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if not masks or not tensor.is_meta or phantom.values.known(tensor) is not None:
         return NotImplemented
     places: dict[int, torch.Tensor] = {}
-    for one in masks:
-        known = phantom.values.known(one) if one.is_meta else one
-        if known is None:
+    for mask in masks:
+        values = phantom.values.known(mask) if mask.is_meta else mask
+        if values is None:
             phantom.origins.asked(phantom, "how many elements a mask selects (all were assumed)")
             return NotImplemented
-        places[id(one)] = known.nonzero()
+        places[id(mask)] = values.nonzero()
     chosen: list[Any] = []
-    for one in indices:
-        if one is not None and id(one) in places:
-            held = phantom.made(places[id(one)].shape, torch.int64)
-            chosen += held.unbind(1)
+    for index in indices:
+        if index is not None and id(index) in places:
+            positions = phantom.made(places[id(index)].shape, torch.int64)
+            chosen += positions.unbind(1)
         else:
-            chosen.append(one)
+            chosen.append(index)
     return phantom.adopted(func(tensor, chosen, *args[2:], **kwargs), tensor, func)
 
 

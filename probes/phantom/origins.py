@@ -146,21 +146,21 @@ class Origins:
 
     def parameter_name(self, parameter: Any) -> str:
         """The name of a parameter in the module that was called first, "" where it is not part of one."""
-        found = self._parameters.get(id(parameter))
-        return found or ""
+        name = self._parameters.get(id(parameter))
+        return name or ""
 
     # Modules
 
     def _name(self, module: Any) -> str:
-        found = self._names.get(id(module))
-        if found is not None and found[0]() is module:
-            return found[1]
+        cached = self._names.get(id(module))
+        if cached is not None and cached[0]() is module:
+            return cached[1]
         prefix = self.module
-        for path, one in module.named_modules():
-            known = self._names.get(id(one))
-            if known is None or known[0]() is not one:
-                full = ".".join(filter(None, (prefix, path))) or type(one).__name__
-                self._names[id(one)] = (weakref.ref(one), full)
+        for path, submodule in module.named_modules():
+            entry = self._names.get(id(submodule))
+            if entry is None or entry[0]() is not submodule:
+                full = ".".join(filter(None, (prefix, path))) or type(submodule).__name__
+                self._names[id(submodule)] = (weakref.ref(submodule), full)
         for path, parameter in module.named_parameters():
             self._parameters.setdefault(id(parameter), ".".join(filter(None, (prefix, path))))
         return self._names[id(module)][1]
@@ -216,11 +216,11 @@ _is_library: dict[str, bool] = {}
 
 def from_library(file: str) -> bool:
     """Whether a file belongs to Python, an installed library or this project."""
-    found = _is_library.get(file)
-    if found is None:
-        found = file.startswith(("<", *_LIBRARIES)) or any(mark in file for mark in _MARKS)
-        _is_library[file] = found
-    return found
+    is_library = _is_library.get(file)
+    if is_library is None:
+        is_library = file.startswith(("<", *_LIBRARIES)) or any(mark in file for mark in _MARKS)
+        _is_library[file] = is_library
+    return is_library
 
 
 def user_line() -> Line | None:
@@ -233,24 +233,24 @@ _is_below: dict[str, bool] = {}
 
 def _below(file: str) -> bool:
     """Whether a file is PyTorch's, Python's or this project's: what libraries that train stand on."""
-    found = _is_below.get(file)
-    if found is None:
+    is_below = _is_below.get(file)
+    if is_below is None:
         others = any(mark in file for mark in _MARKS[:2]) and _TORCH not in file
-        found = _is_below[file] = from_library(file) and not others
-    return found
+        is_below = _is_below[file] = from_library(file) and not others
+    return is_below
 
 
 def _running() -> tuple[Line | None, Any]:
     """`user_line`, and the code of the innermost function that is none of PyTorch's, Python's or ours."""
     frame: Any = sys._getframe(2)
-    known = _is_library.get  # for every allocation some 40 frames are asked
+    lookup = _is_library.get  # for every allocation some 40 frames are asked
     code: Any = None
     while frame is not None:
         file = frame.f_code.co_filename
         if code is None and not _below(file):
             code = frame.f_code
-        found = known(file)
-        if not (from_library(file) if found is None else found):
+        is_library = lookup(file)
+        if not (from_library(file) if is_library is None else is_library):
             return Line(file, frame.f_lineno), code
         frame = frame.f_back
     return None, code

@@ -55,9 +55,9 @@ class Outside:
 class Tree:
     """The file systems as the program sees them."""
 
-    def __init__(self, folder: Path, outside: Outside) -> None:
+    def __init__(self, folder: Path, host: Outside) -> None:
         self._folder = folder
-        self._outside = outside
+        self._outside = host
         self._overlays: dict[str, tuple[str, int]] = {}  # place -> its upper folder; the place itself, by number
         self._old = self._disk = self._memory = ""
 
@@ -68,24 +68,24 @@ class Tree:
             OSError: something that the protection needs is not allowed here.
         """
         old, memory, disk = (self._folder / name for name in ("old", "memory", "disk"))
-        for one in (old, memory, disk):
-            one.mkdir(exist_ok=True)
+        for folder in (old, memory, disk):
+            folder.mkdir(exist_ok=True)
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", str(memory), "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0700")
         _mount("/", str(old), None, _MS_BIND | _MS_REC)
         # their paths are about to be covered: from here on by number
         self._old, self._memory, self._disk = (
-            f"/proc/self/fd/{os.open(one, os.O_PATH)}" for one in (old, memory, disk)
+            f"/proc/self/fd/{os.open(folder, os.O_PATH)}" for folder in (old, memory, disk)
         )
         self._devices()
         places = self._outside.places
-        for target in sorted({*places, *self._outside.mounts}, key=lambda one: one.count("/")):
+        for target in sorted({*places, *self._outside.mounts}, key=lambda path: path.count("/")):
             if target in places:
                 self._overlay(target)
             elif self._covered(target):
                 with _missing_is_fine():
                     _mount(self._old + target, target, None, _MS_BIND | _MS_REC)
-        if not self._covered(cwd) and any(_is_below(cwd, one) for one in places):
+        if not self._covered(cwd) and any(_is_below(cwd, place) for place in places):
             raise OSError(errno.EOPNOTSUPP, "no overlay", cwd)
         self._processes()
         self._cover_sockets()
@@ -105,7 +105,7 @@ class Tree:
                 inside = os.path.relpath(folder, upper)
                 before = f"/proc/self/fd/{lower}/{inside}"
                 if _is_opaque(folder):
-                    num_deleted += sum(not os.path.lexists(f"{folder}/{one}") for one in files_in(before))
+                    num_deleted += sum(not os.path.lexists(f"{folder}/{file}") for file in files_in(before))
                 for name in names:
                     status = os.lstat(f"{folder}/{name}")
                     if stat.S_ISCHR(status.st_mode) and not status.st_rdev:  # a whiteout
@@ -123,7 +123,7 @@ class Tree:
         }
 
     def _covered(self, path: str) -> bool:
-        return any(_is_below(path, one) for one in self._overlays)
+        return any(_is_below(path, place) for place in self._overlays)
 
     def _overlay(self, place: str) -> None:
         """Over a place; where a mount lies in it, which a user namespace may not cover, over its folders. Where none
@@ -132,26 +132,26 @@ class Tree:
         status = os.fstat(lower)
         # an upper folder cannot lie in what it is over
         for base in (self._memory,) if _is_below(str(self._folder), place) else (self._disk, self._memory):
-            own = f"{base}/{len(self._overlays)}"
-            upper = f"{own}/upper"
+            layer = f"{base}/{len(self._overlays)}"
+            upper = f"{layer}/upper"
             os.makedirs(upper)
-            os.mkdir(f"{own}/work")
+            os.mkdir(f"{layer}/work")
             os.chmod(upper, stat.S_IMODE(status.st_mode))
             if not os.geteuid():
                 os.chown(upper, status.st_uid, status.st_gid)
-            options = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={own}/work,userxattr,volatile"
+            options = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={layer}/work,userxattr,volatile"
             try:
                 _mount("overlay", place, "overlay", _MS_NOSUID | _MS_NODEV, options)
             except OSError:
-                shutil.rmtree(own)
+                shutil.rmtree(layer)
                 continue
             self._overlays[place] = (upper, lower)
             return
         os.close(lower)
-        if any(one != place and _is_below(one, place) for one in self._outside.mounts):
-            for one in os.scandir(self._old + place):
-                if one.is_dir(follow_symlinks=False) and f"{place}/{one.name}" not in self._outside.mounts:
-                    self._overlay(f"{place}/{one.name}")
+        if any(mount != place and _is_below(mount, place) for mount in self._outside.mounts):
+            for entry in os.scandir(self._old + place):
+                if entry.is_dir(follow_symlinks=False) and f"{place}/{entry.name}" not in self._outside.mounts:
+                    self._overlay(f"{place}/{entry.name}")
 
     def _devices(self) -> None:
         _mount("tmpfs", "/dev", "tmpfs", _MS_NOSUID, "mode=0755")
@@ -186,9 +186,9 @@ class Tree:
         """To files, for the program alone; their compiled forms are covered."""
         for number, (path, text) in enumerate(self._outside.added.items()):
             with _missing_is_fine():
-                own = f"{self._memory}/added-{number}"
-                Path(own).write_bytes(Path(path).read_bytes() + text.encode())
-                _mount(own, path, None, _MS_BIND)
+                copy = f"{self._memory}/added-{number}"
+                Path(copy).write_bytes(Path(path).read_bytes() + text.encode())
+                _mount(copy, path, None, _MS_BIND)
                 folder, name = os.path.split(path)
                 for compiled in glob.glob(f"{glob.escape(folder)}/__pycache__/{name.removesuffix('.py')}.*.pyc"):
                     _mount("/dev/null", compiled, None, _MS_BIND)
@@ -208,16 +208,16 @@ def places(order: dict[str, Any], mounts: Sequence[str]) -> list[str]:
     Of every path that it is told, of the mount points and of the root's folders: the topmost folder that the user may
     write to, and below it each of another owner or group, which an ordinary user's overlay may not copy.
     """
-    said = [*order["command"], *os.environ.values()]
-    told = [part for text in said for part in re.split(r"[:=,]", text) if part.startswith("/")]
+    texts = [*order["command"], *os.environ.values()]
+    mentioned = [part for text in texts for part in re.split(r"[:=,]", text) if part.startswith("/")]
     usual = ["/tmp", "/var/tmp", _SHM, tempfile.gettempdir(), os.path.expanduser("~"), order["cwd"]]
     with os.scandir("/") as top:
-        usual += [one.path for one in top]
+        usual += [entry.path for entry in top]
     places = set()
-    for path in {os.path.realpath(one) for one in (*told, *usual, *mounts)}:
+    for path in {os.path.realpath(candidate) for candidate in (*mentioned, *usual, *mounts)}:
         above = None
         for folder in _folders(path):
-            if folder != _SHM and any(_is_below(folder, one) for one in _KERNELS):
+            if folder != _SHM and any(_is_below(folder, root) for root in _KERNELS):
                 continue
             if not os.path.isdir(folder):
                 break
@@ -257,17 +257,19 @@ def mount_points() -> list[str]:
     """Without the kernel's own."""
     lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     points = {re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split(" ")[4]) for line in lines}
-    return sorted(one for one in points if one != "/" and (one == _SHM or not any(_is_below(one, k) for k in _KERNELS)))
+    return sorted(
+        point for point in points if point != "/" and (point == _SHM or not any(_is_below(point, k) for k in _KERNELS))
+    )
 
 
 def sockets_in_files() -> list[str]:
     """Where somebody may listen: every socket of this network namespace that has a path, and what lies in /run."""
-    found = {line.split(maxsplit=7)[-1] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]}
+    paths = {line.split(maxsplit=7)[-1] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]}
     for folder, folders, names in os.walk("/run"):
         if folder.count("/") > 4:
             folders.clear()
-        found.update(os.path.join(folder, name) for name in names)
-    return sorted(one for one in found if one.startswith("/"))
+        paths.update(os.path.join(folder, name) for name in names)
+    return sorted(path for path in paths if path.startswith("/"))
 
 
 @contextlib.contextmanager
@@ -286,7 +288,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    words = [None if one is None else os.fsencode(one) for one in (source, target, kind)]
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     if libc.mount(*words, ctypes.c_ulong(flags), os.fsencode(options)):
         number = ctypes.get_errno()
         raise OSError(number, f"mount {kind or 'bind'}: {os.strerror(number)}", target)

@@ -17,15 +17,15 @@ def hooks(stack: ExitStack) -> dict[str, Hook]:
 
     def refuse(names: Callable[[str], Any], why: str) -> Hook:
         def hook(module: Any) -> None:
-            for name in [one for one in vars(module) if names(one)]:
-                said = _refused(f"{module.__name__}.{name}: {why}")
-                stack.enter_context(mock.patch.object(module, name, said))
+            for name in [attribute for attribute in vars(module) if names(attribute)]:
+                refusal = _refused(f"{module.__name__}.{name}: {why}")
+                stack.enter_context(mock.patch.object(module, name, refusal))
 
         return hook
 
     def sharded(module: Any) -> None:
-        said = _refused("FullyShardedDataParallel")
-        stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", said))
+        refusal = _refused("FullyShardedDataParallel")
+        stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", refusal))
 
     kernel = refuse(_ATTENTION.fullmatch, "the buffers of this package's kernels are not known here; SDPA is followed")
     split = refuse(

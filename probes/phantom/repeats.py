@@ -55,42 +55,42 @@ class _MicroBatch:
         """Its end."""
         number = phantom.number_of(loss)
         if number is not None:
-            kept = number - self.first_allocation
-            self.requests = _requests(phantom.memory.events[self.first_event :], self.first_allocation, kept)
-            self.loss = loss.shape, loss.dtype, kept
+            loss_allocation = number - self.first_allocation
+            self.requests = _requests(phantom.memory.events[self.first_event :], self.first_allocation, loss_allocation)
+            self.loss = loss.shape, loss.dtype, loss_allocation
 
     def again(self, phantom: Phantom) -> torch.Tensor:
         """Its requests of small blocks once more, and a loss like its own."""
         assert self.requests is not None
         assert self.loss is not None
-        shape, dtype, kept = self.loss
+        shape, dtype, loss_allocation = self.loss
         blocks: dict[int, tuple[Any, int]] = {}
-        found = None
+        loss = None
         for number, size in self.requests:
-            if number == kept:
-                found = phantom.made(shape, dtype)
+            if number == loss_allocation:
+                loss = phantom.made(shape, dtype)
             elif 0 < size <= SMALL_BYTES:
                 blocks[number] = phantom.memory.malloc(size, "small blocks of a micro-batch"), size
             elif ~number in blocks:
                 phantom.memory.allocator.free(*blocks.pop(~number))
-        assert found is not None
-        return found
+        assert loss is not None
+        return loss
 
 
-def _requests(events: list[Event], first: int, kept: int) -> Requests | None:
-    """What a micro-batch asked for, None where it touched older memory or kept more than allocation `kept`."""
-    found: list[tuple[int, int]] = []
+def _requests(events: list[Event], first: int, loss_allocation: int) -> Requests | None:
+    """What a micro-batch asked for, None where it touched older memory or kept more than `loss_allocation`."""
+    requests: list[tuple[int, int]] = []
     alive: set[int] = set()
     for event in events:
         if isinstance(event, Alloc):
             alive.add(event.id - first)
-            found.append((event.id - first, event.size_bytes))
+            requests.append((event.id - first, event.size_bytes))
         elif isinstance(event, Free) and event.id >= first:
             alive.remove(event.id - first)
-            found.append((~(event.id - first), 0))
+            requests.append((~(event.id - first), 0))
         else:
             return None
-    return tuple(found) if alive == {kept} else None
+    return tuple(requests) if alive == {loss_allocation} else None
 
 
 class _Step:
@@ -138,15 +138,15 @@ def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
     """What of a trainer's inputs can decide what memory is asked for: shapes, and values but for tokens themselves."""
     if isinstance(value, torch.Tensor):
         yield name, value.dtype, tuple(value.shape), value.stride()
-        known = phantom.values.known(value) if _is_meta(value) else value
-        if known is not None and not known.dtype.is_floating_point:
-            yield hash((known == _NO_LABEL if name.endswith(_TOKENS) else known).contiguous().numpy().tobytes())
+        values = phantom.values.known(value) if _is_meta(value) else value
+        if values is not None and not values.dtype.is_floating_point:
+            yield hash((values == _NO_LABEL if name.endswith(_TOKENS) else values).contiguous().numpy().tobytes())
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _likeness(phantom, str(key), one)
+        for key, entry in value.items():
+            yield from _likeness(phantom, str(key), entry)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _likeness(phantom, name, one)
+        for entry in value:
+            yield from _likeness(phantom, name, entry)
     else:
         yield name, value if isinstance(value, (str, int, float, bool, type(None))) else object()
 
@@ -163,16 +163,16 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
         phantom.issued.trainer("micro-batch", self.model)
         if self.accelerator.sync_gradients or phantom.options.every_micro_batch:
             step.clear()
-            found = true(self, *args, **kwargs)
+            step_loss = true(self, *args, **kwargs)
             phantom.issued.micro_batch_ends()
             phantom.issued.trainer("step", self.model)
-            return found
+            return step_loss
         prepare = self._prepare_inputs
 
         def prepared(inputs: Any) -> Any:
-            found = prepare(inputs)
-            step.begins(found)
-            return found
+            batch = prepare(inputs)
+            step.begins(batch)
+            return batch
 
         try:
             with mock.patch.object(self, "_prepare_inputs", prepared):

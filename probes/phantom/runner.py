@@ -91,12 +91,12 @@ def program(command: Sequence[str]) -> str:
     path = os.environ.get("PATH", os.defpath)
     if "VIRTUAL_ENV" not in os.environ and "CONDA_PREFIX" not in os.environ:
         path = f"{Path(sys.executable).parent}{os.pathsep}{path}"
-    found = shutil.which(command[0], path=path)
-    if found is None:
+    executable = shutil.which(command[0], path=path)
+    if executable is None:
         raise UsageError(
             f"no program {command[0]!r}", hint="give the command as you would run it: plan trace -- python train.py"
         )
-    return found
+    return executable
 
 
 def protection(order: TraceOrder) -> Protection:
@@ -119,8 +119,8 @@ def run_traced(order: TraceOrder) -> Ended:
     """
     with _kept(order) as (folder, outcome):
         redirected, results = outcome["redirected"], folder / "results"
-        errors = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.error"))]
-        absent = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.absent"))]
+        errors = [read_text(path, max_bytes=MAX_BYTES) for path in sorted(results.glob("*.error"))]
+        absent = [read_text(path, max_bytes=MAX_BYTES) for path in sorted(results.glob("*.absent"))]
         return Ended(
             exit_code=outcome["code"],
             results=results_in(results, str(folder / "tree")),
@@ -140,7 +140,7 @@ def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
     executable = program(order.command)
     folder = Path(tempfile.gettempdir()).resolve() / f"plan-trace-{secrets.token_hex(8)}"
     environment = _environment(order, folder)
-    said = {
+    keeper_order = {
         "command": [executable, *order.command[1:]],
         "cwd": os.path.realpath(order.folder or os.getcwd()),
         "folder": str(folder),
@@ -152,7 +152,7 @@ def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
         "variable": VARIABLE,
         "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(ROOT)},
     }
-    told, tell = os.pipe()
+    read_end, tell = os.pipe()
     keeper = subprocess.Popen(
         python_argv("-I", "-S", "-c", _KEEPER.format(root=str(ROOT)), str(tell)),
         env=environment,
@@ -164,9 +164,9 @@ def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
     os.close(tell)
     life_line: Any = keeper.stdin
     try:
-        with _terminable(), open(told, "rb") as answer:
+        with _terminable(), open(read_end, "rb") as answer:
             with contextlib.suppress(BrokenPipeError):
-                life_line.write(f"{json.dumps(said)}\n".encode())
+                life_line.write(f"{json.dumps(keeper_order)}\n".encode())
                 life_line.flush()
             outcome = json.loads(answer.read() or '{"stopped": "keeper"}')
             if "code" not in outcome:
@@ -183,8 +183,8 @@ def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _problem(outcome: Mapping[str, Any], order: TraceOrder, executable: str, folder: Path) -> EnvironmentProblem:
     """Why a command did not end by itself."""
     if "no_program" in outcome:
-        said = f"{executable} cannot be started: {outcome['no_program']}"
-        return EnvironmentProblem(said, hint="check the program's permissions")
+        message = f"{executable} cannot be started: {outcome['no_program']}"
+        return EnvironmentProblem(message, hint="check the program's permissions")
     if "unavailable" in outcome:
         return EnvironmentProblem(
             f"nothing here can keep the program from your files ({outcome['unavailable']}): not run",
@@ -205,7 +205,7 @@ def _problem(outcome: Mapping[str, Any], order: TraceOrder, executable: str, fol
 
 def _environment(order: TraceOrder, folder: Path) -> dict[str, str]:
     """The command's environment: ours is the first `sitecustomize`, no GPU is visible."""
-    said = {
+    settings = {
         "card": asdict(order.card),
         "options": asdict(order.options),
         "network": order.network,
@@ -217,7 +217,7 @@ def _environment(order: TraceOrder, folder: Path) -> dict[str, str]:
         **({} if order.network else OFFLINE),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH", "")))),
         "CUDA_VISIBLE_DEVICES": "",
-        VARIABLE: json.dumps(said),
+        VARIABLE: json.dumps(settings),
     }
 
 
@@ -230,8 +230,8 @@ def results_in(folder: Path, tree: str = "") -> tuple[TraceResult, ...]:
     Raises:
         ConfigError: something that is no trace's result.
     """
-    found = (TraceResult.read(one, without=tree) for one in folder.glob("*.json"))
-    return tuple(sorted(found, key=lambda one: (-one.num_steps, -one.peak_allocated_bytes)))
+    results = (TraceResult.read(path, without=tree) for path in folder.glob("*.json"))
+    return tuple(sorted(results, key=lambda result: (-result.num_steps, -result.peak_allocated_bytes)))
 
 
 def _has_descriptor(stream: object) -> bool:

@@ -46,7 +46,7 @@ def phantom_gpu(
     phantom.handlers.update(operators.HANDLERS)
     phantom.on_op = cublas_workspaces(cublas_workspace_bytes(card.capability), phantom.memory.take)
     with ExitStack() as stack:
-        for one in (
+        for context in (
             emulation_installed(),
             fused_dropout("meta"),
             quick_checks(),
@@ -63,7 +63,7 @@ def phantom_gpu(
             steps.counted(phantom, finished),
             mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
         ):
-            stack.enter_context(one)
+            stack.enter_context(context)
         _watch(phantom, stack, watcher)
         stack.enter_context(phantom)
         yield phantom
@@ -97,11 +97,11 @@ def _one_hot(phantom: Phantom) -> AbstractContextManager[None]:
         values = phantom.values
         if num_classes > 0 and tensor.device.type == "cuda" and values.worth_keeping(out.dtype, out.numel()):
             with _disable_current_modes():
-                known = values.known(tensor)
-                if known is None:
+                classes = values.known(tensor)
+                if classes is None:
                     phantom.origins.asked(phantom, "which classes a tensor holds (spread evenly)")
-                    known = (torch.arange(tensor.numel()) % num_classes).view(tensor.shape)
-                values.keep(out, true(known, num_classes))
+                    classes = (torch.arange(tensor.numel()) % num_classes).view(tensor.shape)
+                values.keep(out, true(classes, num_classes))
         return out
 
     return replaced([(functional, "one_hot", one_hot)])
@@ -110,13 +110,13 @@ def _one_hot(phantom: Phantom) -> AbstractContextManager[None]:
 def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
     """What libraries need is done as they are imported, now or later."""
     hooks: dict[str, list[Hook]] = {}
-    for found in (
+    for library_hooks in (
         libraries.hooks(phantom, stack),
         tritons.hooks(phantom, stack),
         world.hooks(stack),
         refusals.hooks(stack),
     ):
-        for name, hook in found.items():
+        for name, hook in library_hooks.items():
             hooks.setdefault(name, []).append(hook)
     if watcher is None:
         watcher = Watcher()

@@ -23,7 +23,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if isinstance(local, torch.Tensor):
         return parts_of(local)
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    return [one for name in names for one in parts_of(getattr(tensor, name))] or [tensor]
+    return [part for name in names for part in parts_of(getattr(tensor, name))] or [tensor]
 
 
 @contextmanager
@@ -34,16 +34,16 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
     origins, num_steps = phantom.origins, phantom.options.num_steps
 
     def own(tensor: torch.Tensor, category: str, name: str) -> None:
-        for one in parts_of(tensor):
-            origins.own(phantom.number_of(one), category, name)
+        for part in parts_of(tensor):
+            origins.own(phantom.number_of(part), category, name)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    own(one.grad, "gradients", origins.parameter_name(one))
-                if one.requires_grad:  # a loop may hand over all of the model's, LoRA's frozen base among them
-                    own(one, "trained weights", origins.parameter_name(one))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own(parameter.grad, "gradients", origins.parameter_name(parameter))
+                if parameter.requires_grad:  # a loop may hand over all of the model's, LoRA's frozen base among them
+                    own(parameter, "trained weights", origins.parameter_name(parameter))
         origins.stepping += 1
         phantom.issued.step_begins()
 
@@ -63,5 +63,5 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
     try:
         yield
     finally:
-        for one in handles:
-            one.remove()
+        for handle in handles:
+            handle.remove()

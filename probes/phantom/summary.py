@@ -59,7 +59,7 @@ IDLE = (
 
 def _own_weights(phantom: Phantom) -> None:
     """What no optimizer owned (a frozen base, a model that only answers) is known by the module that holds it."""
-    for model in filter(None, (one() for one in phantom.origins.models.values())):
+    for model in filter(None, (reference() for reference in phantom.origins.models.values())):
         for _, parameter in model.named_parameters():
             for part in parts_of(parameter):
                 phantom.origins.own(phantom.number_of(part), WEIGHTS, phantom.origins.parameter_name(parameter))

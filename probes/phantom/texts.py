@@ -62,12 +62,12 @@ def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
 def _present(name: str) -> bool:
     """Whether any file of a tokenizer can be read, here or (where the network is allowed) on the hub."""
     if os.path.isdir(name):
-        return any(Path(name, one).exists() for one in _FILES)
+        return any(Path(name, file).exists() for file in _FILES)
     from transformers.utils import cached_file
 
-    def read(one: str) -> bool:
+    def read(file: str) -> bool:
         try:
-            return cached_file(name, one) is not None
+            return cached_file(name, file) is not None
         except OSError:
             return False
 
@@ -119,15 +119,15 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
             names.append(byte_names.pop(0))
         else:
             names.append(f"<|unused_{index}|>")
-    tokenizer = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(names)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    known = set(specials.values())
+    special_names = set(specials.values())
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|bos|>" if "<|bos|>" in known else None,
-        eos_token="<|eos|>" if "<|eos|>" in known else names[-1],
-        pad_token="<|pad|>" if "<|pad|>" in known else None,
+        bos_token="<|bos|>" if "<|bos|>" in special_names else None,
+        eos_token="<|eos|>" if "<|eos|>" in special_names else names[-1],
+        pad_token="<|pad|>" if "<|pad|>" in special_names else None,
         unk_token=names[0],
         model_max_length=int(getattr(text, "max_position_embeddings", 0) or 1 << 20),
     )
@@ -157,8 +157,8 @@ def encoding_stands_in(phantom: Phantom, tiktoken: Any, patch: Patch) -> None:
             return true(name)
         except (OSError, ValueError):
             phantom.note(f"tiktoken's {name} is not on this machine; a stand-in makes a token of every byte")
-            ranks = {bytes([one]): one for one in range(256)}
-            ranks |= {b"unused %d" % one: one for one in range(256, _GPT2_ENTRIES - 1)}
+            ranks = {bytes([byte]): byte for byte in range(256)}
+            ranks |= {b"unused %d" % rank: rank for rank in range(256, _GPT2_ENTRIES - 1)}
             special = {"<|endoftext|>": _GPT2_ENTRIES - 1}
             return tiktoken.Encoding(name, pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
 
@@ -275,7 +275,7 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
     select = datasets.Dataset.select
 
     def select_present(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
-        return select(self, [one for one in indices if one < len(self)], *args, **kwargs)
+        return select(self, [index for index in indices if index < len(self)], *args, **kwargs)
 
     patch(datasets, "load_dataset", load_dataset)
     patch(datasets.load, "load_dataset", load_dataset)

@@ -21,7 +21,7 @@ def _driver(card: Card) -> SimpleNamespace:
     """What Triton's runtime asks of the driver."""
     described = properties(card)
     major, minor = card.capability
-    told = {
+    device_properties = {
         "multiprocessor_count": described.multi_processor_count,
         "max_shared_mem": described.shared_memory_per_block_optin,
         "max_num_regs": described.regs_per_multiprocessor,
@@ -31,7 +31,7 @@ def _driver(card: Card) -> SimpleNamespace:
         "mem_bus_width": 384,
     }
     return SimpleNamespace(
-        utils=SimpleNamespace(get_device_properties=lambda device: told),
+        utils=SimpleNamespace(get_device_properties=lambda device: device_properties),
         get_current_device=lambda: 0,
         get_current_stream=lambda device=None: 0,
         get_current_target=lambda: SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32),

@@ -98,23 +98,23 @@ class Values:
         changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
         if not changes and aliases(func):
             return False, None
-        host = {name: self._real(one) for name, one in kwargs.items()}
+        host = {name: self._real(value) for name, value in kwargs.items()}
         if host.get("device") is not None:
             host["device"] = CPU
         try:
-            found = func(*[self._real(one) for one in args], **host)
+            output = func(*[self._real(value) for value in args], **host)
         except NotImplementedError:  # a kernel that CPUs lack for this type (histc of integers)
             return False, None
-        if func is _EMPTY and isinstance(found, torch.Tensor):
-            found.zero_()
-        return (False, None) if changes else (True, self._followed(found))
+        if func is _EMPTY and isinstance(output, torch.Tensor):
+            output.zero_()
+        return (False, None) if changes else (True, self._followed(output))
 
     def _decides(self, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[torch.Tensor]) -> bool:
         """Whether what is known is all that the operator needs."""
         if metas:
             copies = self._copies
-            for one in metas:
-                if one.untyped_storage()._cdata not in copies:
+            for tensor in metas:
+                if tensor.untyped_storage()._cdata not in copies:
                     return False
         elif func in _MAKERS:
             if not self.worth_keeping(made_dtype(func, args, kwargs), prod(args[0])):
@@ -129,28 +129,28 @@ class Values:
         if isinstance(value, torch.Tensor):
             return self.known(value) if _is_meta(value) else value
         if type(value) in (list, tuple):
-            return type(value)(self._real(one) for one in value)
+            return type(value)(self._real(entry) for entry in value)
         return value
 
-    def _followed(self, found: Any) -> Any:
+    def _followed(self, output: Any) -> Any:
         """Meta tensors whose values are those that were found."""
-        if isinstance(found, torch.Tensor):
-            made = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=META)
-            if self.worth_keeping(found.dtype, found.numel()):
-                self.keep(made, found)
+        if isinstance(output, torch.Tensor):
+            made = torch.empty_strided(output.size(), output.stride(), dtype=output.dtype, device=META)
+            if self.worth_keeping(output.dtype, output.numel()):
+                self.keep(made, output)
             return made
-        if isinstance(found, (list, tuple)):
-            return type(found)(self._followed(one) for one in found)
-        return found
+        if isinstance(output, (list, tuple)):
+            return type(output)(self._followed(part) for part in output)
+        return output
 
     def after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, metas: Sequence[torch.Tensor]) -> None:
         """What an operator on unknown values leaves of what was known."""
         copies = self._copies
-        if copies and not all(one.untyped_storage()._cdata in copies for one in metas):
-            for one in changed_tensors(func, args, kwargs):
-                self.drop(one.untyped_storage()._cdata)
+        if copies and not all(tensor.untyped_storage()._cdata in copies for tensor in metas):
+            for tensor in changed_tensors(func, args, kwargs):
+                self.drop(tensor.untyped_storage()._cdata)
         keeps = KEEPS_UNIFORM.get(func)
-        uniform = keeps([self.uniform(one) for one in metas]) if keeps is not None else None
+        uniform = keeps([self.uniform(tensor) for tensor in metas]) if keeps is not None else None
         if uniform is None:
             uniform = FINITE.get(func)
         if uniform is not None and isinstance(out, torch.Tensor):
@@ -181,16 +181,16 @@ def floating_bytes(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operator changes."""
     return tuple(
-        (index, one.name)
-        for index, one in enumerate(func._schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 @cache
 def aliases(func: Any) -> bool:
     """Whether an output of an operator may share memory with an argument."""
-    return any(one.alias_info is not None for one in func._schema.returns)
+    return any(output.alias_info is not None for output in func._schema.returns)
 
 
 def changed_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
@@ -200,11 +200,11 @@ def changed_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> I
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from (one for one in value if isinstance(one, torch.Tensor))
+            yield from (entry for entry in value if isinstance(entry, torch.Tensor))
 
 
 def _same(values: Sequence[bool | None]) -> bool | None:
-    return values[0] if values and all(one is values[0] for one in values) else None
+    return values[0] if values and all(value is values[0] for value in values) else None
 
 
 def _inverted(values: Sequence[bool | None]) -> bool | None:

@@ -34,7 +34,10 @@ def fake_world(phantom: Phantom) -> Iterator[None]:
     c10d = distributed.distributed_c10d
     owners = (distributed, c10d, distributed.device_mesh)
     groups = (
-        (owner, name, one) for name, one in _of_groups(phantom).items() for owner in owners if hasattr(owner, name)
+        (owner, name, replacement)
+        for name, replacement in _of_groups(phantom).items()
+        for owner in owners
+        if hasattr(owner, name)
     )
     with replaced((*groups, *_of_ddp(phantom))):
         yield

@@ -36,8 +36,8 @@ def spec_of(model: Any) -> ModelSpec:
     raw = model.config.to_dict()
     raw.get("text_config", raw).pop("per_layer_config", None)
     names = {"model_id": model.config.model_type, "source": "built model"}
-    known = has_adapter(model.config.model_type)
-    return spec_from_config(raw, **names) if known else spec_of_model(model, raw, **names)
+    supported = has_adapter(model.config.model_type)
+    return spec_from_config(raw, **names) if supported else spec_of_model(model, raw, **names)
 
 
 def peft_config(model: Any, setup: TrainSetup) -> Any:
@@ -58,8 +58,8 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
         if setup.trained_layers:
             settings["layers_to_transform"] = trained_layers(model.config, setup)
             if isinstance(settings["target_modules"], str):  # which peft refuses beside the layers' numbers
-                linears = [one for kind in spec_of(model).layer_kinds for one in kind.linears]
-                settings["target_modules"] = sorted({one.name.rpartition(".")[2] for one in linears})
+                linears = [linear for kind in spec_of(model).layer_kinds for linear in kind.linears]
+                settings["target_modules"] = sorted({linear.name.rpartition(".")[2] for linear in linears})
         if refused := sorted(unadaptable_modules(model)):
             settings["exclude_modules"] = refused
     if row.form == "low-rank":
@@ -91,8 +91,8 @@ def freeze_others(model: Any, setup: TrainSetup) -> None:
     named = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
     trained = set(trained_layers(model.config, setup))
     for name, parameter in model.named_parameters():
-        found = named.search(f".{name}")
-        parameter.requires_grad_(found is not None and int(found[1]) in trained)
+        match = named.search(f".{name}")
+        parameter.requires_grad_(match is not None and int(match[1]) in trained)
         if parameter.requires_grad and setup.widens_trained:
             parameter.data = parameter.data.to(torch.float32)
     if setup.checkpointing and setup.trainer.checkpoints_trained:
@@ -107,7 +107,7 @@ def _checkpoint_trained(model: Any) -> None:
     model.disable_input_require_grads()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            module.gradient_checkpointing = any(one.requires_grad for one in module.parameters())
+            module.gradient_checkpointing = any(parameter.requires_grad for parameter in module.parameters())
             if module.gradient_checkpointing:
                 module.register_forward_pre_hook(_ask)
 
@@ -118,9 +118,9 @@ def _ask(_: Any, inputs: tuple[Any, ...]) -> None:
 
 def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
     """Full names of the norms that LN-tuning trains."""
-    inside = {one.name for layer in spec.layer_kinds for one in layer.norms if of_tokens(one)}
+    inside = {norm.name for layer in spec.layer_kinds for norm in layer.norms if of_tokens(norm)}
     names = [name for name, _ in model.named_modules()]
-    layers = [name for name in names if any(name.endswith(f".{one}") for one in inside)]
+    layers = [name for name in names if any(name.endswith(f".{norm_name}") for norm_name in inside)]
     last = spec.outer_norms[-1].name if spec.outer_norms else ""
     return [*layers, *(name for name in names if last and (name == last or name.endswith(f".{last}")))]
 

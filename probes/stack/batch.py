@@ -80,11 +80,11 @@ def clips(setup: TrainSetup, config: Any, device: torch.device | str) -> torch.T
     return torch.ones(shape, dtype=DTYPES[setup.weight_dtype if narrow else "fp32"], device=device)
 
 
-def waiting_inputs(setup: TrainSetup, config: Any, device: torch.device | str, *, beside: int) -> list[torch.Tensor]:
+def waiting_inputs(setup: TrainSetup, config: Any, device: torch.device | str, *, num_made: int) -> list[torch.Tensor]:
     """The pixels or the sound of a step's further micro-batches, which lie on the device from its beginning on.
 
     Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
     """
     if has_audio(config):
-        return [clips(setup, config, device) for _ in range(setup.accumulation_steps - beside)]
-    return waiting_pixels(setup, config, device, beside=beside)
+        return [clips(setup, config, device) for _ in range(setup.accumulation_steps - num_made)]
+    return waiting_pixels(setup, config, device, num_made=num_made)

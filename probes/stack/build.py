@@ -239,7 +239,7 @@ def _offloaded(function: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' checkpoint under `save_on_cpu`, for meta tensors."""
     from torch.utils.checkpoint import checkpoint
 
-    with torch.autograd.graph.saved_tensors_hooks(_OnHost, lambda kept: kept.back()):
+    with torch.autograd.graph.saved_tensors_hooks(_OnHost, lambda saved: saved.back()):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -253,11 +253,11 @@ def _keeping(products: bool) -> Any:
         counts = {True: 0, False: 0}  # of the recomputation, and of the forward
 
         def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:
-            kept = "_scaled_dot_product_" in str(operator) or "flash_attn" in str(operator)
+            must_save = "_scaled_dot_product_" in str(operator) or "flash_attn" in str(operator)
             if products and operator is torch.ops.aten.mm.default:
                 counts[context.is_recompute] += 1
-                kept = counts[context.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+                must_save = counts[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
@@ -289,6 +289,6 @@ def enable_checkpointing(model: Any, setup: TrainSetup) -> None:
     if every > 1:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+        layers = [submodule for submodule in model.modules() if isinstance(submodule, GradientCheckpointingLayer)]
         for index, layer in enumerate(layers):
             layer.gradient_checkpointing = index % every == 0

@@ -26,15 +26,15 @@ def load_config(config: Mapping[str, Any]) -> Any:
     model_type = raw.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ValueError("the configuration names no model_type")
-    kept = kept_names(config)
+    kept_modules = kept_names(config)
     raw.pop("quantization_config", None)  # the setup says how weights are stored, not the published checkpoint
     raw.pop("dtype", None)
     raw.pop("torch_dtype", None)
     with errors_only("transformers"):  # not: this value is a legacy one
         loaded = AutoConfig.for_model(model_type, **raw)
     loaded.use_cache = False
-    if kept:
-        loaded.kept_modules = kept
+    if kept_modules:
+        loaded.kept_modules = kept_modules
     if loaded.is_encoder_decoder and not has_audio(loaded) and type(loaded) in AutoModelForCausalLM._model_mapping:
         loaded.is_encoder_decoder, loaded.is_decoder = False, True  # its decoder alone, as that class builds it
     if loaded.is_encoder_decoder and getattr(loaded, "decoder_start_token_id", None) is None:
@@ -64,8 +64,8 @@ def num_layers(config: Any) -> int:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return sum(int(getattr(config, name)) for name in _half_fields(config))
-    found = getattr(text, depth_field(text))
-    return len(found) if isinstance(found, (list, tuple)) else int(found)
+    depth = getattr(text, depth_field(text))
+    return len(depth) if isinstance(depth, (list, tuple)) else int(depth)
 
 
 def _half_fields(config: Any) -> tuple[str, str]:
@@ -158,10 +158,10 @@ def layers_of(model: Any) -> list[Any]:
         if alike:
             return list(alike[0])
     names = {name for name, _ in lists}
-    outermost = [one for name, one in lists if not any(name.startswith(f"{other}.") for other in names)]
+    outermost = [module for name, module in lists if not any(name.startswith(f"{other}.") for other in names)]
     if not outermost:
         raise ValueError(f"{model.config.model_type}: no list of layers in the module tree")
-    sizes = [sum(parameter.numel() for parameter in one.parameters()) for one in outermost]
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in outermost]
     return list(outermost[sizes.index(max(sizes))])
 
 

@@ -36,10 +36,11 @@ def head_loss(
         if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
             rows = rows.clone()
         real = real_loss("chunked") if rows.device.type == "cuda" else None
-        found = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
+        outputs = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
         names = ("log_probs", "entropy", "is_top1")
         return {
-            name: one.new_zeros(valid.shape).masked_scatter(valid, one) for name, one in zip(names, found, strict=True)
+            name: output.new_zeros(valid.shape).masked_scatter(valid, output)
+            for name, output in zip(names, outputs, strict=True)
         }
     padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     rows = hidden.view(-1, hidden.shape[-1])

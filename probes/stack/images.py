@@ -63,43 +63,43 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     encoder, device = encoder_for(setup, config), ids.device
     num = setup.images.num * encoder.tokens
     ids[:, :num] = int(config.image_token_id)
-    found = _pixels(setup, encoder, device)
+    inputs = _pixels(setup, encoder, device)
     all_images = setup.micro_batch_seqs * setup.images.num
     if config.model_type.startswith("qwen"):
-        found["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
-        found["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
+        inputs["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
+        inputs["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
     elif config.model_type in ("gemma3", "paligemma"):
         kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
         kinds[:, :num] = config.model_type == "gemma3"  # PaliGemma's are 0 in what is seen both ways
-        found["token_type_ids"] = kinds
+        inputs["token_type_ids"] = kinds
     elif config.model_type == "gemma3n":
-        found["token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
+        inputs["token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
     elif config.model_type == "gemma4":
-        found["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
-        found["mm_token_type_ids"][:, :num] = 1
+        inputs["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
+        inputs["mm_token_type_ids"][:, :num] = 1
     elif encoder.joined:
-        found["image_sizes"] = [encoder.shape[1:]] * all_images
+        inputs["image_sizes"] = [encoder.shape[1:]] * all_images
     elif config.model_type == "mllama":
         tiles = (setup.micro_batch_seqs, setup.images.num, encoder.shape[0])
-        found["aspect_ratio_ids"] = torch.ones(tiles[:2], dtype=torch.int64, device=device)
-        found["aspect_ratio_mask"] = torch.ones(tiles, dtype=torch.int64, device=device)
-        found["cross_attention_mask"] = torch.ones((*ids.shape, *tiles[1:]), dtype=torch.int64, device=device)
-    return found
+        inputs["aspect_ratio_ids"] = torch.ones(tiles[:2], dtype=torch.int64, device=device)
+        inputs["aspect_ratio_mask"] = torch.ones(tiles, dtype=torch.int64, device=device)
+        inputs["cross_attention_mask"] = torch.ones((*ids.shape, *tiles[1:]), dtype=torch.int64, device=device)
+    return inputs
 
 
 def _pixels(setup: TrainSetup, encoder: Encoder, device: torch.device | str) -> dict[str, Any]:
     """The pixels of one micro-batch and, where the processor makes one, their mask. They are no zeros: frames of zeros
     are left out as padding (Idefics 3)."""
     shape = pixel_shape(setup, encoder)
-    found = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
+    inputs = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
     if encoder.masked_pixels:
-        found["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
+        inputs["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
     if encoder.positions:
-        found["image_position_ids"] = torch.zeros((*shape[:2], 2), dtype=torch.int64, device=device)
-    return found
+        inputs["image_position_ids"] = torch.zeros((*shape[:2], 2), dtype=torch.int64, device=device)
+    return inputs
 
 
-def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *, beside: int) -> list[torch.Tensor]:
+def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *, num_made: int) -> list[torch.Tensor]:
     """The pixels of a step's further micro-batches, which lie on the device from its beginning on.
 
     Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
@@ -107,8 +107,8 @@ def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *
     if setup.images is None:
         return []
     encoder = encoder_for(setup, config)
-    more = setup.accumulation_steps - beside
-    return [one for _ in range(more) for one in _pixels(setup, encoder, device).values()]
+    more = setup.accumulation_steps - num_made
+    return [tensor for _ in range(more) for tensor in _pixels(setup, encoder, device).values()]
 
 
 @contextmanager
@@ -121,8 +121,8 @@ def seeing(model: Any, setup: TrainSetup) -> Iterator[None]:
     encoder = encoder_for(setup, model.config)
     rows = setup.micro_batch_seqs * setup.images.num * encoder.tokens
     module = importlib.import_module(type(model).__module__)
-    known = [name for name in _ON_DEVICE if hasattr(module, name)]
-    replacements = [(module, name, _moved(getattr(module, name), device)) for name in known]
+    names = [name for name in _ON_DEVICE if hasattr(module, name)]
+    replacements = [(module, name, _moved(getattr(module, name), device)) for name in names]
     if device.type == "meta":
         replacements += _without_values(model, module, encoder, rows)
     with replaced(replacements):
@@ -131,11 +131,11 @@ def seeing(model: Any, setup: TrainSetup) -> Iterator[None]:
 
 def _without_values(model: Any, module: Any, encoder: Encoder, rows: int) -> Iterator[Replacement]:
     """In the place of what looks at values that meta tensors have not."""
-    for one in model.modules():
-        if hasattr(one, "_deepstack_process"):
-            yield one, "_deepstack_process", _deepstack(rows)
-        if encoder.masked_pixels and hasattr(one, "connector"):
-            yield one, "get_image_features", partial(_idefics_features, one)
+    for submodule in model.modules():
+        if hasattr(submodule, "_deepstack_process"):
+            yield submodule, "_deepstack_process", _deepstack(rows)
+        if encoder.masked_pixels and hasattr(submodule, "connector"):
+            yield submodule, "get_image_features", partial(_idefics_features, submodule)
     if encoder.masked_pixels:
         yield module, "create_bidirectional_mask", nothing  # what a mask of ones becomes
     if encoder.joined:
@@ -147,14 +147,14 @@ def _without_values(model: Any, module: Any, encoder: Encoder, rows: int) -> Ite
 def _padded_frames(model: Any, module: Any, encoder: Encoder) -> Iterator[Replacement]:
     """What Gemma 4's encoder and model ask of the padding's values: which averages are whole, how many of each picture,
     and the picture's places in the sequence, which they count by copying them."""
-    inner = next(one for one in model.modules() if hasattr(one, "embed_vision"))
+    inner = next(submodule for submodule in model.modules() if hasattr(submodule, "embed_vision"))
     pooler = inner.vision_tower.pooler
     pool = pooler.forward
 
     def pooled(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        found, _ = pool(*args, **kwargs)
-        rows = torch.zeros(found.shape[0] * encoder.tokens, dtype=torch.int64, device=found.device)
-        return found, (rows, rows.clone())
+        hidden, _ = pool(*args, **kwargs)
+        rows = torch.zeros(hidden.shape[0] * encoder.tokens, dtype=torch.int64, device=hidden.device)
+        return hidden, (rows, rows.clone())
 
     def mask(config: Any, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
         if not encoder.model.layer_kinds[0].attention.padded:  # type: ignore[union-attr]
@@ -163,9 +163,9 @@ def _padded_frames(model: Any, module: Any, encoder: Encoder) -> Iterator[Replac
         return torch.ones((frames, 1, patches, patches), dtype=torch.bool, device=inputs_embeds.device)
 
     def features(pixels: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> Any:
-        found = inner.vision_tower(pixel_values=pixels, pixel_position_ids=positions)
-        found.pooler_output = inner.embed_vision(inputs_embeds=found.last_hidden_state).split(encoder.tokens)
-        return found
+        output = inner.vision_tower(pixel_values=pixels, pixel_position_ids=positions)
+        output.pooler_output = inner.embed_vision(inputs_embeds=output.last_hidden_state).split(encoder.tokens)
+        return output
 
     yield pooler, "forward", pooled
     yield inner, "get_image_features", features
@@ -179,12 +179,12 @@ def _moved(function: Any, device: torch.device) -> Any:
 
     def on_device(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            found = function(*args, **kwargs)
-            if isinstance(found, tuple):
-                found = tuple(_ends(one) if one.dtype is torch.int32 else one for one in found)
-        if isinstance(found, torch.Tensor):
-            return found.to(device)
-        return tuple(one if one.dtype is torch.int32 else one.to(device) for one in found)
+            outputs = function(*args, **kwargs)
+            if isinstance(outputs, tuple):
+                outputs = tuple(_ends(tensor) if tensor.dtype is torch.int32 else tensor for tensor in outputs)
+        if isinstance(outputs, torch.Tensor):
+            return outputs.to(device)
+        return tuple(tensor if tensor.dtype is torch.int32 else tensor.to(device) for tensor in outputs)
 
     def _ends(lengths: torch.Tensor) -> torch.Tensor:
         """Of windows on meta the first and last edge: one call instead of hundreds takes as many bytes."""
@@ -234,10 +234,10 @@ def _idefics_features(model: Any, pixels: torch.Tensor, mask: torch.Tensor, **kw
     patch = model.config.vision_config.patch_size
     grid = mask.unfold(1, patch, patch).unfold(2, patch, patch)
     seen = (grid.sum(dim=(-1, -2)) > 0).bool()
-    found = model.vision_model(pixel_values=pixels, patch_attention_mask=seen, return_dict=True)
-    features = model.connector(found.last_hidden_state)
-    found.pooler_output = [one.reshape(-1, one.shape[-1]) for one in features.split([frames] * samples)]
-    return found
+    output = model.vision_model(pixel_values=pixels, patch_attention_mask=seen, return_dict=True)
+    features = model.connector(output.last_hidden_state)
+    output.pooler_output = [sample.reshape(-1, sample.shape[-1]) for sample in features.split([frames] * samples)]
+    return output
 
 
 def deep_layers(setup: TrainSetup, config: Any) -> int:

@@ -76,7 +76,7 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
                 last = name.count(".") < 2 and kind in IN_PLACE_FINAL
                 module.forward = MethodType(_norm_forward(kind not in OUT_OF_PLACE or last), module)
         elif "gated" in parts and hasattr(module, "down_proj") and leaf == "mlp":
-            fused = "lora" in parts and all(_adapted(getattr(module, one, None)) for one in _MLP)
+            fused = "lora" in parts and all(_adapted(getattr(module, projection, None)) for projection in _MLP)
             module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
         elif "lora" in parts and leaf == "self_attn":
             _fuse_attention(module)
@@ -163,7 +163,7 @@ class _Rotary(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        dq, dk = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in grads)
+        dq, dk = (grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
         launched("liger.rope", [dq, dk, *ctx.saved_tensors], [dq, dk])
         return dq, dk, None, None
 
@@ -258,30 +258,30 @@ class _LoraLinears(torch.autograd.Function):  # type: ignore[misc]
         pairs = list(zip(bases, adapters[0::2], adapters[1::2], strict=True))
         outs = [_multiply(flat, base, a, b) for base, a, b in pairs]
         ctx.bases, ctx.in_place = bases, len(bases) > 1
-        ctx.save_for_backward(x, *(one.to(x.dtype) for one in adapters))
+        ctx.save_for_backward(x, *(adapter.to(x.dtype) for adapter in adapters))
         return tuple(out.view(*x.shape[:-1], -1) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, *adapters = ctx.saved_tensors
         flat = x.view(-1, x.shape[-1])
-        flat_grads = [one.reshape(-1, one.shape[-1]) for one in grads]
+        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         pairs = list(zip(ctx.bases, adapters[0::2], adapters[1::2], flat_grads, strict=True))
-        found: list[torch.Tensor] = []
+        adapter_grads: list[torch.Tensor] = []
         for _, a, b, gradient in pairs:
             of_a, of_b, _ = _adapter_gradients(flat, gradient, a, b)
-            found += [of_a, of_b]
+            adapter_grads += [of_a, of_b]
         if not ctx.needs_input_grad[0]:
-            return None, None, *found
+            return None, None, *adapter_grads
         into = flat if ctx.in_place else torch.empty_like(flat)
         for number, (base, _, _, gradient) in enumerate(pairs):
             _to_input(into, gradient, base, first=number == 0)
-        return into.view(x.shape), None, *found
+        return into.view(x.shape), None, *adapter_grads
 
 
 def _apply_linears(modules: list[Any], x: torch.Tensor) -> Any:
-    parts = [_parts(one) for one in modules]
-    return _LoraLinears.apply(x, tuple(one[0] for one in parts), *(two for one in parts for two in one[1:]))
+    parts = [_parts(module) for module in modules]
+    return _LoraLinears.apply(x, tuple(part[0] for part in parts), *(adapter for part in parts for adapter in part[1:]))
 
 
 def _fuse_attention(attention: Any) -> None:
@@ -296,8 +296,8 @@ def _fuse_attention(attention: Any) -> None:
 
     if all(map(_adapted, together)):
         together[0].forward = MethodType(queries, together[0])
-        for place, one in enumerate(together[1:], 1):
-            one.forward = MethodType(lambda self, x, place=place: ready.pop(place), one)
+        for place, projection in enumerate(together[1:], 1):
+            projection.forward = MethodType(lambda self, x, place=place: ready.pop(place), projection)
     output: Any = getattr(attention, "o_proj", None)
     if _adapted(output):
         output.forward = MethodType(lambda self, x: _apply_linears([self], x)[0], output)
@@ -313,7 +313,7 @@ class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
         up = _multiply(flat, bases[1], adapters[2], adapters[3])
         out = _multiply(torch.empty_like(gate), bases[2], adapters[4], adapters[5])
         ctx.bases = bases
-        ctx.save_for_backward(x, gate, up, *(one.to(x.dtype) for one in adapters))
+        ctx.save_for_backward(x, gate, up, *(adapter.to(x.dtype) for adapter in adapters))
         return out.view(x.shape)
 
     @staticmethod
@@ -331,4 +331,4 @@ class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
 
 def _lora_mlp(self: Any, x: torch.Tensor) -> Any:
     parts = [_parts(getattr(self, name)) for name in _MLP]
-    return _LoraMlp.apply(x, tuple(one[0] for one in parts), *(two for one in parts for two in one[1:]))
+    return _LoraMlp.apply(x, tuple(part[0] for part in parts), *(adapter for part in parts for adapter in part[1:]))

@@ -68,7 +68,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
-        given = [one.contiguous() for one in (q, k, v, g, beta)]  # copies live to the end, as in fla's `input_guard`
+        given = [
+            tensor.contiguous() for tensor in (q, k, v, g, beta)
+        ]  # copies live to the end, as in fla's `input_guard`
         q, q_rows = _l2norm(given[0])
         k, k_rows = _l2norm(given[1])
         v, g, beta = given[2], _chunk_sums(given[3]), given[4]

@@ -216,9 +216,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_input, grad_weight, grad_bias = ctx.saved_tensors
         # Liger multiplies in place by the incoming gradient.
-        for one in (grad_input, grad_weight, grad_bias):
-            if one is not None and one.device.type != "meta":
-                one.mul_(grads[0].to(one.dtype))
+        for grad in (grad_input, grad_weight, grad_bias):
+            if grad is not None and grad.device.type != "meta":
+                grad.mul_(grads[0].to(grad.dtype))
         return grad_input, grad_weight, grad_bias, None
 
 

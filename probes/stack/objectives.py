@@ -44,8 +44,8 @@ class LossInputs(NamedTuple):
     def log_probs(self, inner: Any, forward: Any, *, summed: bool = True) -> torch.Tensor:
         """The log-probability of every sequence, or of its tokens, without gradients and with nothing left but it."""
         with torch.no_grad():
-            found: torch.Tensor = self.outputs(inner, forward)["log_probs"]
-            return found.sum(dim=1) if summed else found
+            log_probs: torch.Tensor = self.outputs(inner, forward)["log_probs"]
+            return log_probs.sum(dim=1) if summed else log_probs
 
     def known(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A reference's log-probabilities that came with the batch, of both halves."""
@@ -63,63 +63,63 @@ class LossInputs(NamedTuple):
             yield self.inner, self.forward
 
 
-def dpo(asked: LossInputs) -> torch.Tensor:
+def dpo(inputs: LossInputs) -> torch.Tensor:
     """The sigmoid loss of pairs: the policy's forward, then the reference's. Source: TRL 1.16 `DPOTrainer`."""
-    if asked.setup.loss == "full":
-        return _dpo_whole(asked)
-    outputs = asked.outputs(asked.inner, asked.forward)  # alive to the end, as the trainer's are
+    if inputs.setup.loss == "full":
+        return _dpo_whole(inputs)
+    outputs = inputs.outputs(inputs.inner, inputs.forward)  # alive to the end, as the trainer's are
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2)
-    ref_chosen, ref_rejected = asked.known(chosen) if asked.setup.precomputed_reference else _reference(asked)
+    ref_chosen, ref_rejected = inputs.known(chosen) if inputs.setup.precomputed_reference else _reference(inputs)
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-def _reference(asked: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's log-probabilities of both halves."""
-    asked.again()
-    with asked.before_training() as reference:
-        chosen, rejected = asked.log_probs(*reference).chunk(2)
+    inputs.again()
+    with inputs.before_training() as reference:
+        chosen, rejected = inputs.log_probs(*reference).chunk(2)
     return chosen, rejected
 
 
-def _dpo_whole(asked: LossInputs) -> torch.Tensor:
+def _dpo_whole(inputs: LossInputs) -> torch.Tensor:
     """DPO on whole logits, which live until the loss is made. Source: TRL 1.14 `DPOTrainer._compute_loss`;
     LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
-    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
-    chosen, rejected = _sequence_log_probs(asked, outputs["logits"]).chunk(2)
-    beside = _chosen_likelihood(asked, outputs["logits"]) if asked.setup.before_trl(0, 12) else None
-    if asked.setup.before_trl(0, 29) and beside is None:
+    outputs = inputs.forward(**inputs.batch.model_inputs, use_cache=False)  # alive to the end
+    chosen, rejected = _sequence_log_probs(inputs, outputs["logits"]).chunk(2)
+    likelihood = _chosen_likelihood(inputs, outputs["logits"]) if inputs.setup.before_trl(0, 12) else None
+    if inputs.setup.before_trl(0, 29) and likelihood is None:
         del outputs  # a function's own, gone when that returned
-    if asked.setup.precomputed_reference:
-        ref_chosen, ref_rejected = asked.known(chosen)
+    if inputs.setup.precomputed_reference:
+        ref_chosen, ref_rejected = inputs.known(chosen)
     else:
-        asked.again()
-        with asked.before_training() as (_, forward), torch.no_grad():
-            reference = forward(**asked.batch.model_inputs, use_cache=False)
-            ref_chosen, ref_rejected = _sequence_log_probs(asked, reference["logits"]).chunk(2)
-            if beside is not None:
-                _chosen_likelihood(asked, reference["logits"])
+        inputs.again()
+        with inputs.before_training() as (_, forward), torch.no_grad():
+            reference = forward(**inputs.batch.model_inputs, use_cache=False)
+            ref_chosen, ref_rejected = _sequence_log_probs(inputs, reference["logits"]).chunk(2)
+            if likelihood is not None:
+                _chosen_likelihood(inputs, reference["logits"])
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-def _chosen_likelihood(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor:
+def _chosen_likelihood(inputs: LossInputs, logits: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the chosen halves. Source: trl 0.9 to 0.11 `DPOTrainer.concatenated_forward`, in whose loss it
     is where `rpo_alpha` is given; TRL 1.16 `ORPOTrainer`."""
-    labels = asked.batch.labels
+    labels = inputs.batch.labels
     half = labels.shape[0] // 2
     shifted = logits[:half][..., :-1, :].contiguous()
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[:half, 1:].reshape(-1))
 
 
-def _sequence_log_probs(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor:
+def _sequence_log_probs(inputs: LossInputs, logits: torch.Tensor) -> torch.Tensor:
     """The log-probability of every sequence, as the stack's trainer takes it from whole logits."""
-    labels = asked.batch.labels[:, 1:].clone()
-    if asked.setup.stack == "llamafactory":
+    labels = inputs.batch.labels[:, 1:].clone()
+    if inputs.setup.stack == "llamafactory":
         normal = logits.to(torch.float32)[:, :-1].log_softmax(-1)
         return torch.gather(normal, dim=2, index=labels.unsqueeze(2)).squeeze(2).sum(-1)
-    if asked.setup.log_probs:
-        return _older_log_probs(asked.setup, logits, asked.batch.labels)
-    found: torch.Tensor = SelectedLogProbs.apply(logits[:, :-1, :], labels)
-    return found.sum(-1)
+    if inputs.setup.log_probs:
+        return _older_log_probs(inputs.setup, logits, inputs.batch.labels)
+    log_probs: torch.Tensor = SelectedLogProbs.apply(logits[:, :-1, :], labels)
+    return log_probs.sum(-1)
 
 
 def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -132,38 +132,38 @@ def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tens
     elif setup.objective == "kto" or setup.before_trl(0, 14):
         logits, labels = logits[:, :-1, :], labels[:, 1:]
     if setup.log_probs.startswith("gathered"):
-        found = torch.gather(logits.log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+        log_probs = torch.gather(logits.log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
     elif logits.dtype == torch.float32:
         selected = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
-        found = selected - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+        log_probs = selected - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
     else:
         rows = zip(logits, labels, strict=True)
-        found = torch.stack([
+        log_probs = torch.stack([
             torch.nn.functional.log_softmax(row, dim=-1).gather(dim=-1, index=label.unsqueeze(-1)).squeeze(-1)
             for row, label in rows
         ])  # fmt: skip
     for half in logits.detach().chunk(2) if setup.objective == "dpo" else ():
         half.reshape(-1, half.shape[-1]).clone().mean()  # what it logs: a mask's copy
-    return found if setup.aim.rolls_out else found.sum(-1)
+    return log_probs if setup.aim.rolls_out else log_probs.sum(-1)
 
 
-def kto(asked: LossInputs) -> torch.Tensor:
+def kto(inputs: LossInputs) -> torch.Tensor:
     """The loss of single completions, half of them good: the policy on other prompts' completions, then on its own,
     then the reference on both. Source: TRL 1.16 `KTOTrainer`."""
-    if asked.setup.loss == "full":
-        return _kto_whole(asked)
-    policy_kl = asked.log_probs(asked.inner, asked.forward)
-    asked.again()
-    outputs = asked.outputs(asked.inner, asked.forward)
+    if inputs.setup.loss == "full":
+        return _kto_whole(inputs)
+    policy_kl = inputs.log_probs(inputs.inner, inputs.forward)
+    inputs.again()
+    outputs = inputs.outputs(inputs.inner, inputs.forward)
     good, bad = outputs["log_probs"].sum(dim=1).chunk(2)
-    if asked.setup.precomputed_reference:
-        (ref_good, ref_bad), (reference_kl, _) = asked.known(good), asked.known(policy_kl)
+    if inputs.setup.precomputed_reference:
+        (ref_good, ref_bad), (reference_kl, _) = inputs.known(good), inputs.known(policy_kl)
     else:
-        asked.again()
-        with asked.before_training() as reference:
-            reference_kl = asked.log_probs(*reference)
-            asked.again()
-            ref_good, ref_bad = asked.log_probs(*reference).chunk(2)
+        inputs.again()
+        with inputs.before_training() as reference:
+            reference_kl = inputs.log_probs(*reference)
+            inputs.again()
+            ref_good, ref_bad = inputs.log_probs(*reference).chunk(2)
     return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
 
 
@@ -180,27 +180,27 @@ def _kto_loss(
     return torch.cat(losses).mean()
 
 
-def _kto_whole(asked: LossInputs) -> torch.Tensor:
+def _kto_whole(inputs: LossInputs) -> torch.Tensor:
     """KTO on whole logits, of which its forward hands back copies. Source: trl 0.12 to 1.5 `KTOTrainer.forward`."""
 
     def run(forward: Any, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         if not first:
-            asked.again()
+            inputs.again()
         with torch.no_grad():
-            other = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
-        kl = _older_log_probs(asked.setup, other, asked.batch.labels)
-        if asked.setup.log_probs == "rows apart":
+            other = forward(**inputs.batch.model_inputs, use_cache=False)["logits"]
+        kl = _older_log_probs(inputs.setup, other, inputs.batch.labels)
+        if inputs.setup.log_probs == "rows apart":
             del other
-        asked.again()
-        logits = forward(**asked.batch.model_inputs, use_cache=False)["logits"]
-        found = _older_log_probs(asked.setup, logits, asked.batch.labels)
-        return found, kl, [half.clone() for half in logits.chunk(2)]
+        inputs.again()
+        logits = forward(**inputs.batch.model_inputs, use_cache=False)["logits"]
+        sequence_log_probs = _older_log_probs(inputs.setup, logits, inputs.batch.labels)
+        return sequence_log_probs, kl, [half.clone() for half in logits.chunk(2)]
 
-    log_probs, policy_kl, copies = run(asked.forward, first=True)
-    if asked.setup.precomputed_reference:
+    log_probs, policy_kl, copies = run(inputs.forward, first=True)
+    if inputs.setup.precomputed_reference:
         ref, reference_kl = torch.zeros_like(log_probs), torch.zeros_like(policy_kl)
     else:
-        with asked.before_training() as (_, forward), torch.no_grad():
+        with inputs.before_training() as (_, forward), torch.no_grad():
             ref, reference_kl, _ = run(forward)
     del copies
     good, bad = log_probs.chunk(2)
@@ -208,113 +208,117 @@ def _kto_whole(asked: LossInputs) -> torch.Tensor:
     return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
 
 
-def reward(asked: LossInputs) -> torch.Tensor:
+def reward(inputs: LossInputs) -> torch.Tensor:
     """The loss of scores of pairs. Source: TRL 1.16 `RewardTrainer.compute_loss`."""
-    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
+    outputs = inputs.forward(**inputs.batch.model_inputs, use_cache=False)
     chosen, rejected = torch.chunk(outputs["logits"].squeeze(-1), chunks=2)
     return -_log_sigmoid(chosen - rejected).mean()
 
 
-def classification(asked: LossInputs) -> torch.Tensor:
+def classification(inputs: LossInputs) -> torch.Tensor:
     """The cross-entropy of one label a sequence. Source: transformers 5.23 `ForSequenceClassificationLoss`."""
-    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
-    labels = torch.zeros(asked.batch.labels.shape[0], dtype=torch.int64, device=asked.batch.labels.device)
+    outputs = inputs.forward(**inputs.batch.model_inputs, use_cache=False)
+    labels = torch.zeros(inputs.batch.labels.shape[0], dtype=torch.int64, device=inputs.batch.labels.device)
     return torch.nn.functional.cross_entropy(outputs["logits"], labels)
 
 
-def embedding(asked: LossInputs) -> torch.Tensor:
+def embedding(inputs: LossInputs) -> torch.Tensor:
     """The contrastive loss of pairs: a forward for the anchors, one for what belongs to them, and for each anchor the
     others' as negatives. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
-    inputs = _columns(asked)
-    if asked.setup.cached_seqs:
-        return _cached(asked, inputs)
+    columns = _columns(inputs)
+    if inputs.setup.cached_seqs:
+        return _cached(inputs, columns)
     vectors = []
-    with pooled(asked.inner):
-        for place, column in enumerate(inputs):
+    with pooled(inputs.inner):
+        for place, column in enumerate(columns):
             if place:
-                asked.again()
-            vectors.append(asked.forward(**column)["sentence_embedding"])
+                inputs.again()
+            vectors.append(inputs.forward(**column)["sentence_embedding"])
     return _contrast(vectors)
 
 
-def _columns(asked: LossInputs) -> list[dict[str, torch.Tensor]]:
+def _columns(inputs: LossInputs) -> list[dict[str, torch.Tensor]]:
     """The micro-batch's anchors, what belongs to them, and their hard negatives."""
-    num = asked.setup.seqs_per_sample
-    return [{name: one.chunk(num)[place] for name, one in asked.batch.model_inputs.items()} for place in range(num)]
+    num = inputs.setup.seqs_per_sample
+    return [
+        {name: tensor.chunk(num)[place] for name, tensor in inputs.batch.model_inputs.items()} for place in range(num)
+    ]
 
 
 def _contrast(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The cross-entropy of each anchor's own text among all others of the batch."""
-    anchors, others = (torch.nn.functional.normalize(one, p=2, dim=1) for one in (vectors[0], torch.cat(vectors[1:])))
+    anchors, others = (
+        torch.nn.functional.normalize(matrix, p=2, dim=1) for matrix in (vectors[0], torch.cat(vectors[1:]))
+    )
     scores = torch.mm(anchors, others.transpose(0, 1)) * SCALE
     loss: torch.Tensor = -(torch.diagonal(scores) - torch.logsumexp(scores, dim=1)).mean()
     return loss
 
 
-def _cached(asked: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+def _cached(inputs: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
     """The loss with a gradient cache: all pieces without gradients, the loss's backward to their vectors, and in the
     backward each piece once more, with its own.
 
     Source: sentence-transformers 6.2 `base/losses/gradcache.py` CachedLossMixin.forward_cached, _backward_hook.
     Not run: pieces beyond the second of a column, which repeat it.
     """
-    size = asked.setup.cached_seqs
+    size = inputs.setup.cached_seqs
     pieces = [
-        [{name: one[place : place + size] for name, one in column.items()} for place in range(0, 2 * size, size)]
+        [{name: tensor[place : place + size] for name, tensor in column.items()} for place in range(0, 2 * size, size)]
         for column in columns
     ]
-    pieces = [[piece for piece in column if all(len(one) for one in piece.values())] for column in pieces]
+    pieces = [[piece for piece in column if all(len(tensor) for tensor in piece.values())] for column in pieces]
 
     def embedded(piece: dict[str, torch.Tensor]) -> torch.Tensor:
-        asked.again()
-        with pooled(asked.inner):
-            found: torch.Tensor = asked.forward(**piece)["sentence_embedding"]
-            return found
+        inputs.again()
+        with pooled(inputs.inner):
+            embeddings: torch.Tensor = inputs.forward(**piece)["sentence_embedding"]
+            return embeddings
 
     with torch.no_grad():
         vectors = [[embedded(piece) for piece in column] for column in pieces]
-    vectors = [[one.detach().requires_grad_() for one in column] for column in vectors]
+    vectors = [[vector.detach().requires_grad_() for vector in column] for column in vectors]
     loss = _contrast([torch.cat(column) for column in vectors])
     loss.backward()
-    kept = [one.grad for column in vectors for one in column]
+    gradients = [vector.grad for column in vectors for vector in column]
     loss = loss.detach().requires_grad_()
 
     def backward(_: torch.Tensor) -> None:
         with torch.enable_grad():
-            for piece, gradient in zip([one for column in pieces for one in column], kept, strict=True):
-                found = embedded(piece)
-                torch.dot(found.flatten().float(), gradient.flatten().float()).backward()
+            for piece, gradient in zip([part for column in pieces for part in column], gradients, strict=True):
+                embeddings = embedded(piece)
+                torch.dot(embeddings.flatten().float(), gradient.flatten().float()).backward()
 
     loss.register_hook(backward)
     return loss
 
 
-def grpo(asked: LossInputs) -> torch.Tensor:
+def grpo(inputs: LossInputs) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
-    reference = _rolled_out_reference(asked)
-    log_probs = _scored(asked, asked.inner, asked.forward)
+    reference = _rolled_out_reference(inputs)
+    log_probs = _scored(inputs, inputs.inner, inputs.forward)
     loss = _clipped(log_probs)
     if reference is not None:
         apart = reference - log_probs
         loss = loss + BETA * (torch.exp(apart) - apart - 1) * torch.exp(log_probs - log_probs.detach())
-    return loss.sum() / asked.setup.scored_tokens
+    return loss.sum() / inputs.setup.scored_tokens
 
 
-def rloo(asked: LossInputs) -> torch.Tensor:
+def rloo(inputs: LossInputs) -> torch.Tensor:
     """The same of whole completions; the reference is in their rewards. Source: TRL 1.16 `RLOOTrainer._compute_loss`.
     The policy's own forward without gradients is smaller than the one with them, and is left out."""
-    _rolled_out_reference(asked)
-    return _clipped(asked.outputs(asked.inner, asked.forward)["log_probs"].sum(dim=1, keepdim=True)).mean()
+    _rolled_out_reference(inputs)
+    return _clipped(inputs.outputs(inputs.inner, inputs.forward)["log_probs"].sum(dim=1, keepdim=True)).mean()
 
 
-def _rolled_out_reference(asked: LossInputs) -> torch.Tensor | None:
+def _rolled_out_reference(inputs: LossInputs) -> torch.Tensor | None:
     """The reference's log-probabilities of what was generated, None without one."""
-    if not asked.setup.has_reference:
+    if not inputs.setup.has_reference:
         return None
-    with asked.before_training() as models, torch.no_grad():
-        reference = _scored(asked, *models)
-    asked.again()
+    with inputs.before_training() as models, torch.no_grad():
+        reference = _scored(inputs, *models)
+    inputs.again()
     return reference
 
 
@@ -325,28 +329,28 @@ def _clipped(log_probs: torch.Tensor) -> torch.Tensor:
     return -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
 
 
-def _scored(asked: LossInputs, inner: Any, forward: Any) -> torch.Tensor:
+def _scored(inputs: LossInputs, inner: Any, forward: Any) -> torch.Tensor:
     """The log-probabilities of the completions' tokens: TRL's fused head's, or of whole logits.
 
     Source: trl 0.15 to 1.14 `GRPOTrainer._get_per_token_logps`.
     """
-    if asked.setup.loss != "full":
-        found: torch.Tensor = asked.outputs(inner, forward)["log_probs"]
-        return found
-    num = asked.setup.rolls.completion_tokens
-    logits = forward(**asked.batch.model_inputs, use_cache=False, logits_to_keep=num + 1)["logits"][:, :-1, :]
+    if inputs.setup.loss != "full":
+        log_probs: torch.Tensor = inputs.outputs(inner, forward)["log_probs"]
+        return log_probs
+    num = inputs.setup.rolls.completion_tokens
+    logits = forward(**inputs.batch.model_inputs, use_cache=False, logits_to_keep=num + 1)["logits"][:, :-1, :]
     logits = logits / 1.0
-    return _older_log_probs(asked.setup, logits, asked.batch.labels[:, -num:])
+    return _older_log_probs(inputs.setup, logits, inputs.batch.labels[:, -num:])
 
 
-def orpo(asked: LossInputs) -> torch.Tensor:
+def orpo(inputs: LossInputs) -> torch.Tensor:
     """Cross-entropy of the chosen halves and the odds ratio of both. Source: TRL 1.16 `ORPOTrainer`."""
-    labels = asked.batch.labels
-    logits = asked.forward(**asked.batch.model_inputs, use_cache=False)["logits"]
-    if asked.setup.stack == "llamafactory":
-        chosen, rejected = (_sequence_log_probs(asked, logits) / labels.shape[1]).chunk(2)
+    labels = inputs.batch.labels
+    logits = inputs.forward(**inputs.batch.model_inputs, use_cache=False)["logits"]
+    if inputs.setup.stack == "llamafactory":
+        chosen, rejected = (_sequence_log_probs(inputs, logits) / labels.shape[1]).chunk(2)
         return (-chosen - BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
-    likelihood = _chosen_likelihood(asked, logits)
+    likelihood = _chosen_likelihood(inputs, logits)
     chosen, rejected = SelectedLogProbs.apply(logits[:, :-1, :], labels[:, 1:].clone()).mean(-1).chunk(2)
     loss: torch.Tensor = likelihood - (BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
     return loss

@@ -18,17 +18,17 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
 
     Source: transformers 5.23 `Trainer.create_optimizer`, `_mixed_mesh_grad_norm`.
     """
-    found: dict[Any, list[torch.nn.Parameter]] = {}
-    for one in parameters:
-        found.setdefault(getattr(one, "device_mesh", None), []).append(one)
-    return list(found.values())
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def wide_parameters(model: torch.nn.Module, setup: TrainSetup) -> list[torch.nn.Parameter]:
     """The trained embedding tables, where the setup's stack keeps their 8-bit states in 32 bits."""
     if not setup.trainer.wide_embedding_states:
         return []
-    tables = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
     return [weight for table in tables for weight in table.parameters() if weight.requires_grad]
 
 
@@ -55,7 +55,7 @@ def make_optimizer(
     module, _, cls = row.class_path.rpartition(".")
     optimizer = getattr(import_module(module), cls)(trainable, lr=_LEARNING_RATE, **row.arguments)
     if row.bitsandbytes and row.states.eight_bit:
-        _keep_wide(optimizer, {id(one) for one in wide})
+        _keep_wide(optimizer, {id(parameter) for parameter in wide})
     return optimizer
 
 
@@ -64,9 +64,9 @@ def _keep_wide(optimizer: Any, wide: set[int]) -> None:
     configured = optimizer.get_config
 
     def get_config(group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = configured(group_index, index, group)
+        config: dict[str, Any] = configured(group_index, index, group)
         if id(optimizer.param_groups[group_index]["params"][index]) in wide:
-            found["optim_bits"] = 32
-        return found
+            config["optim_bits"] = 32
+        return config
 
     optimizer.get_config = get_config

@@ -126,14 +126,14 @@ def _sharded(module: StageModule, setup: TrainSetup, device: torch.device) -> An
             parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh[names[1:]], mp_policy=policy)
-    again = setup.reshard_after_forward
+    reshard = setup.reshard_after_forward
     backbone = backbone_of(module.model)
     if module.first:
-        shard(backbone.embed_tokens, reshard_after_forward=again)
+        shard(backbone.embed_tokens, reshard_after_forward=reshard)
     for layer in layers_of(module.model):
-        shard(layer, reshard_after_forward=again)
+        shard(layer, reshard_after_forward=reshard)
     if module.last:
-        shard([backbone.norm, module.model.get_output_embeddings()], reshard_after_forward=again)
+        shard([backbone.norm, module.model.get_output_embeddings()], reshard_after_forward=reshard)
     shard(module)
     for part in module.modules():
         if isinstance(part, FSDPModule):

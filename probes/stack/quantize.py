@@ -27,11 +27,13 @@ def quantizable(model: nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    kept = tuple(getattr(getattr(model, "config", None), "kept_modules", ()))
+    kept_modules = tuple(getattr(getattr(model, "config", None), "kept_modules", ()))
     names = [
         name
-        for name, one in model.named_modules()
-        if (type(one) is nn.Linear or isinstance(one, Conv1D)) and one is not head and not is_kept(name, kept)
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D))
+        and module is not head
+        and not is_kept(name, kept_modules)
     ]
     last_modules = [name for name, _ in model.named_children()]
     keep = last_modules[-1] if head is None and last_modules else None
@@ -216,16 +218,16 @@ def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     state = getattr(weight, "quant_state", None)
     if state is None:  # a weight that FSDP2 cut is another object; the module keeps the statistics, as stacks' own does
         state = getattr(module, "quant_state", None)
-    found: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
     if state is not None:
-        found = [("absmax", state.absmax), ("code", state.code)]
+        tensors = [("absmax", state.absmax), ("code", state.code)]
         if state.nested:
-            found += [("offset", state.offset), ("nested_absmax", state.state2.absmax), ("map", state.state2.code)]
+            tensors += [("offset", state.offset), ("nested_absmax", state.state2.absmax), ("map", state.state2.code)]
     for holder in (weight, getattr(module, "state", None)):
         scales = getattr(holder, "SCB", None)
         if isinstance(scales, torch.Tensor):
-            found.append(("SCB", scales))
-    return [(name, one) for name, one in found if isinstance(one, torch.Tensor)]
+            tensors.append(("SCB", scales))
+    return [(name, tensor) for name, tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def is_nf4(module: Any) -> bool:

@@ -42,8 +42,8 @@ def _chunked() -> Any:
 
     def chunked(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
         outputs = ("entropy", "is_top1")
-        found = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, VOCAB_PER_TILE, None, 1.0, outputs)
-        return found[0], found[1], found[4]
+        values = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, VOCAB_PER_TILE, None, 1.0, outputs)
+        return values[0], values[1], values[4]
 
     return chunked
 
@@ -52,7 +52,7 @@ def _liger() -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     def liger(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
-        found = liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias)
-        return found[0] if isinstance(found, tuple) else found
+        loss = liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias)
+        return loss[0] if isinstance(loss, tuple) else loss
 
     return liger

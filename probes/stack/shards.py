@@ -22,11 +22,11 @@ def shards_first(setup: TrainSetup) -> bool:
 def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: int = 0) -> None:
     """Gives every rank its part of the weights on `device` (in the host's memory where parameters are offloaded),
     random as `materialize` makes them; buffers are whole on every rank and computed by the model itself."""
-    home = torch.device("cpu") if setup.offload == "parameters" else device
-    model.to_empty(device=home)
+    parameter_device = torch.device("cpu") if setup.offload == "parameters" else device
+    model.to_empty(device=parameter_device)
     inner = inner_model(model)
     inner.tie_weights()
-    generator = torch.Generator(device=home).manual_seed(seed)
+    generator = torch.Generator(device=parameter_device).manual_seed(seed)
     for module in model.modules():
         packed = is_nf4(module) and _fill_packed(module, device, generator)
         for name, parameter in module.named_parameters(recurse=False):

@@ -70,10 +70,12 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = No
     """
     device_type = next(model.parameters()).device.type
     forward: Callable[..., Any] = model.__call__ if layout is None else layout.module.__call__
-    asked = None if reference is None else reference.__call__
+    reference_forward = None if reference is None else reference.__call__
     if layout is None or layout.autocast:
         forward = _under_autocast(forward, setup, device_type)
-        asked = None if asked is None else _under_autocast(asked, setup, device_type)
+        reference_forward = (
+            None if reference_forward is None else _under_autocast(reference_forward, setup, device_type)
+        )
     return Trainer(
         model=model,
         inner=inner_model(model),
@@ -83,7 +85,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = No
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
         no_sync=nullcontext if layout is None else layout.no_sync,
-        reference=None if reference is None else (reference, asked),
+        reference=None if reference is None else (reference, reference_forward),
     )
 
 
@@ -209,7 +211,7 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
     if (own_loss := OBJECTIVE_LOSSES.get(setup.objective)) is not None:
-        asked = LossInputs(
+        loss_inputs = LossInputs(
             setup,
             batch,
             trainer.model,
@@ -218,7 +220,7 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
             trainer.reference,
             partial(tell, "forward", None),
         )
-        return own_loss(asked)
+        return own_loss(loss_inputs)
     if setup.loss == "full":
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:
@@ -254,11 +256,11 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
     if by.shifted_loss:
         narrow = trainer.setup.autocast_dtype or trainer.setup.weight_dtype
         early = trainer.setup.before_transformers(4, 46)
-        held = None if early else logits.to(DTYPES[narrow])  # by the model's own forward
+        narrow_logits = None if early else logits.to(DTYPES[narrow])  # by the model's own forward
         logits = logits.float()
         copied = logits[:, :-1].contiguous().flatten(0, 1)
         shifted: torch.Tensor = InPlaceCrossEntropy.apply(copied, labels[:, 1:].flatten())
-        del held
+        del narrow_logits
         return shifted
     rows = logits.flatten(0, 1)
     del outputs, logits
@@ -277,7 +279,7 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
 
 def _accepts_loss_kwargs(inner: Any) -> bool:
     parameters = inspect.signature(type(inner).forward).parameters
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 @contextmanager
@@ -344,7 +346,7 @@ def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str, *
         if scaler is not None:
             scaler.unscale_(optimizer)
         if clips:
-            clip_gradients([one for one in model.parameters() if one.grad is not None])
+            clip_gradients([parameter for parameter in model.parameters() if parameter.grad is not None])
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -369,7 +371,7 @@ def clip_gradients(parameters: list[Any]) -> None:
 
 def norm_of(parameters: list[Any]) -> torch.Tensor:
     """The norm of the gradients of parameters of one mesh, over all its ranks."""
-    norm: Any = torch.nn.utils.get_total_norm([one.grad for one in parameters], foreach=True)
+    norm: Any = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=True)
     whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
@@ -403,4 +405,4 @@ def multi_tensor_on_meta() -> AbstractContextManager[None]:
         (bnb_functional, "prefetch_tensor", nothing),
         (bnb_functional, "is_on_gpu", nothing),
     ]
-    return replaced(one for one in replacements if hasattr(one[0], one[1]))
+    return replaced(replacement for replacement in replacements if hasattr(replacement[0], replacement[1]))

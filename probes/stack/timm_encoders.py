@@ -48,7 +48,7 @@ def _timm() -> ModuleType:
         return importlib.import_module("timm")
     finally:
         sys.meta_path.remove(finder)
-        for name in [one for one in sys.modules if one.partition(".")[0] == "torchvision"]:
+        for name in [module_name for module_name in sys.modules if module_name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
 
 

@@ -19,10 +19,10 @@ _TOKENS = 11
 def norm_kind(module: nn.Module, size: int) -> NormKind:
     """Whether nothing is left of equal numbers: T5LayerNorm is an RMSNorm, CohereLayerNorm is none. A norm that takes
     more than one tensor goes by its name."""
-    own = _on_cpu(module, torch.float32)
+    norm = _on_cpu(module, torch.float32)
     try:
         with torch.no_grad(), torch.device("cpu"):
-            subtracts = bool(own(torch.ones(1, size)).abs().max() < 0.5)
+            subtracts = bool(norm(torch.ones(1, size)).abs().max() < 0.5)
     except (TypeError, AttributeError, RuntimeError):
         subtracts = "LayerNorm" in type(module).__name__
     return "layer" if subtracts else "rms"
@@ -31,26 +31,26 @@ def norm_kind(module: nn.Module, size: int) -> NormKind:
 def norm_style(module: nn.Module, size: int) -> NormStyle:
     """How a norm works, by what its backward keeps of 16-bit rows: a norm of single operations keeps several tensors of
     fp32, an RMSNorm that multiplies before the cast back one more than others."""
-    own, kept = _on_cpu(module, torch.bfloat16), set[int]()
+    norm, saved = _on_cpu(module, torch.bfloat16), set[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.float32 and tensor.numel() == _TOKENS * size:
-            kept.add(tensor.untyped_storage().data_ptr())
+            saved.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     rows = torch.ones(_TOKENS, size, dtype=torch.bfloat16, device="cpu", requires_grad=True)
     with saved_tensors_hooks(keep, lambda tensor: tensor), torch.device("cpu"):
-        own(rows).sum()
+        norm(rows).sum()
     if norm_kind(module, size) == "rms":
-        return "rms-fp32" if len(kept) > 1 else "rms"
-    return "layer-composed" if len(kept) > 1 else "layer-cast-back" if kept else "layer"
+        return "rms-fp32" if len(saved) > 1 else "rms"
+    return "layer-composed" if len(saved) > 1 else "layer-cast-back" if saved else "layer"
 
 
 def _on_cpu(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    own = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
-    for name, parameter in own.named_parameters():
+    replica = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
+    for name, parameter in replica.named_parameters():
         nn.init.constant_(parameter, float("bias" not in name))
-    return own.requires_grad_()
+    return replica.requires_grad_()
 
 
 _MULTIPLY = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
@@ -76,7 +76,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[misc]
         if func is torch.ops.aten._softmax.default and args[0].shape[-1] == _TOKENS:
             self.plain_softmax |= args[0].dtype == torch.bfloat16
         elif func is torch.ops.aten.cat.default:
-            self.joins_rotated |= any(not one.numel() for one in args[0])
+            self.joins_rotated |= any(not tensor.numel() for tensor in args[0])
         elif func is torch.ops.aten.bmm.default:
             self.dense_experts |= args[0].shape == self._every_row
         elif func in _MULTIPLY:
@@ -97,13 +97,13 @@ def traits_of_model(
         layers: of all stacks.
         norms: of its layers, each with its size.
     """
-    kinds = [norm_kind(*one) for one in norms]
+    kinds = [norm_kind(*norm) for norm in norms]
     wanted: NormKind = "layer" if {*kinds} == {"layer"} else "rms"
     style: NormStyle = wanted
-    for one, kind in zip(norms, kinds, strict=True):
+    for norm, kind in zip(norms, kinds, strict=True):
         if kind == wanted:
             with suppress(TypeError, AttributeError, RuntimeError):
-                style = norm_style(*one)
+                style = norm_style(*norm)
                 break
     watched = _watched(model, layers, text, front_end)
     return Traits(
@@ -122,7 +122,9 @@ def traits_of_model(
 
 def _drops(config: Any, names: tuple[str, ...]) -> bool:
     values = (getattr(config, name, None) for name in names)
-    return next((one > 0 for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)), False)
+    return next(
+        (value > 0 for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), False
+    )
 
 
 def _watched(model: Any, layers: Sequence[nn.Module], text: Any, front_end: FrontEnd | None) -> _Watched:
@@ -163,17 +165,19 @@ def _alike_once(layers: Sequence[nn.Module]) -> Iterator[None]:
 def _extra_copies(model: Any, hidden: int) -> int:
     """Tensors of an expert's width that its activation keeps beside gate, activated gate and up: gpt-oss clamps, scales
     and shifts."""
-    gate = next((one for module in model.modules() if (one := getattr(module, "_apply_gate", None)) is not None), None)
+    gate = next(
+        (method for module in model.modules() if (method := getattr(module, "_apply_gate", None)) is not None), None
+    )
     if gate is None:
         return 0
-    kept = set[int]()
+    saved = set[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() and tensor.numel() == _TOKENS * hidden:
-            kept.add(tensor.untyped_storage().data_ptr())
+            saved.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     both = torch.ones(_TOKENS, 2 * hidden, dtype=torch.bfloat16, device="cpu", requires_grad=True)
     with saved_tensors_hooks(keep, lambda tensor: tensor), torch.device("cpu"):
         gate(both)
-    return len(kept - {both.untyped_storage().data_ptr()}) - 1
+    return len(saved - {both.untyped_storage().data_ptr()}) - 1

@@ -70,12 +70,12 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     kinds, order, unseen = _kinds(config, stacks, text, hidden, bool(rotary))
     front_end = _front_end(model.get_encoder(), stacks[0][0]) if halves else None
     if halves:
-        kinds = tuple(_of_a_half(one, stacks[0][0], front_end) for one in kinds)
-    inside = {id(one) for _, layers in stacks for layer in layers for one in layer.parameters()}
-    inside |= {id(one) for one in head.parameters(recurse=False)}
-    norms = [(one, _size(one) or hidden) for one in stacks[0][1][0].modules() if _is_norm(one)]
+        kinds = tuple(_of_a_half(kind, stacks[0][0], front_end) for kind in kinds)
+    inside = {id(parameter) for _, layers in stacks for layer in layers for parameter in layer.parameters()}
+    inside |= {id(parameter) for parameter in head.parameters(recurse=False)}
+    norms = [(norm, _size(norm) or hidden) for norm in stacks[0][1][0].modules() if _is_norm(norm)]
     refused = unadaptable_modules(model)
-    kinds = tuple(_without_refused(one, refused) for one in kinds)
+    kinds = tuple(_without_refused(kind, refused) for kind in kinds)
     positions = _first(text, "max_position_embeddings", "n_positions", "max_target_positions")
     return ModelSpec(
         model_id=model_id,
@@ -91,7 +91,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         **_outside(model, inside, [path for path, _ in stacks], hidden, unseen),
         is_encoder_decoder=halves,
         front_end=front_end,
-        traits=traits_of_model(model, [one for _, layers in stacks for one in layers], norms, text, front_end),
+        traits=traits_of_model(model, [layer for _, layers in stacks for layer in layers], norms, text, front_end),
         logit_softcap=bool(_first(text, "final_logit_softcapping")),
         attentions=_attentions(model, text),
         lacks=tuple(_lacking(model, head, hidden)),
@@ -111,21 +111,23 @@ def _stacks(model: nn.Module) -> list[tuple[str, list[Any]]]:
     layers = layers_of(model)
     if len(layers) > MAX_LAYERS:
         raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
-    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one)]
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
     if not model.config.is_encoder_decoder:
-        return [(next(name for name, one in lists if one[0] is layers[0]), layers)]
-    held = {id(one) for one in layers}
-    return [(name, [*one]) for name, one in lists if id(one[0]) in held]
+        return [(next(name for name, layer_list in lists if layer_list[0] is layers[0]), layers)]
+    layer_ids = {id(layer) for layer in layers}
+    return [(name, [*layer_list]) for name, layer_list in lists if id(layer_list[0]) in layer_ids]
 
 
 def _front_end(encoder: nn.Module, path: str) -> FrontEnd | None:
     """The convolutions in front of an encoder's layers, which hears clips as long as its table of positions; None where
     it reads text."""
-    convolutions = [one for one in encoder.children() if isinstance(one, nn.Conv1d)]
+    convolutions = [child for child in encoder.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return None
-    tables = [one.num_embeddings for one in encoder.children() if isinstance(one, nn.Embedding)]
-    frames = tables[0] * math.prod(one.stride[0] for one in convolutions)
+    tables = [child.num_embeddings for child in encoder.children() if isinstance(child, nn.Embedding)]
+    frames = tables[0] * math.prod(convolution.stride[0] for convolution in convolutions)
     return FrontEnd(mel_bins=convolutions[0].in_channels, frames=frames, path=path.rpartition(".")[0])
 
 
@@ -134,21 +136,21 @@ def _of_a_half(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> L
     clip = front_end.frames // 2 if front_end is not None else 0  # its second convolution steps by two
     assert layer.attention is not None
     if layer.path == encoders:
-        own = replace(layer.attention, causal=False)
-        return replace(layer, kind="encoder", attention=own, fixed_tokens=clip, parallel_residual=False)
+        attention = replace(layer.attention, causal=False)
+        return replace(layer, kind="encoder", attention=attention, fixed_tokens=clip, parallel_residual=False)
     return replace(
         layer,
         kind="decoder",
         linears=tuple(
-            replace(one, of_encoder=one.role in ("k", "v") and bool(_ELSEWHERE.search(one.name)))
-            for one in layer.linears
+            replace(linear, of_encoder=linear.role in ("k", "v") and bool(_ELSEWHERE.search(linear.name)))
+            for linear in layer.linears
         ),
         cross_attention=replace(layer.attention, cross=True, causal=False, key_tokens=clip),
     )
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return str(next(name for name, one in model.named_modules() if one is module))
+    return str(next(name for name, submodule in model.named_modules() if submodule is module))
 
 
 def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
@@ -171,43 +173,43 @@ def _kinds(
     kinds: dict[LayerSpec, int] = {}
     unseen: Counter[LayerSpec] = Counter()
     order = []
-    held: set[int] = set()
+    seen_ids: set[int] = set()
     in_windows = config is not text and _first(text, "use_bidirectional_attention") == "vision"
-    for path, index, layer in ((path, index, one) for path, layers in stacks for index, one in enumerate(layers)):
-        one = _layer(layer, index, text, path, hidden, rotary, held)
-        held |= {id(parameter) for parameter in layer.parameters()}
+    for path, index, layer in ((path, index, module) for path, layers in stacks for index, module in enumerate(layers)):
+        spec = _layer(layer, index, text, path, hidden, rotary, seen_ids)
+        seen_ids |= {id(parameter) for parameter in layer.parameters()}
         if hasattr(layer, "cross_attn") and not hasattr(layer, "self_attn"):
-            unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
+            unseen[replace(spec, kind="idle", attention=None, mlp=None)] += 1
             continue
         if not config.is_encoder_decoder:
-            one, idle = _looking_elsewhere(one)
+            spec, idle = _looking_elsewhere(spec)
             unseen.update(idle)
-        window = None if one.attention is None else one.attention.window_tokens
-        if one.attention is not None and (config.model_type in SEES_AHEAD or (in_windows and window)):
-            one = replace(one, attention=replace(one.attention, sees_ahead=True))
-        order.append(kinds.setdefault(one, len(kinds)))
+        window = None if spec.attention is None else spec.attention.window_tokens
+        if spec.attention is not None and (config.model_type in SEES_AHEAD or (in_windows and window)):
+            spec = replace(spec, attention=replace(spec.attention, sees_ahead=True))
+        order.append(kinds.setdefault(spec, len(kinds)))
     return tuple(kinds), tuple(order), unseen
 
 
 def _looking_elsewhere(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpec]]:
     """A layer without its attention to an encoder that is not there, and that attention as an idle layer."""
-    linears = tuple(one for one in layer.linears if _ELSEWHERE.search(one.name))
-    norms = tuple(one for one in layer.norms if _ELSEWHERE.search(one.name))
+    linears = tuple(linear for linear in layer.linears if _ELSEWHERE.search(linear.name))
+    norms = tuple(norm for norm in layer.norms if _ELSEWHERE.search(norm.name))
     if not linears:
         return layer, []
     idle = LayerSpec(kind="idle", linears=linears, norms=norms, attention=None, mlp=None, path=layer.path)
     rest = replace(
         layer,
-        linears=tuple(one for one in layer.linears if one not in linears),
-        norms=tuple(one for one in layer.norms if one not in norms),
+        linears=tuple(linear for linear in layer.linears if linear not in linears),
+        norms=tuple(norm for norm in layer.norms if norm not in norms),
     )
     return rest, [idle]
 
 
 def _without_refused(layer: LayerSpec, refused: set[str]) -> LayerSpec:
     """The layer with its matrices marked whose place no adapter can take."""
-    names = {re.sub(r"^\d+\.", "", one.removeprefix(f"{layer.path}.")) for one in refused}
-    return replace(layer, linears=tuple(replace(one, refused=one.name in names) for one in layer.linears))
+    names = {re.sub(r"^\d+\.", "", name.removeprefix(f"{layer.path}.")) for name in refused}
+    return replace(layer, linears=tuple(replace(linear, refused=linear.name in names) for linear in layer.linears))
 
 
 def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
@@ -215,10 +217,12 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
     if not model.supports_gradient_checkpointing:
         yield "checkpointing"
     around = model.get_submodule(_name_of(model, head).rpartition(".")[0])
-    own = {id(one) for one in head.parameters()}
-    within = around is not model and any(id(one) not in own for one in around.parameters())
-    inner = (one for one in model.base_model.modules() if isinstance(one, nn.Linear))
-    projected = any((one.in_features, one.out_features) == (hidden, head.in_features) for one in inner)  # OPT's last
+    head_ids = {id(parameter) for parameter in head.parameters()}
+    within = around is not model and any(id(parameter) not in head_ids for parameter in around.parameters())
+    inner = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
+    projected = any(
+        (linear.in_features, linear.out_features) == (hidden, head.in_features) for linear in inner
+    )  # OPT's last
     if within or (head.in_features != hidden and not projected):
         yield "bare-head"
     if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
@@ -242,9 +246,9 @@ def _moved_targets(model_type: str) -> tuple[tuple[str, str], ...]:
 def _attentions(model: Any, text: Any) -> tuple[str, ...]:
     """What the class supports, and the text's own inside it (PaliGemma 2's Gemma 2 has no SDPA). Flash attention is
     asked for by name, which a part without it refuses (Gemma 3n's class around timm)."""
-    parts = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
-    own = [one for one in parts if one is model or one.config is text]
-    sdpa, flash = all(one._supports_sdpa for one in own), all(one._supports_flash_attn for one in parts)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    text_parts = [part for part in parts if part is model or part.config is text]
+    sdpa, flash = all(part._supports_sdpa for part in text_parts), all(part._supports_flash_attn for part in parts)
     return ("eager", *["sdpa"] * sdpa, *["flash-attention-2"] * flash)
 
 
@@ -266,40 +270,42 @@ def _outside(
         leaf, idle = name.rpartition(".")[2], _IDLE.search(name)
         if name.endswith((f"encoder.{leaf}", f"decoder.{leaf}")) and model.config.is_encoder_decoder:
             leaf = name.removeprefix("model.")  # both halves have such a part
-        own = {key: one for key, one in module.named_parameters(recurse=False) if id(one) not in seen}
+        parameters = {
+            key: parameter for key, parameter in module.named_parameters(recurse=False) if id(parameter) not in seen
+        }
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding) and weight is not None and not idle:
             # a tied head has been seen: its table is counted here
-            if id(weight) not in tables and (id(weight) not in seen or "weight" not in own):
+            if id(weight) not in tables and (id(weight) not in seen or "weight" not in parameters):
                 rows, dim = weight.shape
                 embeddings.append(EmbeddingSpec(name=leaf, num_rows=rows, dim=dim, frozen=not weight.requires_grad))
                 seen.add(id(weight))
                 tables.add(id(weight))
             continue
-        seen |= {id(one) for one in own.values()}
-        size = sum(one.numel() for one in own.values())
+        seen |= {id(parameter) for parameter in parameters.values()}
+        size = sum(parameter.numel() for parameter in parameters.values())
         place, number, inner = _numbered(name)
-        if isinstance(module, nn.Linear) and own and idle:
+        if isinstance(module, nn.Linear) and parameters and idle:
             encoders[place, number][0].append(_linear(inner, module, "other"))
-        elif idle and number and own and _is_norm(module):
+        elif idle and number and parameters and _is_norm(module):
             encoders[place, number][1].append(_norm(inner, module, (_size(module), 1)))
-        elif isinstance(module, nn.Linear) and own:
+        elif isinstance(module, nn.Linear) and parameters:
             linears.append(_linear(leaf, module, "other"))
         elif idle or not _is_norm(module):
             sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
         elif size or not list(module.parameters()):
             width = _size(module)  # less than a token's: of each part of what a matrix beside it gives
-            parts = [one.out_features // width for one in linears if width and one.out_features % width == 0]
+            parts = [linear.out_features // width for linear in linears if width and linear.out_features % width == 0]
             norms.append(_norm(leaf, module, (width, parts[0] if parts and width != hidden else 1)))
-    found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
-    return {**found, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
+    outer = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
+    return {**outer, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
     """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one its parent and its own:
     ("embed_vision", "", "embedding_projection")."""
-    found = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
-    return (found[1], found[2], found[3]) if found else (name.rpartition(".")[0], "", name.rpartition(".")[2])
+    match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+    return (match[1], match[2], match[3]) if match else (name.rpartition(".")[0], "", name.rpartition(".")[2])
 
 
 def _alike(
@@ -314,28 +320,32 @@ def _alike(
     return tuple(counts.items())
 
 
-def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rotary: bool, held: set[int]) -> LayerSpec:
-    """One decoder layer as the formula sees it; `held`: ids of the parameters of layers before it, some of which it may
+def _layer(
+    layer: nn.Module, index: int, text: Any, path: str, hidden: int, rotary: bool, seen_ids: set[int]
+) -> LayerSpec:
+    """One decoder layer as the formula sees it; `seen_ids`: of the parameters of layers before it, some of which it may
     share (Zamba's attention)."""
     modules = dict(layer.named_modules())
-    linears = list(_linears(modules, hidden, text, held))
+    linears = list(_linears(modules, hidden, text, seen_ids))
     attention = _attention(linears, modules, index, text, rotary, hidden)
-    own_first = sorted((name for name, one in modules.items() if _is_norm(one)), key=lambda name: "." in name)
+    own_first = sorted((name for name, module in modules.items() if _is_norm(module)), key=lambda name: "." in name)
     norms = tuple(
-        _norm(name, modules[name], _of_rows(name, modules[name], attention, hidden), held) for name in own_first
+        _norm(name, modules[name], _of_rows(name, modules[name], attention, hidden), seen_ids) for name in own_first
     )
-    counted = sum(one.num_weights + one.num_bias for one in linears) + sum(one.num_params for one in norms)
-    holders = {one: one.name.rpartition(".")[0].rpartition(".")[2] for one in norms}  # of a norm, the module around it
-    whole = [one for one, holder in holders.items() if one.size == hidden and not _ATTENTION.search(holder)]
+    counted = sum(linear.num_weights + linear.num_bias for linear in linears) + sum(norm.num_params for norm in norms)
+    holders = {
+        norm: norm.name.rpartition(".")[0].rpartition(".")[2] for norm in norms
+    }  # of a norm, the module around it
+    whole = [norm for norm, holder in holders.items() if norm.size == hidden and not _ATTENTION.search(holder)]
     parallel = _first(text, "use_parallel_residual", "parallel_attn")
     one_norm = len(whole) == 1 and not any(  # ModernBERT's first layer has an identity for its first norm
-        isinstance(one, nn.Identity) and "norm" in name for name, one in modules.items()
+        isinstance(module, nn.Identity) and "norm" in name for name, module in modules.items()
     )
     window = None if attention is None else attention.window_tokens
     kind = "full" if window is None else f"sliding-{window}"
     if attention is not None and attention.kind == "linear":
         kind = "linear-attention"
-    roles = {one.role for one in linears}  # neither keys nor mixers: another layer's keys (Gemma 3n's last layers)
+    roles = {spec.role for spec in linears}  # neither keys nor mixers: another layer's keys (Gemma 3n's last layers)
     if attention is not None and kind == "full" and "mixer" in roles and not roles & {"k", "qkv"}:
         kind = "latent"
     mlp = _mlp(linears, modules, text)
@@ -346,20 +356,21 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rota
         attention=attention,
         mlp=mlp,
         parallel_residual=one_norm if parallel is None else bool(parallel),
-        num_other_params=sum(one.numel() for one in layer.parameters() if id(one) not in held) - counted,
+        num_other_params=sum(parameter.numel() for parameter in layer.parameters() if id(parameter) not in seen_ids)
+        - counted,
         path=path,
     )
 
 
-def _linears(modules: Mapping[str, nn.Module], hidden: int, text: Any, held: set[int]) -> Iterator[LinearSpec]:
+def _linears(modules: Mapping[str, nn.Module], hidden: int, text: Any, seen_ids: set[int]) -> Iterator[LinearSpec]:
     """The matrices of a layer; stacks of experts are bare parameters; what another layer holds is there without a
     weight of its own."""
     active = _first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "top_k", "num_experts_per_token") or 1
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            one = _linear(name, module, _role(_linear(name, module, "other"), modules, hidden, text))
-            yield replace(one, num=0) if id(module.weight) in held else one
+            linear = _linear(name, module, _role(_linear(name, module, "other"), modules, hidden, text))
+            yield replace(linear, num=0) if id(module.weight) in seen_ids else linear
             continue
         for key, value in module.named_parameters(recurse=False):
             if experts and tuple(value.shape) == (experts, hidden) and key == "weight":
@@ -383,7 +394,7 @@ def _linears(modules: Mapping[str, nn.Module], hidden: int, text: Any, held: set
                 role="down" if not up else "gate_up" if "gate" in key else "up",
                 in_features=hidden if up else other,
                 out_features=other if up else hidden,
-                bias=any(one == f"{key}_bias" for one, _ in module.named_parameters(recurse=False)),
+                bias=any(sibling == f"{key}_bias" for sibling, _ in module.named_parameters(recurse=False)),
                 module="parameter",
                 num=num,
                 num_active=min(active, num),
@@ -404,26 +415,26 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
     )
 
 
-def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
+def _role(linear: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
     """What a matrix does, by its place, its name, and in an MLP its shape."""
-    place = one.name.rpartition(".")[0]
-    if _BESIDE.search(one.name):
+    place = linear.name.rpartition(".")[0]
+    if _BESIDE.search(linear.name):
         return "other"
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
     apart = not _ATTENTION.search(place) and "shared" not in place  # those may be as narrow
-    if one.in_features == hidden and (one.out_features == 1 or (one.out_features == experts and apart)):
+    if linear.in_features == hidden and (linear.out_features == 1 or (linear.out_features == experts and apart)):
         return "router"
     if _ATTENTION.search(place) or (place and not _MLP.search(place)):
         for role, pattern in _ROLES:
-            if re.fullmatch(pattern, one.leaf):
+            if re.fullmatch(pattern, linear.leaf):
                 return role
         heads = _count(modules[place], "num_v_heads") if place else None
-        return "other" if heads and one.out_features <= 2 * heads else "mixer"  # gates, a number or two a head
-    if one.in_features == hidden and one.out_features != hidden:
-        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "Wi"):
+        return "other" if heads and linear.out_features <= 2 * heads else "mixer"  # gates, a number or two a head
+    if linear.in_features == hidden and linear.out_features != hidden:
+        if "gate_up" in linear.leaf or linear.leaf in ("gate_and_up_proj", "Wi"):
             return "gate_up"
-        return "gate" if _GATE.fullmatch(one.leaf) else "up"
-    if one.out_features == hidden and one.in_features != hidden:
+        return "gate" if _GATE.fullmatch(linear.leaf) else "up"
+    if linear.out_features == hidden and linear.in_features != hidden:
         return "down"
     return "other"
 
@@ -433,8 +444,8 @@ def _attention(
 ) -> AttentionSpec | None:
     """How a layer mixes tokens, None where it does not. Of a class that takes no softmax of scores (state spaces,
     delta rules, recurrences) the sizes are those that the module names."""
-    roles = {one.role: one for one in linears}
-    mixing = next((roles[one] for one in ("q", "qkv", "o", "mixer") if one in roles), None)
+    roles = {linear.role: linear for linear in linears}
+    mixing = next((roles[role] for role in ("q", "qkv", "o", "mixer") if role in roles), None)
     if mixing is None:
         return None
     module = modules[mixing.name.rpartition(".")[0]]
@@ -489,7 +500,9 @@ def _keys_and_values(
 def _count(holder: Any, *names: str) -> int | None:
     """The first of these attributes that is a whole number above 0."""
     values = (_first(holder, name) for name in names)
-    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), None)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
 
 
 def _window(module: nn.Module, index: int, text: Any) -> int | None:
@@ -504,12 +517,12 @@ def _window(module: nn.Module, index: int, text: Any) -> int | None:
 
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
     named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation", "dense_act_fn")
-    of_classes = (_snake(one) for one in modules.values() if type(one).__name__.endswith("Gelu"))
+    of_classes = (_snake(module) for module in modules.values() if type(module).__name__.endswith("Gelu"))
     activation = str(named or next(of_classes, "gelu"))
-    stacks = [one for one in linears if one.module == "parameter"]
-    dense = {one.role: one for one in linears if one.module != "parameter"}
+    stacks = [linear for linear in linears if linear.module == "parameter"]
+    dense = {linear.role: linear for linear in linears if linear.module != "parameter"}
     if stacks:
-        up = next((one for one in stacks if one.role in ("gate_up", "up")), stacks[0])
+        up = next((stack for stack in stacks if stack.role in ("gate_up", "up")), stacks[0])
         gated = up.role == "gate_up"
         shared = dense.get("down")
         return MlpSpec(
@@ -523,7 +536,7 @@ def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any)
         )
     if "down" not in dense:
         return None
-    if any(getattr(one, "activation_sparsity", 0) > 0 for one in modules.values()):
+    if any(getattr(module, "activation_sparsity", 0) > 0 for module in modules.values()):
         activation = f"sparse-{activation}"
     fused = "up" in dense and dense["up"].out_features == 2 * dense["down"].in_features
     kind = "gated" if fused or {"gate", "gate_up"} & dense.keys() else "plain"
@@ -539,15 +552,15 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and not list(module.children())
 
 
-def _norm(name: str, module: Any, rows: tuple[int, int], held: Set[int] = frozenset()) -> NormSpec:
+def _norm(name: str, module: Any, rows: tuple[int, int], seen_ids: Set[int] = frozenset()) -> NormSpec:
     """A norm of (size, rows a token)."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     return NormSpec(
         name=name,
         kind=norm_kind(module, rows[0]),
         size=rows[0],
-        bias=bias is not None and id(bias) not in held,
-        weight=weight is not None and id(weight) not in held,
+        bias=bias is not None and id(bias) not in seen_ids,
+        weight=weight is not None and id(weight) not in seen_ids,
         rows_per_token=rows[1],
     )
 

@@ -16,25 +16,25 @@ def unadaptable_modules(model: Any) -> set[str]:
     from peft.tuners import tuners_utils
 
     check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
-    found = set()
-    for name, one in model.named_modules():
-        if not isinstance(one, torch.nn.Linear):
+    refused = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
             continue
-        if not _is_product(one):
-            found.add(name)
+        if not _is_product(module):
+            refused.add(name)
         elif check is not None:
             try:
                 check(peft.LoraConfig(), model, name.rpartition(".")[2])
             except ValueError:
-                found.add(name)
-    return found
+                refused.add(name)
+    return refused
 
 
 def _is_product(linear: torch.nn.Linear) -> bool:
     """Whether a matrix's class gives a row of its width for a row of its input's, tried on meta; bitsandbytes' do."""
     if not type(linear).__module__.startswith("transformers.models."):
         return True
-    weights = {name: one.detach().to("meta") for name, one in linear.named_parameters()}
+    weights = {name: parameter.detach().to("meta") for name, parameter in linear.named_parameters()}
     row = torch.empty((1, 1, linear.in_features), dtype=linear.weight.dtype, device="meta")
     try:
         out = torch.func.functional_call(linear, weights, (row,))

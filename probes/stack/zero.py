@@ -34,13 +34,13 @@ class ZeroTrainer:
 def num_trained(config: Mapping[str, Any], setup: TrainSetup, attention: str | None) -> int:
     """Trained elements of the whole model: DeepSpeed's buffers are sized by it at any depth."""
     model = build_model(config, setup, device="meta", attention=attention)
-    return sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def zero_config(setup: TrainSetup, trained: int) -> dict[str, Any]:
     """DeepSpeed's configuration: the launch file's, for an optimizer that the probe makes itself."""
-    told = engine_config(setup, bucket_elements=zero_bucket_elements(trained), max_grad_norm=MAX_GRAD_NORM)
-    return {**told, "zero_allow_untested_optimizer": True}
+    settings = engine_config(setup, bucket_elements=zero_bucket_elements(trained), max_grad_norm=MAX_GRAD_NORM)
+    return {**settings, "zero_allow_untested_optimizer": True}
 
 
 def partitions_first(setup: TrainSetup) -> bool:

@@ -35,32 +35,32 @@ def main(arguments: list[str]) -> int:
         model = resolve_model(given.model)
         rarer = {"objective": (given.objective,)} if given.objective != "sft" else {}
         rarer |= {"adapter": (given.adapter,)} if given.adapter != "lora" else {}
-        asked = asked_structures(model, CARDS, PlanRequest(fixed=rarer)) | asked_structures(model)
+        structures = asked_structures(model, CARDS, PlanRequest(fixed=rarer)) | asked_structures(model)
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
     if given.ranks:
-        asked = of_ranks(model, asked.values())
+        structures = of_ranks(model, structures.values())
     started, path = time.monotonic(), (user_ranks if given.ranks else user_path)(model)
-    kept = load_profiles(path)
-    known = {} if kept is None or kept.versions != versions() else {key: kept.get(key) for key in kept.keys}
+    saved = load_profiles(path)
+    existing = {} if saved is None or saved.versions != versions() else {key: saved.get(key) for key in saved.keys}
     print(f"running the structures that plans of {model.model_id} ask for ...", file=sys.stderr)
     builder = ProfileBuilder(model, of_rank=given.ranks)
-    made = builder.all({key: one for key, one in asked.items() if key not in known})
-    found = {key: one for key, one in (known | made).items() if one is not None}
+    made = builder.all({key: structure for key, structure in structures.items() if key not in existing})
+    profiles = {key: profile for key, profile in (existing | made).items() if profile is not None}
     failures = list(builder.failures.values())
     for why in sorted(set(failures)):
         print(f"no profile of {failures.count(why)} structures: {why[:200]}", file=sys.stderr)
-    if not found:
+    if not profiles:
         return 3
-    save_profiles(path, found, versions())
+    save_profiles(path, profiles, versions())
     programs = {}
     if not given.ranks:
         issued = ProgramBuilder(model)
         if programs := issued.all(asked_programs(model)):
             save_programs(user_programs(model), issued.tables, programs, versions())
     spent = time.monotonic() - started
-    print(f"{len(found)} structures, {len(programs)} programs in {spent:.0f} s: {path.parent}")
+    print(f"{len(profiles)} structures, {len(programs)} programs in {spent:.0f} s: {path.parent}")
     return 0
 
 

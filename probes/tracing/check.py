@@ -20,12 +20,12 @@ def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tu
     where either has none."""
     for micro, steps, tokens, rank in SAMPLES:
         sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
-        one = setup.replace(**sizes, lora_rank=rank if setup.method != "full" else 0)
-        step = profiled_step(model, gpu, one)
-        found = dry_run_report(model, gpu, one, use_cache=False)
-        if step is None or not isinstance(found, DryRunReport):
+        sample = setup.replace(**sizes, lora_rank=rank if setup.method != "full" else 0)
+        step = profiled_step(model, gpu, sample)
+        report = dry_run_report(model, gpu, sample, use_cache=False)
+        if step is None or not isinstance(report, DryRunReport):
             continue
-        state = engine_of(one).state(rank_parts(model, one)[0], one, accumulated=one.adds_gradients)
-        mine, seen = profiled_breakdown(step, gpu, one, state), found.prediction
+        state = engine_of(sample).state(rank_parts(model, sample)[0], sample, accumulated=sample.adds_gradients)
+        mine, seen = profiled_breakdown(step, gpu, sample, state), report.prediction
         reserved = mine.peak_reserved_bytes / seen.peak_reserved_bytes - 1
         yield f"{micro} x {tokens}, {steps} steps", mine.peak_allocated_bytes / seen.peak_allocated_bytes - 1, reserved

@@ -46,11 +46,11 @@ class FoundMoment:
 
     def total(self, without: str = "") -> Terms:
         """Of all groups but those of a category."""
-        found: Terms = {}
-        for (category, _), one in self.alive.items():
+        total: Terms = {}
+        for (category, _), terms in self.alive.items():
             if category != without:
-                add(found, one)
-        return found
+                add(total, terms)
+        return total
 
 
 class _Part(NamedTuple):
@@ -87,9 +87,9 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
         NoPolynomial: what is alive at a moment does not grow evenly with the depth.
     """
     classes, apart = [terms for terms, _ in kinds], np.array([[apart] for _, apart in kinds])
-    sizes = np.array([scale.total(one) for one in classes])
-    walks = [_Walk(one.trace, sizes) for one in depths]
-    repeats = [one.repeats for one in depths]
+    sizes = np.array([scale.total(terms) for terms in classes])
+    walks = [_Walk(depth.trace, sizes) for depth in depths]
+    repeats = [depth.repeats for depth in depths]
     by_phase: dict[PhaseOf, list[FoundMoment]] = defaultdict(list)
 
     def grown(names: Sequence[tuple[PhaseOf, Name]]) -> list[tuple[PhaseOf, Name]]:
@@ -104,16 +104,16 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
                 by_phase[key].append(FoundMoment(phase=key[0], micro_batch=key[1], alive=alive))
         return left
 
-    others = [_Walk(one.trace, sizes * ~apart) for one in depths] if apart.any() else []
+    others = [_Walk(depth.trace, sizes * ~apart) for depth in depths] if apart.any() else []
     every = [*walks, *others]
-    found = {(key, walk.name(one)) for walk in every for key, places in walk.highest().items() for one in places}
-    left = grown(sorted(found))
-    grown(sorted({(key, end) for key, name in left for end in _at_the_ends(name)} - found))
-    if missing := {key for key, _ in found} - {*by_phase}:
+    peaks = {(key, walk.name(place)) for walk in every for key, places in walk.highest().items() for place in places}
+    left = grown(sorted(peaks))
+    grown(sorted({(key, end) for key, name in left for end in _at_the_ends(name)} - peaks))
+    if missing := {key for key, _ in peaks} - {*by_phase}:
         raise NoPolynomial(f"what is alive in {missing} does not grow evenly with the depth")
-    chosen = [one for found in by_phase.values() for one in cover(found, scale)]
+    chosen = [moment for moments in by_phase.values() for moment in cover(moments, scale)]
     if others:
-        chosen += [one for found in by_phase.values() for one in cover(found, scale, without=GRADIENTS)]
+        chosen += [moment for moments in by_phase.values() for moment in cover(moments, scale, without=GRADIENTS)]
     return chosen
 
 
@@ -132,32 +132,32 @@ def _at_the_ends(name: Name) -> Iterator[Name]:
 
 def growing(counts: Sequence[Counts], repeats: Sequence[int], classes: Sequence[Terms]) -> dict[Group, Terms]:
     """The terms of what is alive, from how much is at each depth."""
-    found: dict[Group, Terms] = {}
-    for group, number in dict.fromkeys(key for one in counts for key in one):
+    by_group: dict[Group, Terms] = {}
+    for group, number in dict.fromkeys(key for depth_counts in counts for key in depth_counts):
         fixed, each = counts[0].get((group, number), 0), 0
         if len(counts) > 1:
             more, rest = divmod(counts[1].get((group, number), 0) - fixed, repeats[1] - repeats[0])
             fixed, each = fixed - more * repeats[0], more
             if rest:
                 raise NoPolynomial(f"storages of {group} do not grow evenly with the depth")
-        terms = found.setdefault(group, {})
+        terms = by_group.setdefault(group, {})
         for (index, factor, _), times in classes[number].items():
             add(terms, {(index, factor, 0): fixed * times, (index, factor, 1): each * times})
-    return {group: terms for group, terms in found.items() if terms}
+    return {group: terms for group, terms in by_group.items() if terms}
 
 
 class _Walk:
     def __init__(self, trace: Trace, sizes: Any) -> None:
         self.trace = trace
         self.sizes = np.ceil(sizes / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # [classes, points]
-        starts = [index for index, one in enumerate(trace.events) if isinstance(one, Phase)]
-        self._starts = [0, *(one for one in starts if one), len(trace.events)]
+        starts = [index for index, event in enumerate(trace.events) if isinstance(event, Phase)]
+        self._starts = [0, *(start for start in starts if start), len(trace.events)]
         self._parts_of: dict[int, tuple[list[_Part], Pattern]] = {}
         self._keys_of: dict[int, tuple[list[tuple[Group, int]], Pattern]] = {}
 
     def _parts(self, pattern: Pattern) -> list[_Part]:
-        found = self._parts_of.get(id(pattern))
-        if found is None:
+        cached = self._parts_of.get(id(pattern))
+        if cached is None:
             parts = []
             for run in pattern.runs:
                 signs = np.array([-1.0 if size is None else 1.0 for _, size in run])
@@ -167,19 +167,19 @@ class _Walk:
                     parts.append(_Part(len(run), totals.max(axis=0), totals.argmax(axis=0), totals[-1]))
                 else:
                     parts.append(_Part(0, None, None, None))
-            found = self._parts_of[id(pattern)] = parts, pattern
-        return found[0]
+            cached = self._parts_of[id(pattern)] = parts, pattern
+        return cached[0]
 
     def highest(self) -> dict[PhaseOf, list[Place]]:
         """For each phase of each micro-batch the moments that are its highest at some point, and where its loss begins
         (LOSS_BEGINS)."""
         alive: dict[int, int] = {}
         total = np.zeros(self.sizes.shape[1])
-        found: dict[tuple[str, int], tuple[Any, Any]] = {}  # threshold and place of the highest so far, by point
+        peaks: dict[tuple[str, int], tuple[Any, Any]] = {}  # threshold and place of the highest so far, by point
         begins: dict[tuple[str, int], list[Place]] = {}
         sizes = [*self.sizes]
         key = ("load", 0)
-        limit, where = found[key] = np.zeros(total.shape), np.zeros((*total.shape, 2), dtype=np.int64)
+        limit, where = peaks[key] = np.zeros(total.shape), np.zeros((*total.shape, 2), dtype=np.int64)
 
         def reach(highs: Any, index: int, events: Any) -> None:
             risen = highs > limit
@@ -208,21 +208,21 @@ class _Walk:
                         reach(total + part.highest, index, part.event + number)
                         total = total + part.after
                         number += part.num_events
-                    for one in hole or ():
-                        single(one, index, number)
+                    for event in hole or ():
+                        single(event, index, number)
                         number += 1
             elif isinstance(item, Phase):
                 name = item.name.partition("/")[0]
                 key = (name, key[1] + (name == "forward" and key[0] in ("load", "backward")))
                 if name == "loss":
                     begins.setdefault((LOSS_BEGINS, key[1]), [(index, 0)])
-                if key not in found:
-                    found[key] = np.full(total.shape, -1.0), np.zeros((*total.shape, 2), dtype=np.int64)
-                limit, where = found[key]
+                if key not in peaks:
+                    peaks[key] = np.full(total.shape, -1.0), np.zeros((*total.shape, 2), dtype=np.int64)
+                limit, where = peaks[key]
                 reach(total, index, 0)
             else:
                 single(item, index, 0)
-        places = {key: [tuple(one) for one in np.unique(each, axis=0).tolist()] for key, (_, each) in found.items()}
+        places = {key: [tuple(row) for row in np.unique(each, axis=0).tolist()] for key, (_, each) in peaks.items()}
         return places | begins
 
     # The same place at another depth
@@ -252,19 +252,19 @@ class _Walk:
         for at, (_, name) in enumerate(names):
             index, number = self.place(name)
             wanted[index][number].append(at)
-        found: list[Counts] = [{} for _ in names]
+        snapshots: list[Counts] = [{} for _ in names]
         alive: dict[int, tuple[Group, int]] = {}  # storage -> group, class
         count: Counts = defaultdict(int)
         for index, item in enumerate(self.trace.events):
-            asked = wanted.get(index)
-            if isinstance(item, Repetition) and not asked:
+            requests = wanted.get(index)
+            if isinstance(item, Repetition) and not requests:
                 self._whole(item, alive, count)
                 continue
             for number, event in enumerate(_events(item)):
                 self._one(event, item, alive, count)
-                for at in asked.get(number, ()) if asked else ():
-                    found[at] = {key: many for key, many in count.items() if many}
-        return [*found, {key: many for key, many in count.items() if many}]
+                for at in requests.get(number, ()) if requests else ():
+                    snapshots[at] = {key: many for key, many in count.items() if many}
+        return [*snapshots, {key: many for key, many in count.items() if many}]
 
     def _whole(self, item: Repetition, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         for place in item.pattern.left:
@@ -293,11 +293,11 @@ class _Walk:
 
     def _keys(self, pattern: Pattern) -> list[tuple[Group, int]]:
         """Group and class of each storage of a pattern."""
-        found = self._keys_of.get(id(pattern))
-        if found is None:
+        cached = self._keys_of.get(id(pattern))
+        if cached is None:
             keys = [self._key(origin, pattern.owners.get(place)) for place, origin in enumerate(pattern.origins)]
-            found = self._keys_of[id(pattern)] = keys, pattern
-        return found[0]
+            cached = self._keys_of[id(pattern)] = keys, pattern
+        return cached[0]
 
     @staticmethod
     def _key(origin: Origin, owner: tuple[str, str] | None) -> tuple[Group, int]:
@@ -313,12 +313,12 @@ def _lengths(item: Event | Repetition) -> list[int]:
     if not isinstance(item, Repetition):
         return [1]
     pairs = zip_longest(item.pattern.runs, item.holes, fillvalue=())
-    return [len(one) for pair in pairs for one in pair]
+    return [len(events) for pair in pairs for events in pair]
 
 
 def cover(moments: Sequence[FoundMoment], scale: Scale, without: str = "") -> list[FoundMoment]:
     """Of the moments of one phase those that are needed for its highest everywhere, without a category."""
-    totals = np.array([scale.total(one.total(without)) for one in moments])
+    totals = np.array([scale.total(moment.total(without)) for moment in moments])
     top = totals.max(axis=0)
     open_points = np.ones(totals.shape[1], dtype=bool)
     chosen: list[FoundMoment] = []

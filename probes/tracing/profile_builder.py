@@ -59,7 +59,7 @@ def asked_structures(
     model: ModelSpec, cards: Sequence[str] = CARDS, request: PlanRequest | None = None
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model on such cards walk, by key: all but what others outrun at the same memory."""
-    found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
+    structures: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     for name in cards:
         gpu = find_gpu(name)
         workload = (request or PlanRequest()).workload(model, gpu)
@@ -69,33 +69,35 @@ def asked_structures(
             for loss in run.choices:
                 setup = run.shared.replace_trusted(loss=loss)
                 plain = [setup.replace_trusted(quantization="nf4")] * (setup.quantization == "nf4-double")
-                for one in (setup, *plain):  # plain scales are walked where speed alone counts
-                    if profiled_kind(one):
-                        found.setdefault(structure_key(model, gpu, one), (one, gpu))
-    return found
+                for variant in (setup, *plain):  # plain scales are walked where speed alone counts
+                    if profiled_kind(variant):
+                        structures.setdefault(structure_key(model, gpu, variant), (variant, gpu))
+    return structures
 
 
 def with_fused_adapters(
-    model: ModelSpec, asked: Iterable[tuple[TrainSetup, GpuSpec]]
+    model: ModelSpec, structures: Iterable[tuple[TrainSetup, GpuSpec]]
 ) -> Iterator[tuple[TrainSetup, GpuSpec]]:
     """The same with adapters as fused functions, as Axolotl runs them: fp32 adapters, whatever the base."""
     if kernels_refusal("fused", model.model_type):
         return
-    for setup, gpu in asked:
+    for setup, gpu in structures:
         if setup.method != "full" and setup.kernels == "liger" and setup.quantization != "int8":
             yield setup.replace_trusted(kernels="fused", adapter_dtype="fp32"), gpu
 
 
-def of_ranks(model: ModelSpec, asked: Iterable[tuple[TrainSetup, GpuSpec]]) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+def of_ranks(
+    model: ModelSpec, structures: Iterable[tuple[TrainSetup, GpuSpec]]
+) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What ranks that keep a part of the states compute of the same, by key: in 16 bit throughout. Without int8, which
     two engines of four refuse."""
-    found = {}
-    for setup, gpu in asked:
+    rank_structures = {}
+    for setup, gpu in structures:
         rank = setup.replace_trusted(num_gpus=2, parallel="fsdp2")
         inner = as_profiled(engine_of(rank).computes(rank))
         if inner.quantization != "int8" and (inner.method == "full" or inner.resolved_adapter_dtype != "fp32"):
-            found[structure_key(model, gpu, inner)] = inner, gpu
-    return found
+            rank_structures[structure_key(model, gpu, inner)] = inner, gpu
+    return rank_structures
 
 
 class ProfileBuilder:
@@ -124,11 +126,11 @@ class ProfileBuilder:
         load_libraries()
         self._of_rank = of_rank
         self._model, self._known, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
-        self._members = [_member(model, one) for one in members] or [_itself(model)]
+        self._members = [_member(model, member) for member in members] or [_itself(model)]
         self.any_size = bool(members)
         self._runs: dict[Any, Any] = {}
         self._spans = [
-            one for one in spans(changes(model)) if (one.longest_tokens or SHORTEST) >= SHORTEST and has_room(one)
+            span for span in spans(changes(model)) if (span.longest_tokens or SHORTEST) >= SHORTEST and has_room(span)
         ]
         self.failures: dict[str, str] = {}
 
@@ -142,9 +144,9 @@ class ProfileBuilder:
             return self._profile(self._pieces(setup, gpu))
 
     def _profile(self, pieces: Pieces) -> StepProfile:
-        own = None if self.any_size else self._members[0]
+        member = None if self.any_size else self._members[0]
         return StepProfile(
-            pieces=tuple(_piece(span, piece, own, alone=alone) for (span, alone), piece in pieces.items())
+            pieces=tuple(_piece(span, piece, member, alone=alone) for (span, alone), piece in pieces.items())
         )
 
     def _pieces(self, setup: TrainSetup, gpu: GpuSpec, first: int = 0) -> Pieces:
@@ -155,28 +157,28 @@ class ProfileBuilder:
             any_size=self.any_size, of_rank=self._of_rank,
         ).pieces(self._spans, self._known)  # fmt: skip
 
-    def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
+    def all(self, structures: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
         """The profiles of many structures; those that have none are in `failures`."""
-        found: dict[str, StepProfile] = {}
+        profiles: dict[str, StepProfile] = {}
         ran: dict[Any, _Family] = {}
-        for family in _families(asked.values()):
+        for family in _families(structures.values()):
             setup, gpu = family[0]
             other = setup.replace_trusted(precision="bf16-pure", **_APART), setup.attention, gpu.key
             base = None
             with collection_paused():
                 for first in range(len(self._members)):
-                    one = _Family(self, family, ran.get((other, first)), first, base)
-                    base = base or one
-                    ran.setdefault((other, first), one)
-                    for key, place in one.named():
-                        if key in found or key in self.failures:
+                    depth_family = _Family(self, family, ran.get((other, first)), first, base)
+                    base = base or depth_family
+                    ran.setdefault((other, first), depth_family)
+                    for key, place in depth_family.named():
+                        if key in profiles or key in self.failures:
                             continue
-                        if isinstance(pieces := one.pieces(place), str):
+                        if isinstance(pieces := depth_family.pieces(place), str):
                             self.failures[key] = pieces
                         else:
-                            found[key] = self._profile(pieces)
+                            profiles[key] = self._profile(pieces)
                 self._runs.clear()
-        return found
+        return profiles
 
     def key(self, setup: TrainSetup, gpu: GpuSpec, first: int) -> str:
         """What names a structure, of a member's depth where the profiles are for several."""
@@ -214,13 +216,13 @@ SHORTEST = 512
 
 
 def build_profiles(
-    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None, *, ranks: bool = False
+    model: ModelSpec, structures: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None, *, ranks: bool = False
 ) -> tuple[Mapping[str, StepProfile], Mapping[str, str]]:
     """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key; for
     ranks what these compute of them."""
     builder = ProfileBuilder(model, of_rank=ranks)
-    asked = asked_structures(model) if asked is None else asked
-    return builder.all(of_ranks(model, asked.values()) if ranks else asked), builder.failures
+    structures = asked_structures(model) if structures is None else structures
+    return builder.all(of_ranks(model, structures.values()) if ranks else structures), builder.failures
 
 
 def versions() -> dict[str, str]:
@@ -231,15 +233,15 @@ def versions() -> dict[str, str]:
 Asked = tuple[TrainSetup, GpuSpec]
 
 
-def _families(asked: Iterable[Asked]) -> list[list[Asked]]:
+def _families(structures: Iterable[Asked]) -> list[list[Asked]]:
     """Structures that differ in loss and in what is checkpointed alone, 4-bit bases with and without quantized scales
     together."""
-    found: dict[Any, list[Asked]] = {}
-    for setup, gpu in asked:
+    families: dict[Any, list[Asked]] = {}
+    for setup, gpu in structures:
         quantization = "nf4" if setup.quantization == "nf4-double" else setup.quantization
         alike = setup.replace_trusted(quantization=quantization, **_APART)
-        found.setdefault((alike, setup.attention, gpu.name), []).append((setup, gpu))
-    return list(found.values())
+        families.setdefault((alike, setup.attention, gpu.name), []).append((setup, gpu))
+    return list(families.values())
 
 
 _APART: dict[str, Any] = {"loss": "full", "checkpointing": 1, "selective_checkpointing": False, "attention": "sdpa"}
@@ -271,8 +273,8 @@ class _Family:
         self._builder, self._gpu, self._like = builder, members[0][1], like
         self._first, self._base = first, base
         self._setups = {
-            (one.quantization, one.loss, SELECTIVE if one.selective_checkpointing else one.checkpointing): one
-            for one, _ in members
+            (setup.quantization, setup.loss, SELECTIVE if setup.selective_checkpointing else setup.checkpointing): setup
+            for setup, _ in members
         }
         self._ran: dict[_Key, Pieces | str] = {}
 
@@ -293,7 +295,7 @@ class _Family:
         if self._as_like and self._like is not None and key in self._like._setups:
             return self._like.pieces(key)
         quantization, loss, every = key
-        first = next((one for _, one, _ in self._setups if one != "full"), "full")
+        first = next((other_loss for _, other_loss, _ in self._setups if other_loss != "full"), "full")
         if quantization == "nf4-double" and ("nf4", loss, every) in self._setups:
             return self._requantized(key, first)
         if loss != first and (quantization, first, every) in self._setups:
@@ -304,21 +306,23 @@ class _Family:
     def _as_like(self) -> bool:
         """Whether two members that differ in all that a family differs in do exactly what the other family's do."""
         first = next(iter(self._setups))
-        second = next((one for one in self._setups if one[1] == "full" and one[2] != first[2]), None)
+        second = next((key for key in self._setups if key[1] == "full" and key[2] != first[2]), None)
         if self._like is None or second is None or not {first, second} <= {*self._like._setups}:
             return False
-        pairs = ((self._run(one), self._like.pieces(one)) for one in (first, second))
+        pairs = ((self._run(key), self._like.pieces(key)) for key in (first, second))
         return all(not isinstance(a, str) and not isinstance(b, str) and _same(a, b) for a, b in pairs)
 
     def _requantized(self, key: _Key, loss: str) -> Pieces | str:
         """What a base without quantized scales does with what is stored otherwise, where two structures of both show
         that."""
-        others = sorted(every for quantization, one, every in self._setups if (quantization, one) == (key[0], loss))
+        others = sorted(
+            every for quantization, other_loss, every in self._setups if (quantization, other_loss) == (key[0], loss)
+        )
         if self._builder.any_size and key[2] > 1:
             return self._run(key)  # so many layers a period are other terms
-        if len(others) < 3 or key in [(key[0], loss, one) for one in others[:2]]:
+        if len(others) < 3 or key in [(key[0], loss, every) for every in others[:2]]:
             return self._run(key)
-        pairs = [(self._run((key[0], loss, one)), self.pieces(("nf4", loss, one))) for one in others[:2]]
+        pairs = [(self._run((key[0], loss, every)), self.pieces(("nf4", loss, every))) for every in others[:2]]
         return self._put_together(key, self.pieces(("nf4", *key[1:])), pairs, _stored_otherwise)
 
     def _with_loss(self, key: _Key, like: _Key) -> Pieces | str:
@@ -326,7 +330,7 @@ class _Family:
         others = sorted(every for *kind, every in self._setups if tuple(kind) == key[:2])
         if len(others) < 3 or key[2] in others[:2]:
             return self._run(key)
-        pairs = [(self._run((*key[:2], one)), self.pieces((*like[:2], one))) for one in others[:2]]
+        pairs = [(self._run((*key[:2], every)), self.pieces((*like[:2], every))) for every in others[:2]]
         return self._put_together(key, self.pieces(like), pairs, _with_loss)
 
     def _put_together(
@@ -334,62 +338,65 @@ class _Family:
     ) -> Pieces | str:
         """`target` with what the member has instead, by two pairs of (the member's, the other's) at other
         checkpointings: one says what that is, the other whether it is the same there. Else the member is run."""
-        (own, base), (checked, checked_base) = pairs
-        if any(isinstance(one, str) for one in (target, own, base, checked, checked_base)):
+        (source, base), (checked, checked_base) = pairs
+        if any(isinstance(pieces, str) for pieces in (target, source, base, checked, checked_base)):
             return self._run(key)
-        return swap(target, own, base) if _same(swap(checked_base, own, base), checked) else self._run(key)
+        return swap(target, source, base) if _same(swap(checked_base, source, base), checked) else self._run(key)
 
 
-def _with_loss(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
-    """`like`, with the loss of `own` in place of that of `base`, each counted from where it begins."""
-    found = {}
+def _with_loss(like: Pieces, source: Pieces, base: Pieces) -> Pieces:
+    """`like`, with the loss of `source` in place of that of `base`, each counted from where it begins."""
+    pieces = {}
     for key, piece in like.items():
-        starts = {one.micro_batch: one for one in piece.moments if one.phase == LOSS_BEGINS}
-        own_starts = {one.micro_batch: one for one in own[key].moments if one.phase == LOSS_BEGINS}
-        moments = [one for one in piece.moments if one.phase != "loss"]
-        for one in own[key].moments:
-            if one.phase == "loss":
-                alive = _plus(_plus(one.alive, own_starts[one.micro_batch].alive, -1), starts[one.micro_batch].alive, 1)
-                moments.append(replace(one, alive=alive))
-        found[key] = replace(piece, moments=moments)
-    return found
+        starts = {moment.micro_batch: moment for moment in piece.moments if moment.phase == LOSS_BEGINS}
+        own_starts = {moment.micro_batch: moment for moment in source[key].moments if moment.phase == LOSS_BEGINS}
+        moments = [moment for moment in piece.moments if moment.phase != "loss"]
+        for moment in source[key].moments:
+            if moment.phase == "loss":
+                alive = _plus(
+                    _plus(moment.alive, own_starts[moment.micro_batch].alive, -1), starts[moment.micro_batch].alive, 1
+                )
+                moments.append(replace(moment, alive=alive))
+        pieces[key] = replace(piece, moments=moments)
+    return pieces
 
 
-def _stored_otherwise(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
-    """`like` with the groups that `own` has in place of the same of `base`."""
-    found = {}
+def _stored_otherwise(like: Pieces, source: Pieces, base: Pieces) -> Pieces:
+    """`like` with the groups that `source` has in place of the same of `base`."""
+    pieces = {}
     for key, piece in like.items():
-        pairs = zip(base[key].moments, own[key].moments, strict=False)
+        pairs = zip(base[key].moments, source[key].moments, strict=False)
         instead = {
             (group, frozenset(terms.items())): other.alive[group]
-            for one, other in pairs
-            for group, terms in one.alive.items()
+            for base_moment, other in pairs
+            for group, terms in base_moment.alive.items()
             if group in other.alive
         }
         moments = [
             replace(
-                one,
+                moment,
                 alive={
-                    group: instead.get((group, frozenset(terms.items())), terms) for group, terms in one.alive.items()
+                    group: instead.get((group, frozenset(terms.items())), terms)
+                    for group, terms in moment.alive.items()
                 },
             )
-            for one in piece.moments
+            for moment in piece.moments
         ]
-        found[key] = replace(piece, moments=moments)
-    return found
+        pieces[key] = replace(piece, moments=moments)
+    return pieces
 
 
-def _plus(one: dict[Group, Terms], other: dict[Group, Terms], sign: int) -> dict[Group, Terms]:
-    found = {group: dict(terms) for group, terms in one.items()}
+def _plus(groups: dict[Group, Terms], other: dict[Group, Terms], sign: int) -> dict[Group, Terms]:
+    total = {group: dict(terms) for group, terms in groups.items()}
     for group, terms in other.items():
-        add(found.setdefault(group, {}), terms, sign)
-    return {group: terms for group, terms in found.items() if terms}
+        add(total.setdefault(group, {}), terms, sign)
+    return {group: terms for group, terms in total.items() if terms}
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(pieces: Any, other: Any) -> bool:
     """Whether the highest moments of every micro-batch are the same, and those of its phases nearly."""
-    for key, piece in one.items():
-        mine, others = (_highest(each[key].moments, piece.scale) for each in (one, other))
+    for key, piece in pieces.items():
+        mine, others = (_highest(each[key].moments, piece.scale) for each in (pieces, other))
         if mine.keys() != others.keys():
             return False
         for micro_batch in {number for _, number in mine}:
@@ -402,16 +409,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _highest(moments: Sequence[FoundMoment], scale: Scale) -> dict[tuple[str, int], Any]:
-    found: dict[tuple[str, int], Any] = {}
-    for one in moments:
-        key, total = (one.phase, one.micro_batch), scale.total(one.total())
-        found[key] = np.maximum(found[key], total) if key in found else total
-    return found
+    peaks: dict[tuple[str, int], Any] = {}
+    for moment in moments:
+        key, total = (moment.phase, moment.micro_batch), scale.total(moment.total())
+        peaks[key] = np.maximum(peaks[key], total) if key in peaks else total
+    return peaks
 
 
-def _piece(span: Span, piece: FoundPiece, own: Member | None, *, alone: bool) -> Piece:
+def _piece(span: Span, piece: FoundPiece, member: Member | None, *, alone: bool) -> Piece:
     """What is kept of a piece: of a model's own its bytes, else the terms that they are made of."""
-    moments = dict.fromkeys(_moment(one, own) for one in piece.moments)
+    moments = dict.fromkeys(_moment(moment, member) for moment in piece.moments)
     return Piece(
         one_sequence=alone,
         shortest_tokens=span.shortest_tokens,
@@ -420,18 +427,18 @@ def _piece(span: Span, piece: FoundPiece, own: Member | None, *, alone: bool) ->
     )
 
 
-def _moment(one: FoundMoment, own: Member | None) -> ProfileMoment:
-    groups = sorted((group, _form(terms, own)) for group, terms in one.alive.items() if group != CUBLAS)
-    return ProfileMoment(one.phase, one.micro_batch > 1, tuple(pair for pair in groups if pair[1]))
+def _moment(moment: FoundMoment, member: Member | None) -> ProfileMoment:
+    groups = sorted((group, _form(terms, member)) for group, terms in moment.alive.items() if group != CUBLAS)
+    return ProfileMoment(moment.phase, moment.micro_batch > 1, tuple(pair for pair in groups if pair[1]))
 
 
-def _form(terms: Terms, own: Member | None) -> Any:
-    if own is None:
+def _form(terms: Terms, member: Member | None) -> Any:
+    if member is None:
         parts: dict[tuple[int, float], list[int]] = {}
         for (index, factor, by_depth), times in terms.items():
             parts.setdefault((index, factor), [0, 0])[by_depth] += times
         return tuple((*key, *times) for key, times in sorted(parts.items()))
     sums: dict[int, float] = {}
     for (index, factor, _), times in terms.items():
-        sums[index] = sums.get(index, 0.0) + times * own.size(index, factor)
+        sums[index] = sums.get(index, 0.0) + times * member.size(index, factor)
     return tuple((index, float(f"{value:.10g}")) for index, value in sorted(sums.items()) if abs(value) > 1e-6)

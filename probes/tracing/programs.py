@@ -77,20 +77,22 @@ class Primes:
     def __init__(
         self, numbers: Iterable[int], *, chunked: bool = False, alike: Callable[[int], bool] = lambda _: False
     ) -> None:
-        own = [one for one in numbers if one > 1]
+        constants = [number for number in numbers if number > 1]
 
         def first(candidates: Sequence[int], factor: Any) -> int:
-            return next(one for one in candidates if all(number % factor(one) for number in own))
+            return next(
+                candidate for candidate in candidates if all(number % factor(candidate) for number in constants)
+            )
 
         self.tokens = next(
-            one
-            for one in (_CHUNKED if chunked else _TOKENS)
-            if all(number % one and number % ((one - 1) // 2) for number in own)
-            and not (chunked and any(number % -(-one // _CHUNK) == 0 for number in own))
+            tokens
+            for tokens in (_CHUNKED if chunked else _TOKENS)
+            if all(number % tokens and number % ((tokens - 1) // 2) for number in constants)
+            and not (chunked and any(number % -(-tokens // _CHUNK) == 0 for number in constants))
         )
-        self.seqs = first([one for one in _SEQS if not alike(one * self.tokens)], lambda one: one)
+        self.seqs = first([seqs for seqs in _SEQS if not alike(seqs * self.tokens)], lambda seqs: seqs)
         self.chunks = -(-self.tokens // _CHUNK) if chunked else 0
-        self.rank = first(_RANKS, lambda one: one)
+        self.rank = first(_RANKS, lambda rank: rank)
 
     def form(self, size: int, tile: int = 0) -> Form:
         """What a dimension of this size is.
@@ -133,8 +135,8 @@ def numbers_of(config: Any) -> Iterator[int]:
     if isinstance(config, Mapping):
         config = [*config.values()]
     if isinstance(config, (list, tuple)):
-        for one in config:
-            yield from numbers_of(one)
+        for value in config:
+            yield from numbers_of(value)
     elif isinstance(config, int) and not isinstance(config, bool) and config > 8:
         yield config
 
@@ -142,15 +144,21 @@ def numbers_of(config: Any) -> Iterator[int]:
 def asked_programs(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model walk, and what people's own files ask (eager kernels, full fine-tuning all in 16 bits),
     with all layers checkpointed or none: of which any other spacing is put together."""
-    found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
+    by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     every = asked_structures(model, cards).values()
-    asked = [one for one in every if not one[0].activation_offload and one[0].checkpointing < 2]
-    mixed = [one for one in asked if one[0].method == "full" and one[0].precision == "bf16-mixed"]
-    asked += [(setup.replace_trusted(precision="bf16-pure"), gpu) for setup, gpu in mixed]
-    eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in asked]
-    for setup, gpu in (*asked, *eager, *with_fused_adapters(model, asked)):
-        found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
-    return found
+    structures = [
+        structure for structure in every if not structure[0].activation_offload and structure[0].checkpointing < 2
+    ]
+    mixed = [
+        structure
+        for structure in structures
+        if structure[0].method == "full" and structure[0].precision == "bf16-mixed"
+    ]
+    structures += [(setup.replace_trusted(precision="bf16-pure"), gpu) for setup, gpu in mixed]
+    eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in structures]
+    for setup, gpu in (*structures, *eager, *with_fused_adapters(model, structures)):
+        by_key.setdefault(structure_key(model, gpu, setup), (setup, gpu))
+    return by_key
 
 
 class ProgramBuilder:
@@ -179,25 +187,25 @@ class ProgramBuilder:
                  for loss in LOSSES.values()}  # fmt: skip
         return any(tile in vocabulary and tile != larger for tile, larger in tiles)
 
-    def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProgram]:
+    def all(self, structures: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProgram]:
         """The programs of many structures; those that have none are in `failures`. A loss with a further checkpointing
         is put together of two runs where one structure showed that this gives the same."""
-        found: dict[str, StepProgram] = {}
+        programs: dict[str, StepProgram] = {}
         families: dict[Any, dict[tuple[str, int], StepProgram | None]] = {}
         trusted: dict[str, bool] = {}
-        for key, (setup, gpu) in asked.items():
-            kept = families.setdefault((setup.replace_trusted(loss="full", checkpointing=0), gpu.key), {})
+        for key, (setup, gpu) in structures.items():
+            family = families.setdefault((setup.replace_trusted(loss="full", checkpointing=0), gpu.key), {})
             loss, every = setup.loss, setup.checkpointing
-            own = self._with_loss(kept, loss, every) if trusted.get(loss, True) else None
-            if own is None or loss not in trusted:
+            program = self._with_loss(family, loss, every) if trusted.get(loss, True) else None
+            if program is None or loss not in trusted:
                 ran = self._tried(key, setup, gpu)
-                if own is not None and ran is not None:
-                    trusted[loss] = own == ran
-                own = ran
-            kept[loss, every] = own
-            if own is not None:
-                found[key] = own
-        return found
+                if program is not None and ran is not None:
+                    trusted[loss] = program == ran
+                program = ran
+            family[loss, every] = program
+            if program is not None:
+                programs[key] = program
+        return programs
 
     def _tried(self, key: str, setup: TrainSetup, gpu: GpuSpec) -> StepProgram | None:
         try:
@@ -207,30 +215,30 @@ class ProgramBuilder:
             return None
 
     def _with_loss(
-        self, kept: Mapping[tuple[str, int], StepProgram | None], loss: str, every: int
+        self, family: Mapping[tuple[str, int], StepProgram | None], loss: str, every: int
     ) -> StepProgram | None:
         """The program that another loss has with this checkpointing, with the segments of its own; None where it is
         not known which they are."""
-        first = next(iter(kept), (loss, 0))[0]
-        own, base, like = kept.get((loss, 0)), kept.get((first, 0)), kept.get((first, every))
-        if own is None or base is None or like is None or loss == first:
+        first = next(iter(family), (loss, 0))[0]
+        source, base, like = family.get((loss, 0)), family.get((first, 0)), family.get((first, every))
+        if source is None or base is None or like is None or loss == first:
             return None
         swaps: dict[int, int] = {}
-        flat_base, flat_own, flat_like = (flat((*one.ahead, *one.behind)) for one in (base, own, like))
+        flat_base, flat_own, flat_like = (flat((*program.ahead, *program.behind)) for program in (base, source, like))
         for mine, others in zip(flat_base, flat_own, strict=False):
             if swaps.setdefault(mine, others) != others:
                 return None
         segments = [*self.tables.segments]
-        changed = {one for one, other in swaps.items() if one != other}
+        changed = {place for place, other in swaps.items() if place != other}
         if len(flat_base) != len(flat_own) or any(
-            segments[one].phase == "loss" and one not in swaps for one in flat_like
+            segments[place].phase == "loss" and place not in swaps for place in flat_like
         ):
             return None
-        if any(segments[one].phase != "loss" and one not in flat_like for one in changed):
+        if any(segments[place].phase != "loss" and place not in flat_like for place in changed):
             return None
 
         def swapped(blocks: Blocks) -> Blocks:
-            return tuple((tuple(swaps.get(one, one) for one in places), times) for places, times in blocks)
+            return tuple((tuple(swaps.get(place, place) for place in places), times) for places, times in blocks)
 
         return like._replace(ahead=swapped(like.ahead), behind=swapped(like.behind))
 
@@ -256,22 +264,22 @@ class ProgramBuilder:
             )  # fmt: skip
             assert trace.operators is not None
             trace.operators.layers = plan.layers
-            found = full_program(trace.operators, trace.trainables)
-            assert found is not None
-            return self._sized(found, made, self._optimizers(trace, plan, made))
+            program = full_program(trace.operators, trace.trainables)
+            assert program is not None
+            return self._sized(program, made, self._optimizers(trace, plan, made))
 
     # Sizes
 
-    def _sized(self, found: Program, setup: TrainSetup, steps: Mapping[str, Counts]) -> StepProgram:
+    def _sized(self, program: Program, setup: TrainSetup, steps: Mapping[str, Counts]) -> StepProgram:
         tile, num_tiles = self._tiles(setup)
-        sized = _Sized(found, self._primes, self.tables, tile)
+        sized = _Sized(program, self._primes, self.tables, tile)
         segments: list[int] = []
         places: dict[int, list[int]] = {}
         ahead: list[int] = []
         order: list[int] = []
-        for place in found.micro_batch:
+        for place in program.micro_batch:
             if place not in places:
-                segment = found.segments[place]
+                segment = program.segments[place]
                 parts = [segment]
                 if not ahead and segment.phase != "forward":
                     first = next((at for at, call in enumerate(segment.calls) if call % _NUM == _ENGINE), None)
@@ -281,19 +289,19 @@ class ProgramBuilder:
                         ]
                         ahead = [*order, self.tables.segment(sized.segment(parts[0], num_tiles))]
                         order, parts = [], parts[1:]
-                places[place] = [self.tables.segment(sized.segment(one, num_tiles)) for one in parts]
+                places[place] = [self.tables.segment(sized.segment(part, num_tiles)) for part in parts]
             order += places[place]
-        looped = {run.per for one in (*ahead, *order) for run in [*self.tables.segments][one].runs}
+        looped = {run.per for index in (*ahead, *order) for run in [*self.tables.segments][index].runs}
         if num_tiles > 2 and TILES not in looped:
             raise NoProgram("the loop over the loss's tiles was not found")
         segments = order
-        calls = [call for one in found.segments for call in one.calls]
+        calls = [call for segment in program.segments for call in segment.calls]
         return StepProgram(
             ahead=_repeated(ahead),
             behind=_repeated(segments),
-            added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in found.added.items()),
+            added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in program.added.items()),
             steps=steps,
-            num_modules=found.num_modules,
+            num_modules=program.num_modules,
             checkpointed=any(call % _NUM == ISSUERS.index("recompute") for call in calls),
         )
 
@@ -308,8 +316,12 @@ class ProgramBuilder:
     def _optimizers(self, trace: Trace, plan: DepthPlan, setup: TrainSetup) -> Mapping[str, Counts]:
         """What each optimizer's step issues on the full model's trained parameters."""
         layers = plan.layers or LayerMap(tuple(range(plan.full)))
-        trained = layers.unrolled(trace.trainables, lambda one: one.layer)
-        key = setup.precision, setup.stack, tuple((one.shape, one.dtype, one.has_gradient) for one, _ in trained)
+        trained = layers.unrolled(trace.trainables, lambda parameter: parameter.layer)
+        key = (
+            setup.precision,
+            setup.stack,
+            tuple((parameter.shape, parameter.dtype, parameter.has_gradient) for parameter, _ in trained),
+        )
         if key not in self._steps:
             self._steps[key] = {
                 name: self._step(trace, layers, setup.replace_trusted(optimizer=name)) for name in self._names
@@ -346,31 +358,37 @@ class _Sized:
             self._known[key] = self._tables.operator(self._operator(operator, self._tile if tiled else 0))
         return self._known[key] * _NUM + issuer
 
-    def _operator(self, one: Operator, tile: int) -> SizedOperator:
-        if (name := self._name(one)) != one.name:
+    def _operator(self, operator: Operator, tile: int) -> SizedOperator:
+        if (name := self._name(operator)) != operator.name:
             return SizedOperator(name)
         return SizedOperator(
-            name=one.name,
-            inputs=tuple(self._layout(each, tile) for each in one.inputs),
-            outputs=tuple(self._layout(each, tile) for each in one.outputs),
-            numbers=one.numbers if one.name.startswith(_KEEP_NUMBERS) else (),
-            listed=one.listed,
+            name=operator.name,
+            inputs=tuple(self._layout(each, tile) for each in operator.inputs),
+            outputs=tuple(self._layout(each, tile) for each in operator.outputs),
+            numbers=operator.numbers if operator.name.startswith(_KEEP_NUMBERS) else (),
+            listed=operator.listed,
         )
 
     @staticmethod
-    def _name(one: Operator) -> str:
-        view = not (one.inputs or one.outputs) and one.name.startswith("aten.") and "empty" not in one.name
-        return _VIEW if view and not one.name.startswith("aten.detach") else one.name
-
-    def _layout(self, one: Layout, tile: int) -> SizedLayout:
-        order = sorted(range(len(one.shape)), key=lambda place: (-one.stride[place], place))
-        repeated = tuple(
-            place for place, (size, step) in enumerate(zip(one.shape, one.stride, strict=True)) if not step and size > 1
+    def _name(operator: Operator) -> str:
+        view = (
+            not (operator.inputs or operator.outputs)
+            and operator.name.startswith("aten.")
+            and "empty" not in operator.name
         )
-        if order == [*range(len(one.shape))]:
+        return _VIEW if view and not operator.name.startswith("aten.detach") else operator.name
+
+    def _layout(self, layout: Layout, tile: int) -> SizedLayout:
+        order = sorted(range(len(layout.shape)), key=lambda place: (-layout.stride[place], place))
+        repeated = tuple(
+            place
+            for place, (size, step) in enumerate(zip(layout.shape, layout.stride, strict=True))
+            if not step and size > 1
+        )
+        if order == [*range(len(layout.shape))]:
             order = []
-        shape = tuple(self._form(size, tile) for size in one.shape)
-        return SizedLayout(shape, tuple(order), one.dense, repeated, one.dtype)
+        shape = tuple(self._form(size, tile) for size in layout.shape)
+        return SizedLayout(shape, tuple(order), layout.dense, repeated, layout.dtype)
 
     def _form(self, size: int, tile: int) -> Form:
         if not self._step:
@@ -384,11 +402,11 @@ class _Sized:
         """A segment with its loops told apart: over tiles of the loss, and over chunks of a sequence."""
         calls = [call for call in segment.calls if not self._aligns(call)]
         runs = self._tiled(calls, num_tiles) if segment.phase == "loss" else self._chunked([*map(self.call, calls)])
-        return SizedSegment(segment.phase, tuple(one for one in runs if one.calls))
+        return SizedSegment(segment.phase, tuple(run for run in runs if run.calls))
 
     def _tiled(self, calls: Sequence[int], num_tiles: int) -> list[Run]:
         """Calls with their loops over tiles told apart; a first tile that does more is none of the loop's."""
-        sized = tuple(self.call(one, tiled=True) for one in calls)
+        sized = tuple(self.call(call, tiled=True) for call in calls)
         loop = self._loop(calls, num_tiles) if num_tiles > 2 else None
         if loop is None:
             return [Run(ONCE, 0, sized)]
@@ -412,9 +430,11 @@ class _Sized:
 
     def _aligns(self, call: int) -> bool:
         """Whether it lengthens a mask's rows to a multiple of 8, which lengths that people choose are."""
-        one, primes = self._program.operators[call // _NUM], self._primes
+        operator, primes = self._program.operators[call // _NUM], self._primes
         rows = primes.tokens, primes.seqs * primes.tokens
-        return one.name.startswith("aten.constant_pad_nd") and one.inputs[0].shape[-1:] in {(row,) for row in rows}
+        return operator.name.startswith("aten.constant_pad_nd") and operator.inputs[0].shape[-1:] in {
+            (row,) for row in rows
+        }
 
     def _loop(self, calls: Sequence[int], num_tiles: int) -> tuple[int, int, int, int] | None:
         """(begin, period, turns, end) of the longest loop that turns once a tile, or but for the first one; the last
@@ -468,7 +488,9 @@ def _repeated(order: Sequence[int]) -> Blocks:
         for period in range(1, 13):
             part = tuple(order[at : at + period])
             times = next(
-                turn for turn in count(1) if tuple(order[at + turn * period : at + (turn + 1) * period]) != part
+                repeats
+                for repeats in count(1)
+                if tuple(order[at + repeats * period : at + (repeats + 1) * period]) != part
             )
             if len(part) == period and times > 1 and times * period > len(best[0]) * best[1]:
                 best = part, times

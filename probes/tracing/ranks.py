@@ -28,21 +28,21 @@ def moments_of_rank(trace: Trace, every: int) -> Trace:
     backward = [items for name, items in sections if name.startswith("backward")]
     layers = [items for name, items in sections if name.startswith("backward/")]  # a run of the full depth
     longest = max(backward, key=len)
-    layers = [_reduced(trace, one) for one in layers or [[one] for one in longest]]
+    layers = [_reduced(trace, layer) for layer in layers or [[item] for item in longest]]
     end, inside, before = len(layers) - 1, False, list[Item]()
     at_end = max(1, end - max(2, every))
-    found: list[Item] = []
+    events: list[Item] = []
     for name, items in sections:
         if name.startswith("backward/") or (name == "backward" and items is longest):
             if not inside:
-                found += [*_gradients(trace, before), Phase(HEAD), Phase(FIRST), *layers[0]]
-                found += [Phase(TURN), *chain(*layers[1:at_end]), Phase(LAST), *chain(*layers[at_end:end])]
-                found += [Phase(_OTHER), *layers[end]]
+                events += [*_gradients(trace, before), Phase(HEAD), Phase(FIRST), *layers[0]]
+                events += [Phase(TURN), *chain(*layers[1:at_end]), Phase(LAST), *chain(*layers[at_end:end])]
+                events += [Phase(_OTHER), *layers[end]]
                 inside = True
             continue
         before += items
-        found += [Phase(_OTHER if name == "backward" else name), *items]
-    return replace(trace, events=found)
+        events += [Phase(_OTHER if name == "backward" else name), *items]
+    return replace(trace, events=events)
 
 
 def _reduced(trace: Trace, items: list[Item]) -> list[Item]:
@@ -57,28 +57,28 @@ def _reduced(trace: Trace, items: list[Item]) -> list[Item]:
 def _gradients(trace: Trace, items: Iterable[Item]) -> list[Event]:
     """The end of the gradients that some events leave."""
     gone: list[Event] = []
-    for one in items:
-        if isinstance(one, Alloc) and is_gradient(trace, one.id):
-            gone.append(Free(one.id))
-        elif isinstance(one, Repetition):
-            owners = one.pattern.owners
-            own = (place for place in one.pattern.left if owners.get(place, ("",))[0] == GRADIENTS)
-            gone += [Free(one.first + place) for place in own]
+    for item in items:
+        if isinstance(item, Alloc) and is_gradient(trace, item.id):
+            gone.append(Free(item.id))
+        elif isinstance(item, Repetition):
+            owners = item.pattern.owners
+            places = (place for place in item.pattern.left if owners.get(place, ("",))[0] == GRADIENTS)
+            gone += [Free(item.first + place) for place in places]
     return gone
 
 
 def _first_micro_batch(trace: Trace) -> Iterator[tuple[str, list[Item]]]:
     """Its sections, and what comes before."""
     name, items = "", list[Item]()
-    for one in trace.events:
-        if not isinstance(one, Phase):
-            items.append(one)
+    for item in trace.events:
+        if not isinstance(item, Phase):
+            items.append(item)
             continue
         if name:
             yield name, items
-        if one.name.startswith("forward") and name.startswith("backward"):
+        if item.name.startswith("forward") and name.startswith("backward"):
             return
-        name, items = one.name, []
+        name, items = item.name, []
     yield name, items
 
 

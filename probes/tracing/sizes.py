@@ -74,19 +74,19 @@ class Scale:
 
     def of(self, term: Term) -> Any:
         """Bytes of a term, [points of all models]."""
-        found = self._known.get(term)
-        if found is None:
+        size_bytes = self._known.get(term)
+        if size_bytes is None:
             index, factor, by_depth = term
             each = [
-                one.size(index, factor) * (one.repeats if by_depth else 1) * one.values[:, index]
-                for one in self._models
+                model.size(index, factor) * (model.repeats if by_depth else 1) * model.values[:, index]
+                for model in self._models
             ]
-            found = self._known[term] = np.concatenate(each)
-        return found
+            size_bytes = self._known[term] = np.concatenate(each)
+        return size_bytes
 
     def total(self, terms: Terms) -> Any:
         """Of all together."""
-        points = sum(len(one.values) for one in self._models)
+        points = sum(len(model.values) for model in self._models)
         return sum((times * self.of(term) for term, times in terms.items()), np.zeros(points))
 
 
@@ -115,8 +115,10 @@ def fit(points: Sequence[Point], sizes: Sequence[int], *, tiled: bool) -> Form:
         scale = part.max(axis=0)
         solved = np.linalg.lstsq(part / scale, wanted, rcond=None)[0]
         if solved[1] > 0 and np.abs(part / scale @ solved - wanted).max() < 1.0:
-            return tuple((index, _whole(one)) for index, one in zip(pair, (solved / scale).tolist(), strict=True))
-    raise NoPolynomial(f"{list(sizes)} bytes at {[tuple(one) for one in points]}")
+            return tuple(
+                (index, _whole(coefficient)) for index, coefficient in zip(pair, (solved / scale).tolist(), strict=True)
+            )
+    raise NoPolynomial(f"{list(sizes)} bytes at {[tuple(point) for point in points]}")
 
 
 def _whole(value: float) -> float:
@@ -129,7 +131,7 @@ def _varies(points: Sequence[Point], powers: Sequence[int], *, tiled: bool) -> b
     """Whether a monomial tells the points apart by all that it has."""
     if powers[3] and not tiled:
         return False
-    return any(powers) and all(len({one[axis] for one in points}) > 1 for axis in range(4) if powers[axis])
+    return any(powers) and all(len({point[axis] for point in points}) > 1 for axis in range(4) if powers[axis])
 
 
 SMALL_BYTES = 1 << 20
@@ -166,8 +168,8 @@ _ALONE = {index: MONOMIALS.index((0, *powers[1:])) for index, powers in enumerat
 
 
 def _of_one_sequence(form: Form) -> Form:
-    found: dict[int, float] = {}
+    factors: dict[int, float] = {}
     for index, factor in form:
         alone = _ALONE.get(index, MONOMIALS.index((0, 2, 0, 0)))
-        found[alone] = found.get(alone, 0.0) + factor
-    return tuple(sorted(found.items()))
+        factors[alone] = factors.get(alone, 0.0) + factor
+    return tuple(sorted(factors.items()))

@@ -48,10 +48,10 @@ class Span:
 
 def spans(windows: Sequence[int]) -> tuple[Span, ...]:
     """The spans of a model whose layers attend to so many tokens at most."""
-    ends = sorted({one for one in windows if one > 0})
+    ends = sorted({window for window in windows if window > 0})
     starts = [1, *ends]
-    found = [Span(shortest_tokens=start, longest_tokens=end - 1) for start, end in zip(starts, ends, strict=False)]
-    return (*found, Span(shortest_tokens=starts[-1], longest_tokens=None))
+    bounded = [Span(shortest_tokens=start, longest_tokens=end - 1) for start, end in zip(starts, ends, strict=False)]
+    return (*bounded, Span(shortest_tokens=starts[-1], longest_tokens=None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class Structure:
         at_depth: the configuration with so many layers.
         setup: of the structure; its sizes do not matter.
         members: models it is made for, the first of which says what the allocator holds.
-        kept: runs that several structures share: where every fourth layer is checkpointed, or a rarer one, and those
-            of several depths.
+        shared_runs: runs that several structures share: where every fourth layer is checkpointed, or a rarer one, and
+            those of several depths.
         any_size: whether it is for other models than the one that is run, of other depths.
         of_rank: whether its moments are a rank's, beside what engines hold.
     """
@@ -100,17 +100,17 @@ class Structure:
         setup: TrainSetup,
         capability: tuple[int, int],
         members: Sequence[Member],
-        kept: dict[Any, list[Trace]],
+        shared_runs: dict[Any, list[Trace]],
         *,
         any_size: bool,
         of_rank: bool = False,
     ) -> None:
         self._of_rank = of_rank
-        self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, kept
+        self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, shared_runs
         self._every, every = setup.checkpointing, max(1, setup.checkpointing)
         depths = [members[0].num_layers]
         rest = depths[0] % every
-        self._members = [one for one in members if one.num_layers % every == rest]
+        self._members = [member for member in members if member.num_layers % every == rest]
         if any_size:
             if depths[0] < every:
                 raise NoPolynomial("fewer layers than lie between two checkpoints")
@@ -119,9 +119,11 @@ class Structure:
         configs = [load_config(at_depth(depth)) for depth in depths]
         fourths = [_as_every_fourth(config, setup) for config in configs]
         if None in fourths:
-            self._plans = [plan_depth(one, checkpointing=setup.checkpointing, full_depth=False) for one in configs]
+            self._plans = [
+                plan_depth(config, checkpointing=setup.checkpointing, full_depth=False) for config in configs
+            ]
         else:
-            self._plans, self._every = [one for one in fourths if one is not None], _FOURTH
+            self._plans, self._every = [plan for plan in fourths if plan is not None], _FOURTH
         self._check()
 
     def _check(self) -> None:
@@ -130,8 +132,8 @@ class Structure:
         Raises:
             RepetitionError: they are not.
         """
-        if len({one.depth for one in self._plans}) > 1 or (
-            len(self._plans) > 1 and any(one.layers is None for one in self._plans)
+        if len({plan.depth for plan in self._plans}) > 1 or (
+            len(self._plans) > 1 and any(plan.layers is None for plan in self._plans)
         ):
             raise RepetitionError("the layers that stand for the model depend on its depth")
 
@@ -157,73 +159,73 @@ class Structure:
             optimizer="sgd",
         )
 
-    def pieces(self, wanted: Sequence[Span], known: Sizes) -> Pieces:
+    def pieces(self, wanted: Sequence[Span], sizes: Sizes) -> Pieces:
         """The moments of each span.
 
         Raises:
             NoPolynomial: its runs are none in their sizes.
         """
         try:
-            return self._pieces(wanted, known)
+            return self._pieces(wanted, sizes)
         except RepetitionError:
-            if any(one.wider is None for one in self._plans):
+            if any(plan.wider is None for plan in self._plans):
                 raise
-            self._plans = [one.wider() for one in self._plans if one.wider is not None]
+            self._plans = [plan.wider() for plan in self._plans if plan.wider is not None]
             self._every = self.setup.checkpointing
             self._check()
-            return self.pieces(wanted, known)
+            return self.pieces(wanted, sizes)
 
-    def _pieces(self, wanted: Sequence[Span], known: Sizes) -> Pieces:
+    def _pieces(self, wanted: Sequence[Span], sizes: Sizes) -> Pieces:
         usual = {span: [self.point(seqs, _length(span, units), rank) for seqs, units, rank in USUAL] for span in wanted}
-        alone = {span: [self.point(1, *one[1:3]) for one in points] for span, points in usual.items()}
-        keys = [(span, one) for span in wanted for one in (False, True)]
+        alone = {span: [self.point(1, *point[1:3]) for point in points] for span, points in usual.items()}
+        keys = [(span, single) for span in wanted for single in (False, True)]
         points = {key: (alone if key[1] else usual)[key[0]] for key in keys}
         runs = dict(zip(keys, self._run([points[key][0] for key in keys]), strict=True))
-        found: Pieces = {}
+        pieces: Pieces = {}
         for key in keys:
-            forms = self._forms(runs[key], points[key], known)
-            self._learn(runs[key], forms, points[key][0], alone[key[0]][0], known)
+            forms = self._forms(runs[key], points[key], sizes)
+            self._learn(runs[key], forms, points[key][0], alone[key[0]][0], sizes)
             classes, depths = self._named(runs[key], forms)
-            scale = Scale([self._model(one, self._grid(key, one.vocabulary)) for one in self._members])
+            scale = Scale([self._model(member, self._grid(key, member.vocabulary)) for member in self._members])
             moments = moments_of(depths, classes, scale)
-            told = [one for one in moments if not self._of_rank or one.phase in TOLD]
-            found[key] = FoundPiece(moments=told, scale=scale)
-        return found
+            profiled = [moment for moment in moments if not self._of_rank or moment.phase in TOLD]
+            pieces[key] = FoundPiece(moments=profiled, scale=scale)
+        return pieces
 
-    def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
+    def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, sizes: Sizes) -> None:
         """What a run has shown, also of one sequence of its length."""
         values = values_at([alone])[0]
         shown = ((*made, form) for made, form in zip(_sources(run), forms, strict=True))
         for source, size, form in dict.fromkeys(shown):
-            known.learn(point, source, size, form)
+            sizes.learn(point, source, size, form)
             if point != alone:
-                known.learn(alone, source, round(value_of(form, values)), form)
+                sizes.learn(alone, source, round(value_of(form, values)), form)
 
-    def _forms(self, first: Trace, points: Sequence[Point], known: Sizes) -> list[Form]:
+    def _forms(self, first: Trace, points: Sequence[Point], sizes: Sizes) -> list[Form]:
         """The form of every allocation of the run at the first point; what is not known is found with the others."""
-        forms = [known.form(points[0], source, size) for source, size in _sources(first)]
+        forms = [sizes.form(points[0], source, size) for source, size in _sources(first)]
         if None not in forms:
             return [form for form in forms if form is not None]
-        runs = [first, *(self._run([one])[0] for one in points[1:])]
+        runs = [first, *(self._run([point])[0] for point in points[1:])]
         return _fitted(runs, points, tiled=self.setup.loss != "full")
 
     def _run(self, points: Sequence[Point]) -> list[Trace]:
         """The runs at points of one rank, up to the optimizer's phase."""
-        setups = [self._at(*one[:3]) for one in points]
+        setups = [self._at(*point[:3]) for point in points]
         key = self._plan.depth, *setups
         if key in self._kept:
             return self._kept[key]
         config = self._plan.config
-        found = []
+        traces = []
         # bitsandbytes' layers move their statistics and cast their biases in their first forward
-        groups = [[one] for one in setups] if self.setup.quantized else [setups]
+        groups = [[setup] for setup in setups] if self.setup.quantized else [setups]
         run = partial(trace_samples, capability=self._capability, num_layers=self._plan.depth)
         for trace in chain.from_iterable(run(copy.deepcopy(config), group) for group in groups):
-            end = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "step")
-            found.append(replace(trace, events=trace.events[:end]))
+            end = next(i for i, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "step")
+            traces.append(replace(trace, events=trace.events[:end]))
         if self._every == _FOURTH or len(self._plans) > 1:
-            self._kept[key] = found
-        return found
+            self._kept[key] = traces
+        return traces
 
     def _model(self, member: Member, points: Sequence[Point]) -> Model:
         return Model(member.size, member.num_layers // max(1, self.setup.checkpointing), values_at(points))
@@ -233,20 +235,28 @@ class Structure:
         kinds = [(form, False) for form in forms]
         if self._of_rank:
             made = zip(_made(trace), forms, strict=True)
-            kinds = [(() if is_state(trace, one) else form, is_gradient(trace, one)) for one, form in made]
-        classes = {one: number for number, one in enumerate(dict.fromkeys(kinds))}
-        named = _with_classes(trace, [classes[one] for one in kinds])
-        traces = [named if one.layers is None else repeat_layers(named, one.layers, self.setup) for one in self._plans]
+            kinds = [(() if is_state(trace, number) else form, is_gradient(trace, number)) for number, form in made]
+        classes = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        named = _with_classes(trace, [classes[kind] for kind in kinds])
+        traces = [
+            named if plan.layers is None else repeat_layers(named, plan.layers, self.setup) for plan in self._plans
+        ]
         if self._of_rank:
-            traces = [moments_of_rank(one, self.setup.checkpointing) for one in traces]
-        found: list[Class] = [({(index, factor, 0): 1 for index, factor in form}, apart) for form, apart in classes]
-        return found, [Depth(trace=one, repeats=many) for one, many in zip(traces, self._repeats, strict=True)]
+            traces = [moments_of_rank(full_trace, self.setup.checkpointing) for full_trace in traces]
+        storage_classes: list[Class] = [
+            ({(index, factor, 0): 1 for index, factor in form}, apart) for form, apart in classes
+        ]
+        return storage_classes, [
+            Depth(trace=full_trace, repeats=many) for full_trace, many in zip(traces, self._repeats, strict=True)
+        ]
 
     def _grid(self, key: tuple[Span, bool], vocabulary: tuple[int, int]) -> list[Point]:
         """Where moments are compared."""
         span, alone = key
         last = span.longest_tokens or LENGTHS[-1]
-        lengths = [one for one in LENGTHS if span.shortest_tokens <= one <= last] or [_length(span, USUAL[0][1])]
+        lengths = [length for length in LENGTHS if span.shortest_tokens <= length <= last] or [
+            _length(span, USUAL[0][1])
+        ]
         return [
             self.point(seqs, tokens, rank, vocabulary)
             for seqs in ((1,) if alone else SEQS)
@@ -288,13 +298,13 @@ def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
         return [tuple(padded[layer : layer + 3]) for layer in range(len(of))]
 
     there, wanted = cases(chosen), cases(kinds)
-    tail, end = (len(one) - 1 - one[::-1].index(True) for one in ([*chosen], [*kinds]))
+    tail, end = (len(flags) - 1 - flags[::-1].index(True) for flags in ([*chosen], [*kinds]))
     before = {case: place for place, case in enumerate(there[: tail + 1])}
     after = {case: place for place, case in enumerate(there) if place >= tail}
-    found = (*(before[case] for case in wanted[:end]), *(after[case] for case in wanted[end:]))
-    if len({*found}) < len(chosen):
+    representatives = (*(before[case] for case in wanted[:end]), *(after[case] for case in wanted[end:]))
+    if len({*representatives}) < len(chosen):
         raise KeyError("one stands for nothing")
-    return found
+    return representatives
 
 
 def has_room(span: Span) -> bool:
@@ -306,28 +316,28 @@ def _length(span: Span, units: int) -> int:
     """A length in the span for the usual number of units."""
     if span.longest_tokens is None:
         return (span.shortest_tokens // UNIT + units) * UNIT
-    order = sorted(one[1] for one in USUAL).index(units)
+    order = sorted(sizes[1] for sizes in USUAL).index(units)
     step = (span.longest_tokens - span.shortest_tokens) // UNIT / len(USUAL)
     return (span.shortest_tokens // UNIT + 1 + int(step * order)) * UNIT
 
 
 def _made(trace: Trace) -> list[int]:
     """The numbers of what was allocated, in order; they count from 0."""
-    return [one.id for one in trace.events if isinstance(one, Alloc)]
+    return [event.id for event in trace.events if isinstance(event, Alloc)]
 
 
 def _sources(trace: Trace) -> Iterator[tuple[tuple[bool, str], int]]:
     """Of each allocation whether the loss makes it, what it is known for (else its operator), and its bytes."""
     for number in _made(trace):
-        one, owner = trace.origins[number], trace.owners.get(number)
-        yield (one.phase == "loss", owner[0] if owner else one.op), one.size_bytes
+        origin, owner = trace.origins[number], trace.owners.get(number)
+        yield (origin.phase == "loss", owner[0] if owner else origin.op), origin.size_bytes
 
 
 def _with_classes(trace: Trace, number_of: Sequence[int]) -> Trace:
     """The trace with the number of its form in place of every size."""
     made = _made(trace)
     numbers = dict(zip(made, number_of, strict=True))
-    events = [Alloc(one.id, numbers[one.id]) if isinstance(one, Alloc) else one for one in trace.events]
+    events = [Alloc(event.id, numbers[event.id]) if isinstance(event, Alloc) else event for event in trace.events]
     origins = {number: trace.origins[number]._replace(size_bytes=numbers[number]) for number in made}
     return replace(trace, events=events, origins=origins)
 
@@ -338,8 +348,8 @@ def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> l
     Raises:
         NoPolynomial: the runs' events differ outside the loss, or a size is none.
     """
-    split = [_by_segment(one) for one in runs]
-    if len({tuple(name for name, _ in one) for one in split}) > 1:
+    split = [_by_segment(run) for run in runs]
+    if len({tuple(name for name, _ in segments) for segments in split}) > 1:
         raise NoPolynomial("the runs pass through other phases")
     forms: dict[int, Form] = {}
     seen: dict[tuple[int, ...], Form] = {}
@@ -352,17 +362,22 @@ def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> l
     for parts in zip(*split, strict=True):
         split_events = [events for _, events in parts]
         every = [
-            [(one.id, run.origins[one.id]) for one in events] for run, events in zip(runs, split_events, strict=True)
+            [(event.id, run.origins[event.id]) for event in events]
+            for run, events in zip(runs, split_events, strict=True)
         ]
         made = every
         if parts[0][0] != "loss":
-            made = [[one for one in each if not _sometimes(one[1].op)] for each in every]
-        if all([one[1].op for one in each] == [one[1].op for one in made[0]] for each in made):
+            made = [[allocation for allocation in each if not _sometimes(allocation[1].op)] for each in every]
+        if all(
+            [allocation[1].op for allocation in each] == [allocation[1].op for allocation in made[0]] for each in made
+        ):
             for row in zip(*made, strict=True):
                 forms[row[0][0]] = form_of(tuple(origin.size_bytes for _, origin in row))
         elif parts[0][0] != "loss":
             raise NoPolynomial(f"the number of allocations in {parts[0][0]} depends on the size")
-        forms |= _by_operator([one for one in every[0] if one[0] not in forms], every, points, form_of)
+        forms |= _by_operator(
+            [allocation for allocation in every[0] if allocation[0] not in forms], every, points, form_of
+        )
     return [forms[number] for number in sorted(forms)]
 
 
@@ -382,12 +397,12 @@ def _by_operator(
         for _, origin in run:
             if origin.size_bytes not in sizes[-1][origin.op]:
                 sizes[-1][origin.op].append(origin.size_bytes)
-    known: dict[str, dict[int, Form]] = defaultdict(dict)
+    forms: dict[str, dict[int, Form]] = defaultdict(dict)
     for op in {origin.op for _, origin in left}:
-        lists = [one[op] for one in sizes]
+        lists = [by_op[op] for by_op in sizes]
         for size in sorted(lists[0], reverse=True):
             place = lists[0].index(size)
-            row = tuple(one[place] for one in lists if place < len(one))
+            row = tuple(op_sizes[place] for op_sizes in lists if place < len(op_sizes))
             form = None
             if len(row) == len(lists):
                 with suppress(NoPolynomial):
@@ -395,18 +410,18 @@ def _by_operator(
                 if form is not None and {index for index, _ in form} == _LINE and points[0].micro_batch_seqs > 1:
                     form = None  # the rows of a last tile lay on a line by chance
             if form is None:
-                larger = [one for one in known[op] if one >= size]
-                tiles = (one / point.tile_tokens for one, point in zip(row, points, strict=False))
-                form = known[op][min(larger)] if larger else ((_TILE, max(tiles)),)
-            known[op][size] = form
-    return {number: known[origin.op][origin.size_bytes] for number, origin in left}
+                larger = [candidate for candidate in forms[op] if candidate >= size]
+                tiles = (size_bytes / point.tile_tokens for size_bytes, point in zip(row, points, strict=False))
+                form = forms[op][min(larger)] if larger else ((_TILE, max(tiles)),)
+            forms[op][size] = form
+    return {number: forms[origin.op][origin.size_bytes] for number, origin in left}
 
 
 def _by_segment(trace: Trace) -> list[tuple[str, list[Alloc]]]:
-    found: list[tuple[str, list[Alloc]]] = []
+    segments: list[tuple[str, list[Alloc]]] = []
     for event in trace.events:
         if isinstance(event, Phase):
-            found.append((event.name, []))
+            segments.append((event.name, []))
         elif isinstance(event, Alloc):
-            found[-1][1].append(event)
-    return found
+            segments[-1][1].append(event)
+    return segments

@@ -47,7 +47,7 @@ def fixed(folder: Path, files: dict[str, str], *, sets: tuple[str, ...] = (), **
     assert (before.micro_batch_seqs, before.accumulation_steps, config.missing) == (8, 2, ())
     after = before.replace(**{"micro_batch_seqs": 4, "accumulation_steps": 4, **changed})
     found = Improved(setup=after, labels=("x",), after=predict(MODEL, GPU, TrainSetup(), None), verdict=Verdict.FITS)
-    answer = fixed_files(file, config, found, MODEL, asked=CheckRequest(arguments=arguments))
+    answer = fixed_files(file, config, found, MODEL, request=CheckRequest(arguments=arguments))
     for of, text in answer.texts.items():  # what a person finds on disk, read as it stands
         beside(of).write_text(text)
     assert all((folder / name).read_text() == text for name, text in files.items())

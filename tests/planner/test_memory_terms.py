@@ -187,7 +187,7 @@ def test_a_context_is_the_cards_by_hand() -> None:
 
 def test_fixed_segments_leave_more_holes_by_hand() -> None:
     """16 % of the loss beside what is kept, 12 % of a layer's forward, 54 % of the smaller of kept and backward."""
-    found = fixed_segments_gap_bytes(kept=100 * MIB, forward=150 * MIB, loss=300 * MIB, backward=140 * MIB)
+    found = fixed_segments_gap_bytes(saved=100 * MIB, forward=150 * MIB, loss=300 * MIB, backward=140 * MIB)
     assert found == 24 * MIB + int((0.16 * 200 + 0.12 * 50 + 0.54 * 40) * MIB)
 
 

@@ -34,7 +34,7 @@ CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
 
 def planned(**options: object) -> Plan:
     asked = plan_request(**options)  # type: ignore[arg-type]
-    plan = plan_workload(asked, known=known_of(asked))
+    plan = plan_workload(asked, cache=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 
@@ -64,7 +64,7 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     runs = {}
     for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
         mine = replace(plan_request("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=asked.model)
-        assert list(walk(mine, known=known)) == list(walk(mine))
+        assert list(walk(mine, cache=known)) == list(walk(mine))
         runs[card] = known.runs(mine, dimension_values(mine), ())
     assert runs["l4"] is runs["rtx-4090"]
     assert runs["l4"] is not runs["h200"]
@@ -84,8 +84,8 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
     for card, batch in these(cards[:2], cards):
         asked = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
         whole = listing_all(asked)
-        assert plan_workload(asked, known=memory) == whole
-        short = plan_workload(asked, known=memory, num_ranked=1)
+        assert plan_workload(asked, cache=memory) == whole
+        short = plan_workload(asked, cache=memory, num_ranked=1)
         if isinstance(whole, Plan):
             assert short == replace(whole, ranked=whole.ranked[:1])
         every = list(walk(asked, layouts=[ONE_GPU]))

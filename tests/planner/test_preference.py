@@ -30,7 +30,7 @@ def plan_request(model: str, gpu: str, **options: object) -> Workload:
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
     asked = plan_request(model, gpu, **options)
-    plan = plan_workload(asked, known=known_of(asked))
+    plan = plan_workload(asked, cache=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 

@@ -71,8 +71,8 @@ class Target:
 
     def differences(self, setup: TrainSetup, gpu: GpuSpec | None = None) -> tuple[Difference, ...]:
         """What it runs otherwise than a setup says; nothing for the setup that it makes of another."""
-        found: tuple[Difference, ...] = self.room.differences(setup)
-        return found if _has_triton(gpu) else tuple(_without_liger(found))
+        differences: tuple[Difference, ...] = self.room.differences(setup)
+        return differences if _has_triton(gpu) else tuple(_without_liger(differences))
 
     def as_run(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> TrainSetup | str:
         """The setup that the target really runs, or why it runs none.
@@ -81,10 +81,10 @@ class Target:
         """
         if reason := self.refusal(setup, model, gpu):
             return reason
-        found = self.differences(setup, gpu)
-        if not found:
+        differences = self.differences(setup, gpu)
+        if not differences:
             return setup.run_by(self.name)
-        runs = setup.replace(**{one.field: one.runs_as for one in found}).run_by(self.name)
+        runs = setup.replace(**{difference.field: difference.runs_as for difference in differences}).run_by(self.name)
         return self.refusal(runs, model, gpu) or runs
 
     def expresses(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> bool:
@@ -102,16 +102,16 @@ class Target:
         reason = reason or rollouts.refusal(setup) or (runs if isinstance(runs, str) else "")
         if reason := reason or prepare.refusal(request, self.name):
             return Launch(target=self.name, refused=reason)
-        found, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
-        draft: Draft = room.export(request, found)
+        differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
+        draft: Draft = room.export(request, differences)
         files, main = draft.files, draft.main
         made = prepare.command(request, self.name) if draft.complete else ""
         if main is not None:
             command = f"{made} && {draft.command}" if made else draft.command
-            head = header(request, draft.title, command, tested, differences=found, notes=draft.notes)
+            head = header(request, draft.title, command, tested, differences=differences, notes=draft.notes)
             files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
         parts = {**vars(draft), "files": files, "main": None, "title": "", "prepare": made}
-        return Launch(target=self.name, differences=found, validated_with=tested, **parts)
+        return Launch(target=self.name, differences=differences, validated_with=tested, **parts)
 
 
 OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}
@@ -123,15 +123,15 @@ def _has_triton(gpu: GpuSpec | None) -> bool:
     return gpu is None or gpu.vendor != "Apple"
 
 
-def _without_liger(found: tuple[Difference, ...]) -> Iterator[Difference]:
+def _without_liger(differences: tuple[Difference, ...]) -> Iterator[Difference]:
     """What a target runs otherwise where Liger, which it would take, has no kernels: the plain loss and layers."""
     plain = {"loss": "full", "kernels": "eager"}
-    for one in found:
-        if one.runs_as != "liger":
-            yield one
-        elif one.planned != plain[one.field]:
+    for difference in differences:
+        if difference.runs_as != "liger":
+            yield difference
+        elif difference.planned != plain[difference.field]:
             reason = "Liger's kernels are Triton's, which does not compile for Apple's GPUs"
-            yield replace(one, runs_as=plain[one.field], reason=reason)
+            yield replace(difference, runs_as=plain[difference.field], reason=reason)
 
 
 @cache

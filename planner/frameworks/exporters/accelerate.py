@@ -52,7 +52,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return deepspeed.differences(setup)
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """The config alone, as a target of its own."""
     notes = ["holds processes, precision and sharding only: use it with the hf or trl target"]
     if request.num_nodes > 1:

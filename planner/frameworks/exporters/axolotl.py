@@ -85,7 +85,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     )
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
     command = f"axolotl train launch/{FILE}"
@@ -126,13 +126,15 @@ def _wide_routers(model: ModelSpec | None) -> int:
     if model is None:
         return 0
     layers = [model.layer_kinds[index] for index in model.layer_order]
-    found = [one for layer in layers for one in layer.linears if one.role == "router" and one.leaf == "gate"]
-    return sum(one.num_weights + one.num_bias for one in found)
+    routers = [
+        linear for layer in layers for linear in layer.linears if linear.role == "router" and linear.leaf == "gate"
+    ]
+    return sum(router.num_weights + router.num_bias for router in routers)
 
 
 def _sections(request: ExportRequest) -> list[Section]:
     setup = request.setup
-    runs = setup.replace(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
+    runs = setup.replace(**{difference.field: difference.runs_as for difference in deepspeed.differences(setup)})
     asked_once = Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")
     beta, precomputed = Line("rl_beta", 0.1, "TRL's default"), asked_once if setup.precomputed_reference else None
     hyper = request.hyper
@@ -212,8 +214,8 @@ def _method(request: ExportRequest) -> list[Line]:
         numbers = layer_numbers(setup.trained_layers, request.model.num_layers)
         lines.append(Line("peft_layers_to_transform", [*numbers]))
         if isinstance(targets, str):  # which peft refuses beside the layers' numbers
-            linears = [one for layer in request.model.layer_kinds for one in layer.linears]
-            targets = sorted({one.name.rpartition(".")[2] for one in linears})
+            linears = [linear for layer in request.model.layer_kinds for linear in layer.linears]
+            targets = sorted({linear.name.rpartition(".")[2] for linear in linears})
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))

@@ -66,10 +66,10 @@ def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str
 
 
 def liger_loss_refusal(
-    setup: TrainSetup, model: ModelSpec | None, losses: tuple[str, ...], known: frozenset[str] = LIGER_LOSS
+    setup: TrainSetup, model: ModelSpec | None, losses: tuple[str, ...], model_types: frozenset[str] = LIGER_LOSS
 ) -> str:
     """Why a tool that runs these losses with Liger, for these model types, cannot run this setup's, "" when it can."""
-    if model is None or setup.loss not in losses or model.model_type in known:
+    if model is None or setup.loss not in losses or model.model_type in model_types:
         return ""
     return f"Liger is not applied to {model.model_type}: the logits would be held in full; plan with --loss full"
 
@@ -79,7 +79,7 @@ def family_refusal(setup: TrainSetup, tool: str) -> str:
     row = KERNELS[setup.kernels]
     if not row.only or tool in row.only:
         return ""
-    whose = " and ".join(f"{TARGET_ROWS[one].title}'s" for one in row.only)
+    whose = " and ".join(f"{TARGET_ROWS[target].title}'s" for target in row.only)
     return f"{row.words} are {whose}; plan with --kernels {PLANNED_KERNELS[0]}, or with --target {row.only[0]}"
 
 
@@ -282,7 +282,7 @@ def differing(setup: TrainSetup, runs: Mapping[str, tuple[object, str]]) -> tupl
 
     `adapter_dtype` is held against what "auto" comes to without the k-bit cast to fp32, which no tool here makes.
     """
-    found = []
+    differences = []
     for field, (runs_as, why) in runs.items():
         planned = getattr(setup, field)
         if field == "adapter_dtype":
@@ -290,5 +290,5 @@ def differing(setup: TrainSetup, runs: Mapping[str, tuple[object, str]]) -> tupl
                 continue
             planned = setup.replace_trusted(kbit_fp32_cast=False).resolved_adapter_dtype
         if planned != runs_as:
-            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why))
-    return tuple(found)
+            differences.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why))
+    return tuple(differences)

@@ -90,7 +90,7 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
     return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request), indent=2) + "\n")
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """The JSON alone, as a target of its own."""
     nodes = f" --num_nodes {request.num_nodes}" if request.num_nodes > 1 else ""
     return Draft(

@@ -40,12 +40,12 @@ def folder_files(
         from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
 
         submitted = job_files(jobs, started[0], request)
-    found = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
+    launch_files = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
     if started:
-        found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
+        launch_files.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
     if any(launch.prepare for launch in started):
-        found.append(prepare.file(request))
-    return tuple(found)
+        launch_files.append(prepare.file(request))
+    return tuple(launch_files)
 
 
 def login_words(request: ExportRequest) -> str:
@@ -56,11 +56,11 @@ def login_words(request: ExportRequest) -> str:
     gate = gate_of(request.model_id)
     if gate is not None and gate.asks:
         return f"{name} is gated: {gate.asks} on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
-    known = (
+    state = (
         "is gated is not known here" if gate is None else f"is still gated is not known here (it was in {gate.seen})"
     )
     return (
-        f"Whether {name} {known}: where its download is refused (401 or 403), accept its terms on its page on the hub, "
+        f"Whether {name} {state}: where its download is refused (401 or 403), accept its terms on its page on the hub, "
         f"then `{LOGIN}`, or set HF_TOKEN."
     )
 
@@ -92,12 +92,12 @@ def _readme(
             lines += ["```bash", *pip, *([launch.prepare] if launch.prepare else []), launch.command, "```", ""]
         else:
             lines += ["A part, for use with another target's files.", ""]
-        jobs = [f"With Slurm, instead: `sbatch launch/{one.path}`" for one in launch.files if slurm.is_job(one)]
-        said = [*(_plain(words) for words in (*launch.unsupported, *launch.notes)), *jobs]
-        lines += [f"- {words}" for words in said] + [""] * bool(said)
+        jobs = [f"With Slurm, instead: `sbatch launch/{file.path}`" for file in launch.files if slurm.is_job(file)]
+        remarks = [*(_plain(words) for words in (*launch.unsupported, *launch.notes)), *jobs]
+        lines += [f"- {words}" for words in remarks] + [""] * bool(remarks)
     left_out = [launch for launch in launches if launch.refused]
     if left_out:
-        lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]
+        lines += ["## Not written", "", *(f"- {launch.target}: {_plain(launch.refused)}" for launch in left_out), ""]
     if not started:  # parts alone name no data, and write nowhere
         return "\n".join(lines) + "\n"
     lines += ["## What to change", ""]
@@ -119,8 +119,8 @@ def _readme(
 
 def _plain(text: str, *, code: bool = False) -> str:
     """Text on one line that is no Markdown of its own."""
-    found = one_line(text).replace("<", "&lt;")
-    return found if code else found.replace("`", "'")
+    line = one_line(text).replace("<", "&lt;")
+    return line if code else line.replace("`", "'")
 
 
 def _run(started: Sequence[Launch], request: ExportRequest) -> str:
@@ -129,7 +129,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
         refused = shlex.quote("error: " + login_words(request))
         login = f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then\n  printf '%s\\n' {refused} >&2\n  exit 3\nfi\n"
-    said = {
+    replacements = {
         "@NAMES@": " ".join(launch.target for launch in started),
         "@FIRST@": started[0].target,
         "@CASES@": "\n".join(line for launch in started for line in _case(launch, request)),
@@ -137,14 +137,14 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "@DATASET@": PLACEHOLDER_DATASET,
     }
     text = files("planner").joinpath("data/run.sh.txt").read_text("utf-8")
-    return re.sub("|".join(said), lambda mark: said[mark[0]], text)
+    return re.sub("|".join(replacements), lambda mark: replacements[mark[0]], text)
 
 
 def _case(launch: Launch, request: ExportRequest) -> list[str]:
     words = shlex.split(launch.command)
     tool = TARGET_ROWS[launch.target].program or next(word for word in words if "=" not in word)
     placed = [file.path for file in launch.files]
-    asked = [prepare.NAME, *placed] if launch.prepare else placed
+    required = [prepare.NAME, *placed] if launch.prepare else placed
     command = launch.command
     asks: list[str] = []
     if any(path.endswith(chat.NAME) for path in placed) and request.lacks_template is None:
@@ -163,7 +163,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     return [
         f"  {launch.target})",
         f"    tool={shlex.quote(tool)} oldest={launch.python}",
-        f"    files=({shlex.join(f'launch/{path}' for path in asked)})",
+        f"    files=({shlex.join(f'launch/{path}' for path in required)})",
         "    install() {",
         *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),
         "    }",

@@ -26,14 +26,14 @@ VALIDATED_WITH = {
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the plain Trainer runs otherwise than the setup says."""
     loss = "liger" if setup.loss == "chunked" else setup.loss
-    own: dict[str, tuple[object, str]] = {
+    runs: dict[str, tuple[object, str]] = {
         "loss": (loss, "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"),
         "selective_checkpointing": (
             False,
             "transformers' Trainer recomputes the attention of checkpointed layers, slower",
         ),
     }
-    return (*deepspeed.differences(setup), *common.differing(setup, own))
+    return (*deepspeed.differences(setup), *common.differing(setup, runs))
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -56,7 +56,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     )
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
     command = f"python launch/{FILE}"
@@ -79,10 +79,10 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
-    if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
+    if "liger" in (setup.loss, setup.kernels, *(difference.runs_as for difference in differences)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
     title = "Plain transformers + peft" + ("" if setup.aim.supervised else f": {setup.aim.title}")
-    main = LaunchFile(path=FILE, text=_script(request, found))
+    main = LaunchFile(path=FILE, text=_script(request, differences))
     return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
@@ -115,9 +115,9 @@ def imported(request: ExportRequest, *names: str) -> str:
     return f"from transformers import {', '.join(sorted(needed))}\n" if needed else ""
 
 
-def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
+def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     setup = request.setup
-    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     parts = opening(request)
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
@@ -241,8 +241,8 @@ def _adapters(request: ExportRequest) -> str:
     setup, hyper = request.setup, request.hyper
     parts, name = [], "lora" if setup.kind.form == "low-rank" else "adapter"
     if setup.kbit_fp32_cast:
-        told = Line("use_gradient_checkpointing", False, "the Trainer does it")
-        parts.append(call("model", "prepare_model_for_kbit_training", [told], first="model"))
+        line = Line("use_gradient_checkpointing", False, "the Trainer does it")
+        parts.append(call("model", "prepare_model_for_kbit_training", [line], first="model"))
     parts.append(call(name, setup.kind.config, adapter_lines(request)))
     parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
     parts.append(f"model = get_peft_model(model, {name})\n")
@@ -299,7 +299,7 @@ def _norm_names(model: ModelSpec | None) -> list[str]:
     """Names that reach the norms of whole tokens, the final one included."""
     if model is None:
         return list(USUAL_NORMS)
-    return list(dict.fromkeys(one.name.rpartition(".")[2] for one in tuned_norms(model)))
+    return list(dict.fromkeys(norm.name.rpartition(".")[2] for norm in tuned_norms(model)))
 
 
 def arguments(

@@ -89,8 +89,8 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
     # Whether flash-linear-attention computes layers of a model, or is all that keeps its packed samples apart.
     kind = "" if request.model is None else request.model.model_type
-    asked = runs.linear_attention == "fla" or runs.packing or kind not in CHUNKED_TYPES
-    delta = (kind in DELTA_TYPES and asked) and vendor != "Apple"
+    uses_fla = runs.linear_attention == "fla" or runs.packing or kind not in CHUNKED_TYPES
+    delta = (kind in DELTA_TYPES and uses_fla) and vendor != "Apple"
     flash = launch.target == "llamafactory" and runs.attention == "flash-attention-2"
     needed = {**packages_of(runs), DELTA: delta}
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]

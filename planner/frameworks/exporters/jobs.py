@@ -84,7 +84,7 @@ def _flavor(gpu: GpuSpec, num_gpus: int) -> str:
 def _flavors(gpu: GpuSpec) -> dict[int, str]:
     """GPUs of a machine -> its name, of one card."""
     flavors = scheduler_names().get(gpu.key, {}).get("hf_jobs", "").split()
-    return {int(found[1]) if (found := re.search(r"x(\d+)$", one)) else 1: one for one in flavors}
+    return {int(match[1]) if (match := re.search(r"x(\d+)$", flavor)) else 1: flavor for flavor in flavors}
 
 
 def _product(gpu: GpuSpec, _: int = 1) -> str:
@@ -112,7 +112,7 @@ def check(names: Sequence[str], gpu: GpuSpec, num_gpus: int, num_nodes: int) -> 
                 f"Hugging Face Jobs has no machine with {num_gpus} x {gpu.name}, but with {counts}",
                 hint=f"plan with --gpus {max(sizes)}",
             )
-        others = [one for one in SCHEDULERS if SCHEDULERS[one].card(gpu, 1)]
+        others = [other for other in SCHEDULERS if SCHEDULERS[other].card(gpu, 1)]
         hint = f"{' and '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
         raise UsageError(
             f"{name} has no name for {gpu.name} in its catalogue", hint=hint or "launch/run.sh starts on any machine"
@@ -128,25 +128,25 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
     if request.gpu is None:
         raise UsageError("a job file needs a GPU", hint="plan with --gpu")
     check(names, request.gpu, request.setup.num_gpus, request.num_nodes)
-    found = {}
+    by_command = {}
     for name in dict.fromkeys(names):
-        one = SCHEDULERS[name]
-        card = one.card(request.gpu, request.gpus_per_node)
+        scheduler = SCHEDULERS[name]
+        card = scheduler.card(request.gpu, request.gpus_per_node)
         # What lies on this machine's disk and does not travel with the job.
         local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
         local += [] if on_hub(request.model_id) else [request.model_id]
         if name == "skypilot":  # takes the whole directory along
             local = [path for path in local if path.startswith(("..", "/", "~"))]
         notes = (
-            *one.notes,
+            *scheduler.notes,
             *[f"{path} lies on this machine: put it where the job finds it, and name that place" for path in local],
         )
         title = f"{name} job that starts the {launch.target} target"
-        head = comments(header(request, title, one.command, dict(launch.validated_with), notes=notes))
-        shell = one.file.endswith(".sh")
-        text = ("#!/usr/bin/env bash\n" if shell else "") + head + one.text(card, launch.target, request)
-        found[one.command] = LaunchFile(path=one.file, text=text, executable=shell)
-    return found
+        head = comments(header(request, title, scheduler.command, dict(launch.validated_with), notes=notes))
+        shell = scheduler.file.endswith(".sh")
+        text = ("#!/usr/bin/env bash\n" if shell else "") + head + scheduler.text(card, launch.target, request)
+        by_command[scheduler.command] = LaunchFile(path=scheduler.file, text=text, executable=shell)
+    return by_command
 
 
 def _host_gib(request: ExportRequest) -> int:
@@ -259,7 +259,7 @@ def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
     # torchrun reads PET_* where a flag is left out; the launch files say all of it themselves
     rendezvous = [*_rendezvous(request, "$PET_NODE_RANK", "$PET_MASTER_ADDR"), "unset ${!PET_@}"]
     memory = f"{_host_gib(request)}Gi"
-    asked = {"nvidia.com/gpu": str(request.gpus_per_node)}
+    gpus = {"nvidia.com/gpu": str(request.gpus_per_node)}
     pod = {
         "nodeSelector": {"nvidia.com/gpu.product": card},
         "containers": [
@@ -298,9 +298,9 @@ def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
                             "cpu": str(CPUS_PER_GPU * request.gpus_per_node),
                             "memory": memory,
                             "ephemeral-storage": f"{_disk_gb(request)}G",
-                            **asked,
+                            **gpus,
                         },
-                        "limits": asked,
+                        "limits": gpus,
                     },
                 },
                 "runtimePatches": [{"manager": "finetune-planner/planning/plan", "trainingRuntimeSpec": patch}],
@@ -324,8 +324,8 @@ def _hf_jobs(card: str, target: str, request: ExportRequest) -> str:
 
 _GONE = "what the run writes is gone with the machine: copy it away before it ends, or mount a volume"
 SCHEDULERS: Mapping[str, Scheduler] = {
-    one.name: one
-    for one in (
+    scheduler.name: scheduler
+    for scheduler in (
         Scheduler(
             name="skypilot",
             file="skypilot.yaml",

@@ -143,16 +143,16 @@ def _targets_refusal(setup: TrainSetup, model: ModelSpec) -> str:
 def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
     """Names for `lora_target`. Its "all" is no Conv1D, and every head that is not called lm_head."""
     if model is None or isinstance(setup.lora_targets, tuple):
-        found = common.target_modules(setup, model)
-        return ["all"] if found == "all-linear" else list(found)
+        names = common.target_modules(setup, model)
+        return ["all"] if names == "all-linear" else list(names)
     if setup.lora_targets == "attention":
         return list(attention_target_names(model))
-    of_layers = [one for layer in model.layer_kinds for one in layer.linears]
-    linears = [one for one in (*of_layers, *model.outer_linears) if one.module != "parameter"]
-    return list(dict.fromkeys(one.leaf for one in linears if not unadaptable(one)))
+    of_layers = [linear for layer in model.layer_kinds for linear in layer.linears]
+    linears = [linear for linear in (*of_layers, *model.outer_linears) if linear.module != "parameter"]
+    return list(dict.fromkeys(linear.leaf for linear in linears if not unadaptable(linear)))
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
     env = common.environment(request.gpu)
@@ -162,11 +162,11 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     job = common.after(env | meeting, COMMAND)
     command = job if request.num_nodes > 1 else common.after(env, COMMAND)
-    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     notes = []
     if _template(request) is None:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
-    if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
+    if "liger" in (setup.loss, setup.kernels, *(difference.runs_as for difference in differences)):
         notes.append("Needs liger-kernel.")
     if request.evaluates and not _evaluates(request, runs):
         notes.append("Evaluates nothing between steps: its transformers would make whole logits for that.")
@@ -247,8 +247,8 @@ def _template(request: ExportRequest) -> Line | None:
 
 def _stage(request: ExportRequest) -> str:
     """Its name of what is trained: texts without questions are no samples of its "sft"."""
-    aim = request.setup.aim
-    return "pt" if aim.supervised and request.columns == "text" else aim.targets[TARGET]
+    objective = request.setup.aim
+    return "pt" if objective.supervised and request.columns == "text" else objective.targets[TARGET]
 
 
 def _loss(request: ExportRequest) -> Line | None:

@@ -61,7 +61,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return common.model_refusal(setup, model, TARGET)
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`train.sh`."""
     setup, hyper = request.setup, request.hyper
     steps = common.counted_steps(request)

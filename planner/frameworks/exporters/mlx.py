@@ -84,7 +84,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return common.model_refusal(setup.replace(attention="sdpa", trained_layers=0, adapter="lora"), model, TARGET)
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`mlx.yaml`, and the template of a tokenizer that has none."""
     files, setup = [], request.setup
     notes = [
@@ -169,8 +169,8 @@ def _method(request: ExportRequest) -> list[Line]:
     }
     if setup.lora_targets != "all-linear":
         if model is not None:
-            linears = [one for _, _, linears in lora_linears(model, setup.lora_targets) for one in linears]
-            block["keys"] = list(dict.fromkeys(one.name for one in linears))
+            linears = [linear for _, _, linears in lora_linears(model, setup.lora_targets) for linear in linears]
+            block["keys"] = list(dict.fromkeys(linear.name for linear in linears))
         elif setup.lora_targets == "attention":
             block["keys"] = [f"self_attn.{name}" for name in common.USUAL_ATTENTION_MODULES]
         else:

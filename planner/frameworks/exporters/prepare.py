@@ -111,8 +111,8 @@ def file(request: ExportRequest) -> LaunchFile:
     ]
     shared = files("planner").joinpath("samples/rows.py").read_text("utf-8").partition('"""\n\n')[2]
     imports, _, reading = shared.partition(_READING)
-    own = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
-    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{_READING}{reading}\n{own}"
+    program = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
+    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{_READING}{reading}\n{program}"
     return LaunchFile(path=NAME, text=text)
 
 

@@ -26,7 +26,7 @@ def refusal(setup: TrainSetup) -> str:
 def sections(setup: TrainSetup) -> list[Section]:
     """The rollout as the settings of GRPOConfig or RLOOConfig."""
     roll = setup.rolls
-    kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
     beta = 0.05 if setup.objective == "rloo" else BETA  # RLOOConfig's own
     engine = [
         Line("use_vllm", roll.generator != "transformers"),
@@ -44,7 +44,9 @@ def sections(setup: TrainSetup) -> list[Section]:
             Line("reward_funcs", [REWARD], "an example: needs a column `answer`"),
             Line("loss_type", "dapo", "TRL's default") if setup.objective == "grpo" else None,
             Line("normalize_advantages", False, "TRL's default") if setup.objective == "rloo" else None,
-            Line("beta", beta if roll.reference else 0.0, f"the reference is {kept}" if roll.reference else "none"),
+            Line(
+                "beta", beta if roll.reference else 0.0, f"the reference is {reference}" if roll.reference else "none"
+            ),
         ),
         section(
             "completions",

@@ -21,7 +21,7 @@ MIXED_IN = ("low-rank", "scales", "rotations")
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that its Trainer, which is transformers', runs otherwise than the setup says."""
-    return tuple(one for one in hf.differences(setup) if one.field == "selective_checkpointing")
+    return tuple(difference for difference in hf.differences(setup) if difference.field == "selective_checkpointing")
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -33,18 +33,18 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return family_refusal(setup, TARGET) or setup.scaler_refusal or model_refusal(setup, model, "hf")
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
     setup, command = request.setup, f"python launch/{FILE}"
     notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
-    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     main = LaunchFile(path=FILE, text=_script(request, runs))
     return Draft(title=f"sentence-transformers: {setup.aim.title}", main=main, command=command, notes=notes)
 
 
 def _script(request: ExportRequest, runs: TrainSetup) -> str:
     setup, num = request.setup, request.setup.hard_negatives
-    negatives = ["negative"] if num == 1 else [f"negative_{one}" for one in range(1, num + 1)]
+    negatives = ["negative"] if num == 1 else [f"negative_{number}" for number in range(1, num + 1)]
     parts = hf.opening(request)
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")

@@ -19,9 +19,9 @@ def is_job(file: LaunchFile) -> bool:
 
 def files(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> list[LaunchFile]:
     """What stands beside the file of a tool that takes DeepSpeed's JSON: that, and a job of several processes."""
-    found = [deepspeed.config_file(request, target)] if request.setup.parallel in deepspeed.STAGES else []
+    configs = [deepspeed.config_file(request, target)] if request.setup.parallel in deepspeed.STAGES else []
     job = processes(request.setup) > 1
-    return [*found, job_file(request, target, command, validated_with)] if job else found
+    return [*configs, job_file(request, target, command, validated_with)] if job else configs
 
 
 def job_file(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> LaunchFile:

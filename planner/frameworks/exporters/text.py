@@ -77,10 +77,10 @@ def _dumped(value: Any, **form: Any) -> str:
 def one_line(text: object) -> str:
     """Text that cannot leave its comment line, nor show another order than it has: what is not printable becomes a
     space."""
-    said = str(text)
-    if not said.isprintable():
-        said = re.sub("\0+", " ", "".join(one if one.isprintable() else "\0" for one in said))
-    return said.strip()
+    line = str(text)
+    if not line.isprintable():
+        line = re.sub("\0+", " ", "".join(character if character.isprintable() else "\0" for character in line))
+    return line.strip()
 
 
 def comments(texts: Iterable[str]) -> str:
@@ -183,7 +183,7 @@ def header(
     ]
     if request.gpu is not None:
         lines.append(f"Usable memory of one {request.gpu.name}: {gib(request.gpu.memory_bytes)} ({request.gpu.key})")
-    lines += [f"Differs from the plan: {one.sentence()}." for one in differences]
+    lines += [f"Differs from the plan: {difference.sentence()}." for difference in differences]
     lines += [f"Note: {note}" for note in (*notes, *request.hyper.notes)]
     return lines
 

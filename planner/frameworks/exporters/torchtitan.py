@@ -96,7 +96,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return sharding_refusal(setup, model)
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`torchtitan.toml` and a Slurm job."""
     command = torchrun(request, MODULE)
     notes = [

@@ -36,8 +36,8 @@ def builder(model: ModelSpec | None) -> str:
         return ""
     if scaling.get("rope_type", "default") == "default":
         return "" if model.tied else "torchtune.models.llama3.llama3"
-    found = LLAMA_SCALING.get(float(scaling.get("factor") or 0), "")
-    return f"torchtune.models.{found}" if found and model.tied == found.startswith("llama3_2") else ""
+    name = LLAMA_SCALING.get(float(scaling.get("factor") or 0), "")
+    return f"torchtune.models.{name}" if name and model.tied == name.startswith("llama3_2") else ""
 
 
 RUNS: dict[str, tuple[object, str]] = {
@@ -72,7 +72,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return common.model_refusal(setup, model, TARGET)
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`full.yaml`, and the parts that it names."""
     command = f"tune run full_finetune_single_device --config launch/{FILE}"
     notes = (

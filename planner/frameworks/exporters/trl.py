@@ -53,12 +53,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
-    aim = setup.aim
-    asked = "generation" if aim.rolls_out else "the reference's forward"
-    every_layer = (setup.has_reference or aim.rolls_out) and setup.checkpointing > 1
+    objective = setup.aim
+    phase = "generation" if objective.rolls_out else "the reference's forward"
+    every_layer = (setup.has_reference or objective.rolls_out) and setup.checkpointing > 1
     runs: dict[str, tuple[object, str]] = {
         "lora_dropout": (
-            setup.lora_dropout if aim.rolls_out else 0.0,
+            setup.lora_dropout if objective.rolls_out else 0.0,
             "TRL switches every dropout off for this objective (disable_dropout)",
         ),
         "selective_checkpointing": (
@@ -67,7 +67,7 @@ def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
         ),
         "checkpointing": (
             1 if every_layer else setup.checkpointing,
-            f"TRL switches checkpointing off for {asked}, and on again for every layer",
+            f"TRL switches checkpointing off for {phase}, and on again for every layer",
         ),
     }
     return common.differing(setup, runs)
@@ -119,7 +119,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     )
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`trl-sft.yaml`, or of another command, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
     file, spoken = file_of(setup), setup.aim.targets[TARGET]
@@ -132,14 +132,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
-        job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
+        job, command = (_launched(request, command, file, rendezvous=rendezvous) for rendezvous in (True, False))
         files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
     elif setup.objective != "orpo":
         # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
         # the training process's: 0.5 GiB on an H200 (26 November 2026)
         env = common.environment(request.gpu)
         command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
-    runs = setup.replace(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
@@ -272,9 +272,9 @@ def _objective(setup: TrainSetup) -> list[Section]:
     if not setup.aim.reference:
         return []
     loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
-    kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
-    said = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {kept}"
-    return [section("objective", loss, beta, Line("precompute_ref_log_probs", setup.precomputed_reference, said))]
+    reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    comment = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {reference}"
+    return [section("objective", loss, beta, Line("precompute_ref_log_probs", setup.precomputed_reference, comment))]
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:
@@ -334,13 +334,13 @@ def _dataset(request: ExportRequest) -> Section:
 
     Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
     """
-    dataset, images, aim = request.dataset, request.setup.images, request.setup.aim
+    dataset, images, objective = request.dataset, request.setup.images, request.setup.aim
     if prepare.needed(request):
         made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
         return section("dataset", made, Line("dataset_train_split", "train"))
     shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
     if dataset is None:
-        columns = "messages or text" if aim.name == "sft" else aim.columns
+        columns = "messages or text" if objective.name == "sft" else objective.columns
         comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
         return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
     comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"

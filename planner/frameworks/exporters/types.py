@@ -82,8 +82,8 @@ class ExportRequest:
     def columns(self) -> str:
         """The data set's columns; where nobody said, those that the objective trains on."""
         kinds = self.setup.aim.data
-        found = self.dataset.columns if self.dataset is not None else kinds[0]
-        return found if found in kinds else kinds[0]
+        columns = self.dataset.columns if self.dataset is not None else kinds[0]
+        return columns if columns in kinds else kinds[0]
 
     @property
     def evaluates(self) -> bool:
@@ -170,11 +170,15 @@ class Launch(Draft):
     @property
     def unsupported(self) -> tuple[str, ...]:
         """What the target cannot express, one sentence each."""
-        return ((self.refused,) if self.refused else ()) + tuple(one.sentence() for one in self.differences)
+        return ((self.refused,) if self.refused else ()) + tuple(
+            difference.sentence() for difference in self.differences
+        )
 
     def runs_as(self, setup: TrainSetup) -> TrainSetup:
         """The setup that really runs: the planned one with the declared differences, by the target's own code."""
-        return setup.replace(**{one.field: one.runs_as for one in self.differences}).run_by(self.target)
+        return setup.replace(**{difference.field: difference.runs_as for difference in self.differences}).run_by(
+            self.target
+        )
 
 
 def _plain(value: object) -> str:

@@ -61,7 +61,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return ""
 
 
-def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`train_unsloth.py`."""
     notes = (
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
@@ -87,7 +87,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:
     """Whether Unsloth would look for expert stacks by these targets. Source: `models/_utils.py`
     get_moe_target_parameters (any of gate_proj, up_proj, down_proj, gate_up_proj)."""
-    stacked = any(one.num > 1 for layer in model.layer_kinds for one in layer.linears)
+    stacked = any(linear.num > 1 for layer in model.layer_kinds for linear in layer.linears)
     return stacked and (setup.lora_targets == "all-linear" or adapts_expert_stacks(model, setup.lora_targets))
 
 

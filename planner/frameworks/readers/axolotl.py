@@ -113,8 +113,8 @@ def _pairs(settings: Settings, method: str) -> dict[str, Any]:
     if settings.raw("dpo_use_liger_kernel"):
         settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
     dropout = {"lora_dropout": 0.0} if method != "full" else {}
-    known = {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
-    return {"objective": "dpo", "loss": "full", "packing": False, **dropout, **known}
+    reference = {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
+    return {"objective": "dpo", "loss": "full", "packing": False, **dropout, **reference}
 
 
 def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,10 +218,14 @@ def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
     Source: axolotl 0.21 `utils/config/__init__.py` normalize_config (and Gemma 4 without it),
     `monkeypatch/selective_checkpointing.py`; its reader's keys that set the form are `read._reentrant`'s.
     """
-    said = any(settings.raw(key) is not None for key in ("gradient_checkpointing_kwargs", "unfrozen_parameters", "rl"))
+    overridden = any(
+        settings.raw(key) is not None for key in ("gradient_checkpointing_kwargs", "unfrozen_parameters", "rl")
+    )
     gemma = settings.model is not None and settings.model.model_type.startswith("gemma4")
-    asked = settings.raw("gradient_checkpointing") is True
-    return asked and not (said or gemma or fields["selective_checkpointing"] or fields["activation_offload"])
+    checkpointing = settings.raw("gradient_checkpointing") is True
+    return checkpointing and not (
+        overridden or gemma or fields["selective_checkpointing"] or fields["activation_offload"]
+    )
 
 
 def _offloads(settings: Settings, checkpointing: int) -> bool:
@@ -254,7 +258,7 @@ def _attention(settings: Settings) -> str:
 def _loss(settings: Settings) -> str:
     if settings.raw("liger_fused_linear_cross_entropy") is True:
         return "liger"
-    plugged = any("cut_cross_entropy" in one for one in _plugins(settings))
+    plugged = any("cut_cross_entropy" in plugin for plugin in _plugins(settings))
     if settings.raw("cut_cross_entropy", plugged) is True:
         settings.assume("cut cross-entropy is counted as a fused loss (liger)")
         return "liger"
@@ -271,10 +275,10 @@ def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
     """
     options = {name: settings.raw(name, False) is True for name in LIGER_SWITCHES.values()}
     liger, model = "eager", settings.model
-    if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
+    if any("liger" in plugin.lower() for plugin in _plugins(settings)) and any(options.values()):
         liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options)
-    said = [settings.raw(name) for name in LORA_SWITCHES]
-    if family := own_kernels(liger, fields, said, model.model_type if model is not None else ""):
+    switches = [settings.raw(name) for name in LORA_SWITCHES]
+    if family := own_kernels(liger, fields, switches, model.model_type if model is not None else ""):
         return family
     settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
     return "eager"

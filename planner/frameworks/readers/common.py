@@ -169,7 +169,7 @@ def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]
         names = tuple(name for name in names if name not in named)
     if model is None:
         usual = {"attention": USUAL_ATTENTION_MODULES, "all-linear": USUAL_LINEAR_MODULES}
-        return next((word for word, known in usual.items() if set(names) == set(known)), names)
+        return next((word for word, modules in usual.items() if set(names) == set(modules)), names)
     return same_targets(model, names) or names
 
 
@@ -191,15 +191,15 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
     """The fields with the kind of adapter, where it is counted in such a setup; else as they are, with a note."""
     if fields.get("method") == "full" or kind == "lora":
         return fields
-    found = {**fields, "adapter": kind}
+    adapter_fields = {**fields, "adapter": kind}
     try:
-        setup = TrainSetup(**found)
+        setup = TrainSetup(**adapter_fields)
         if settings.model is not None:
             trained_parameters(settings.model, setup)
     except SetupError as error:
         settings.approximate(f"{ADAPTERS[kind].title} is counted as LoRA: {error.message}")
         return fields
-    return found
+    return adapter_fields
 
 
 def pictures(settings: Settings, *keys: str) -> None:
@@ -276,8 +276,8 @@ def liger_kernels(settings: Settings, names: dict[str, tuple[str, ...]], options
     if model is not None and (reason := kernels_refusal("liger", model.model_type)):
         settings.assume(f"{reason} that are counted: its layers are counted as eager ones")
         return "eager"
-    known = LIGER_PARTS[model.model_type] if model is not None else KERNELS["liger"].parts
-    parts = {part for part in names if part in known}
+    supported = LIGER_PARTS[model.model_type] if model is not None else KERNELS["liger"].parts
+    parts = {part for part in names if part in supported}
     left = {part for part in parts if any(options.get(name) is False for name in names[part])}
     if left == parts:
         return "eager"
@@ -337,9 +337,9 @@ IN_FLOAT32 = (*LIKE_BERT, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", 
 def stored_dtype(model: ModelSpec | None) -> str:
     """The data type of a model's checkpoint, "" where that is not known."""
     config = model.config if model is not None else {}
-    said = config.get("dtype") or config.get("torch_dtype")
-    if isinstance(said, str) and said.removeprefix("torch.") in DTYPES:
-        return DTYPES[said.removeprefix("torch.")]
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
+        return DTYPES[dtype.removeprefix("torch.")]
     return "fp32" if model is not None and model.model_type in IN_FLOAT32 else ""
 
 

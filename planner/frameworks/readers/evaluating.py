@@ -44,17 +44,17 @@ Source: ms-swift 4.6 swift/arguments/sft_args.py `_init_eval_strategy`, data_arg
 def sequences(form: str, values: Mapping[str, Any]) -> int:
     """Sequences that a file's run evaluates at once; 0 where it evaluates none, or does not say."""
     key, default = HOW_MANY.get(form, ("", 0))
-    said = values.get(key, default)
-    if not isinstance(said, int | str) or not str(said).isdigit() or not _evaluates(form, values):
+    batch_size = values.get(key, default)
+    if not isinstance(batch_size, int | str) or not str(batch_size).isdigit() or not _evaluates(form, values):
         return 0
-    return int(said)
+    return int(batch_size)
 
 
 def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
     if form in DATA and all(str(values.get(name) or 0).lower() in NO_DATA for name in DATA[form]):
         return False
-    said = (values[name] for name in (*LATER, WITH_DATA.get(form, "")) if values.get(name) is not None)
-    when = next(said, None)
+    strategies = (values[name] for name in (*LATER, WITH_DATA.get(form, "")) if values.get(name) is not None)
+    when = next(strategies, None)
     if when is None:
         return form in WITH_DATA or values.get("do_eval") is True or values.get("eval_on_start") is True
     return str(when).lower().rpartition(".")[2] not in NEVER
@@ -70,9 +70,9 @@ def of_program(trainer: Made | None, arguments: Settings, *, measured: bool) -> 
     values: dict[str, Any] = {**arguments.values}
     values |= {"do_eval": True, **dict.fromkeys(LATER)} if measured else {}
     when = [key for key in (*LATER, "do_eval", "eval_on_start") if key in arguments.unknown and not measured]
-    told = measured or any(values.get(key) is not None for key in LATER)
+    scheduled = measured or any(values.get(key) is not None for key in LATER)
     size = arguments.unknown.get("per_device_eval_batch_size")
-    why = arguments.unknown[when[0]] if when and not told else arguments.more if not told else ""
+    why = arguments.unknown[when[0]] if when and not scheduled else arguments.more if not scheduled else ""
     if why or (size and _evaluates("hf-script", values)):
         arguments.missing["eval_seqs"] = why or str(size)
         return 0

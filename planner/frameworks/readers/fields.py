@@ -16,21 +16,21 @@ def said(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
     Args:
         settings: the file, or the block of it in which the settings stand.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in names:
         field = tool.field(name)
         assert field is not None, (tool.name, name)
-        key = settings.first(*(one.rpartition(".")[2] for one in (field.key, *field.older)))
+        key = settings.first(*(alias.rpartition(".")[2] for alias in (field.key, *field.older)))
         default = field.default
         if isinstance(default, bool):
-            found[name] = settings.flag(key, default)
+            fields[name] = settings.flag(key, default)
             continue
         if not settings.has(key):
             settings.assume(f"{key} absent: {default}, {tool.title}'s default")
-        found[name] = (
+        fields[name] = (
             settings.real(key, default) if isinstance(default, float) else settings.integer(key, default, at_least=1)
         )
-    return found
+    return fields
 
 
 def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) -> ReadConfig:
@@ -50,10 +50,10 @@ def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) 
         path=settings.name,
         setup=common.build(settings, fields),
         missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
-        assumptions=tuple(dict.fromkeys(one for part in every for one in part.assumptions)),
-        approximations=tuple(dict.fromkeys(one for part in every for one in part.approximations)),
-        adapted_tables=tuple(one for part in every for one in part.tables),
-        unknown_keys=tuple(one for part in every for one in part.unknown_keys),
+        assumptions=tuple(dict.fromkeys(assumption for part in every for assumption in part.assumptions)),
+        approximations=tuple(dict.fromkeys(approximation for part in every for approximation in part.approximations)),
+        adapted_tables=tuple(table for part in every for table in part.tables),
+        unknown_keys=tuple(key for part in every for key in part.unknown_keys),
         values=settings.values,
         **more,
     )
@@ -69,8 +69,8 @@ def adapter_kind(settings: Settings, tool: str) -> str:
     """The kind of adapter that a file's switches ask for, in the words that each kind has in that tool, else in peft's
     LoraConfig. Kinds that need other memory come before those that only start otherwise."""
     for row in sorted(ADAPTERS.values(), key=lambda row: row.start_only):
-        asked = getattr(row, tool, row.arguments if row.config == "LoraConfig" else None)
-        if asked and all(_asks(settings, key, word) for key, word in asked.items()):
+        arguments = getattr(row, tool, row.arguments if row.config == "LoraConfig" else None)
+        if arguments and all(_asks(settings, key, word) for key, word in arguments.items()):
             return row.name
     return "lora"
 
@@ -84,11 +84,11 @@ def _asks(settings: Settings, key: str, word: Any) -> bool:
 
 def keys(tool: Tool, values: Mapping[str, Any]) -> dict[str, str]:
     """Field -> its key in this file: the name of it that stands there, else today's."""
-    found: dict[str, str] = {}
+    by_field: dict[str, str] = {}
     for field in tool.fields:
         names = (field.key, *field.older)
-        found[field.of] = next((name for name in names if _value(values, name) is not None), field.key)
-    return found
+        by_field[field.of] = next((name for name in names if _value(values, name) is not None), field.key)
+    return by_field
 
 
 def origins(
@@ -102,14 +102,14 @@ def origins(
     newest = schema.snapshot().get(tool.name, {}).get("version", "")
     version = running.get(tool.name, newest)
     default = f"default of {tool.title} {version}".strip()
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for field in tool.fields:
         stands = [name for name in (field.key, *field.older, *field.more) if _value(values, name) is not None]
         if stands and stands[0] in lines:
-            found[field.of] = f"{file}:{lines[stands[0]]}"
+            sources[field.of] = f"{file}:{lines[stands[0]]}"
         elif not stands and field.of not in ("model", "num_gpus", "parallel"):
-            found[field.of] = default
-    return found
+            sources[field.of] = default
+    return sources
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

@@ -28,8 +28,8 @@ FORMATS = (
     "litgpt", "mlx", "hf-script", "notebook", "shell script",
 )  # fmt: skip
 READERS: dict[str, Callable[[Settings], ReadConfig]] = {
-    one.FORMAT: one.read
-    for one in (
+    reader.FORMAT: reader.read
+    for reader in (
         trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, own,
     )
 }  # fmt: skip
@@ -118,17 +118,17 @@ OF_FLAGS = (trl.FORMAT, axolotl.FORMAT, litgpt.FORMAT, "torchtitan")
 
 def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[str, Any]:
     """A tool's settings with those on top that its command line says behind the file's name."""
-    said: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if kind in OF_FLAGS:
-        said = dict(shell.flags(tuple(words)))
+        overrides = dict(shell.flags(tuple(words)))
     elif kind == llamafactory.FORMAT:
-        said = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
-    known = {*schema.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
-    found = copy.deepcopy(values) if said else values
-    for key, value in said.items():
-        if key in known or key.partition(".")[0] in values:
-            hydra.put(found, key.split("."), value)
-    return found
+        overrides = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
+    accepted = {*schema.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
+    merged = copy.deepcopy(values) if overrides else values
+    for key, value in overrides.items():
+        if key in accepted or key.partition(".")[0] in values:
+            hydra.put(merged, key.split("."), value)
+    return merged
 
 
 def of_mapping(settings: Settings, kind: str) -> ReadConfig:

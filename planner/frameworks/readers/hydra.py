@@ -22,7 +22,7 @@ Read = Callable[[str], str | None]
 def is_composed(values: Mapping[str, Any]) -> bool:
     """Whether a file names others to be put in, or values to be filled in."""
     listed = values.get("defaults")
-    names = isinstance(listed, list) and all(isinstance(one, (str, Mapping)) for one in listed)
+    names = isinstance(listed, list) and all(isinstance(entry, (str, Mapping)) for entry in listed)
     return names or bool(without_open(values)[1])
 
 
@@ -43,41 +43,41 @@ def composed(
 
     Source: Hydra 1.3, "The Defaults List", "Packages".
     """
-    said = dict(word.lstrip("+~").split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+    overrides = dict(word.lstrip("+~").split("=", 1) for word in words if "=" in word and not word.startswith("-"))
     files: list[str] = []
-    found = _composed(values, read, folder, said, files)
-    for key, text in said.items():
+    merged = _composed(values, read, folder, overrides, files)
+    for key, text in overrides.items():
         try:
-            put(found, key.split("."), yaml.safe_load(text))
+            put(merged, key.split("."), yaml.safe_load(text))
         except yaml.YAMLError:
             continue
-    return filled(found), files
+    return filled(merged), files
 
 
 def _composed(
-    values: Mapping[str, Any], read: Read, folder: str, said: dict[str, str], files: list[str]
+    values: Mapping[str, Any], read: Read, folder: str, overrides: dict[str, str], files: list[str]
 ) -> dict[str, Any]:
     listed = values.get("defaults")
-    own = {key: value for key, value in values.items() if key != "defaults" or not isinstance(listed, list)}
+    settings = {key: value for key, value in values.items() if key != "defaults" or not isinstance(listed, list)}
     if not isinstance(listed, list):
-        return own
-    found: dict[str, Any] = {}
+        return settings
+    merged: dict[str, Any] = {}
     for item in [*listed, *(["_self_"] if "_self_" not in listed else [])]:
         if item == "_self_":
-            _merge(found, own)
+            _merge(merged, settings)
             continue
         for key, option in item.items() if isinstance(item, Mapping) else [("", item)]:
             group, _, package = str(key).removeprefix("override ").removeprefix("optional ").strip().partition("@")
-            option = said.pop(group, option)
-            for one in option if isinstance(option, list) else [option]:
-                if isinstance(one, str) and one != "???" and group.partition("/")[0] != "hydra":
-                    path = "/".join(part for part in (folder, group.lstrip("/"), one) if part)
-                    _put(found, path, group, package, read, said, files)
-    return found
+            option = overrides.pop(group, option)
+            for choice in option if isinstance(option, list) else [option]:
+                if isinstance(choice, str) and choice != "???" and group.partition("/")[0] != "hydra":
+                    path = "/".join(part for part in (folder, group.lstrip("/"), choice) if part)
+                    _put(merged, path, group, package, read, overrides, files)
+    return merged
 
 
 def _put(
-    found: dict[str, Any], path: str, group: str, package: str, read: Read, said: dict[str, str], files: list[str]
+    merged: dict[str, Any], path: str, group: str, package: str, read: Read, overrides: dict[str, str], files: list[str]
 ) -> None:
     """Puts one file of a group into the settings, at its package."""
     path = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
@@ -86,7 +86,7 @@ def _put(
         return
     files.append(path)
     try:
-        inner = _composed(parse_yaml(text, path).values, read, path.rpartition("/")[0], said, files)
+        inner = _composed(parse_yaml(text, path).values, read, path.rpartition("/")[0], overrides, files)
     except ConfigError:
         return
     header = _PACKAGE.match(text)
@@ -95,7 +95,7 @@ def _put(
     outer: dict[str, Any] = inner
     for part in reversed(parts):
         outer = {part: outer}
-    _merge(found, outer)
+    _merge(merged, outer)
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -120,24 +120,24 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with every `${name}` that stands in them filled in, and `${oc.env:NAME,default}` by its default."""
     budget = [MAX_FILLED]
 
-    def value(one: Any, depth: int) -> Any:
+    def value(node: Any, depth: int) -> Any:
         budget[0] -= 1
         if depth > 8 or budget[0] < 0:
-            return one
-        if isinstance(one, Mapping):
-            return {key: value(inner, depth) for key, inner in one.items()}
-        if isinstance(one, list):
-            return [value(inner, depth) for inner in one]
-        if not isinstance(one, str) or "${" not in one:
-            return one
-        whole = _INNER.fullmatch(one)
+            return node
+        if isinstance(node, Mapping):
+            return {key: value(inner, depth) for key, inner in node.items()}
+        if isinstance(node, list):
+            return [value(inner, depth) for inner in node]
+        if not isinstance(node, str) or "${" not in node:
+            return node
+        whole = _INNER.fullmatch(node)
         if whole:
             target = _target(values, whole[1])
-            return one if target is None else value(target, depth + 1)
-        parts = _INNER.sub(lambda match: _text(value(_target(values, match[1]), depth + 1), match[0]), one)
-        return one if len(parts) > MAX_FILLED else parts if parts == one else value(parts, depth + 1)
+            return node if target is None else value(target, depth + 1)
+        parts = _INNER.sub(lambda match: _text(value(_target(values, match[1]), depth + 1), match[0]), node)
+        return node if len(parts) > MAX_FILLED else parts if parts == node else value(parts, depth + 1)
 
-    return {key: value(one, 0) for key, one in values.items()}
+    return {key: value(inner, 0) for key, inner in values.items()}
 
 
 def _text(value: Any, otherwise: str) -> str:
@@ -150,22 +150,22 @@ def _target(values: Mapping[str, Any], name: str) -> Any:
     if colon:
         _, comma, default = rest.partition(",")
         return yaml.safe_load(default) if resolver == "oc.env" and comma and "${" not in default else None
-    found: Any = values
+    node: Any = values
     for part in name.strip().lstrip(".").split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def without_open(values: Mapping[str, Any], above: str = "") -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that are known, and (dotted) name -> text of those that are not."""
-    known: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     opened: dict[str, str] = {}
     for key, value in values.items():
         if is_open(value):
             opened[f"{above}{key}"] = value
         elif isinstance(value, Mapping):
-            known[key], inner = without_open(value, f"{above}{key}.")
+            resolved[key], inner = without_open(value, f"{above}{key}.")
             opened |= inner
         else:
-            known[key] = value
-    return known, opened
+            resolved[key] = value
+    return resolved, opened

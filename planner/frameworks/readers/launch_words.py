@@ -37,7 +37,7 @@ class Said(NamedTuple):
 def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
     """Of a launcher's words, up to the program; `shown`: GPUs that the environment shows it."""
     num_gpus, num_nodes, config, open_ = shown, 1, "", ""
-    own: dict[str, str] = {}
+    flags: dict[str, str] = {}
     index = 0
     while index < len(words) and words[index].startswith(("-", "$(")):
         flag, equals, value = words[index].partition("=")
@@ -56,11 +56,11 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
         if flag in CONFIGS:
             config = value
         if launcher == "accelerate" and flag.startswith("--"):
-            own[flag[2:].replace("-", "_")] = value or "true"
+            flags[flag[2:].replace("-", "_")] = value or "true"
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    layout = {} if config else _as_file(own, num_gpus or 0)
+    layout = {} if config else _as_file(flags, num_gpus or 0)
     gpus = num_gpus * num_nodes if num_gpus else None
     return Said(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
 
@@ -80,7 +80,7 @@ def _as_file(words: Mapping[str, str], num_gpus: int) -> dict[str, Any]:
         block = {"deepspeed_config": {"deepspeed_config_file": file} if file else inner}
         kind = "DEEPSPEED"
     elif "use_fsdp" in words:
-        block, kind = {"fsdp_config": {key: one for key, one in words.items() if key.startswith("fsdp_")}}, "FSDP"
+        block, kind = {"fsdp_config": {key: value for key, value in words.items() if key.startswith("fsdp_")}}, "FSDP"
     else:
         return {}
     mixed = {"mixed_precision": words["mixed_precision"]} if "mixed_precision" in words else {}
@@ -96,18 +96,20 @@ def said_by_tool(tool: str, words: Sequence[str], shown: int | None) -> Said:
     if tool == "tune":
         return said("torchrun", words, shown)
     if tool == "axolotl" and "--" in words:
-        own, handed = words[: words.index("--")], words[words.index("--") + 1 :]
-        named = [own[at + 1] for at in range(len(own) - 1) if own[at] == "--launcher"]
+        launcher_words, handed = words[: words.index("--")], words[words.index("--") + 1 :]
+        named = [launcher_words[at + 1] for at in range(len(launcher_words) - 1) if launcher_words[at] == "--launcher"]
         launcher = next(iter(named), "accelerate")
         return said(launcher, handed, shown) if launcher in LAUNCHERS else Said(shown)
     if tool == "trl":
         flags = ("--num_processes", "--accelerate_config")
         starts = [at for at, word in enumerate(words) if word.partition("=")[0] in flags]
-        own = [part for at in starts for part in (words[at : at + 1] if "=" in words[at] else words[at : at + 2])]
-        found = said("accelerate", own, shown)
-        if found.config in OF_TRL:
-            return found._replace(num_gpus=found.num_gpus or OF_TRL_GPUS, config="")
-        return found
+        launcher_words = [
+            part for at in starts for part in (words[at : at + 1] if "=" in words[at] else words[at : at + 2])
+        ]
+        parsed = said("accelerate", launcher_words, shown)
+        if parsed.config in OF_TRL:
+            return parsed._replace(num_gpus=parsed.num_gpus or OF_TRL_GPUS, config="")
+        return parsed
     return Said(shown)
 
 
@@ -130,8 +132,8 @@ def variables(text: str) -> dict[str, str]:
     counts: dict[str, str] = {}
     for flag, value in _LINE.findall(text):
         name = _LONG.get(flag, flag.removeprefix("--"))
-        if name in _SETS and (found := re.search(r"(?:^|:)(\d+)$", value)):  # gres: gpu:a100:8
-            counts[name] = found[1]
+        if name in _SETS and (match := re.search(r"(?:^|:)(\d+)$", value)):  # gres: gpu:a100:8
+            counts[name] = match[1]
     if "nodes" in counts and "ntasks-per-node" in counts:
         counts.setdefault("ntasks", str(int(counts["nodes"]) * int(counts["ntasks-per-node"])))
     return {variable: count for name, count in counts.items() for variable in _SETS[name]}

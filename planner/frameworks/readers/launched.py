@@ -50,7 +50,7 @@ class Launches:
             if alike in given_up:
                 continue  # a loop over sizes or seeds of a program in which nothing is read
             try:
-                found = self.of_command(command, around)
+                reading = self.of_command(command, around)
             except ConfigError as error:
                 problems.append(error)
                 if command.tool in ("python", "script"):
@@ -58,13 +58,15 @@ class Launches:
                 inner = shell.nested(command.arguments) if command.tool == "python" else None
                 waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
                 continue
-            said = [f"read from the launch in {name}"]
+            assumptions = [f"read from the launch in {name}"]
             if len(launches) > 1:
-                said = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
-            found = with_launcher(with_segments(found, command, around), command, around)
+                assumptions = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
+            reading = with_launcher(with_segments(reading, command, around), command, around)
             if command.num_nodes > 1:
-                said.append(f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them")
-            return replace(found, path=name, assumptions=(*said, *found.assumptions))
+                assumptions.append(
+                    f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them"
+                )
+            return replace(reading, path=name, assumptions=(*assumptions, *reading.assumptions))
         raise min(problems, key=weight)
 
     def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
@@ -119,9 +121,9 @@ class Launches:
             places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
             target = next((place for place in places if inside.beside(place) is not None), target)
         if target.endswith(llamafactory.PROGRAMS) and (
-            found := self._of_words(command, inside, (llamafactory.FORMAT,))
+            reading := self._of_words(command, inside, (llamafactory.FORMAT,))
         ):
-            return found
+            return reading
         text = inside.by_end(target)
         if text is None and target.endswith(".py"):  # `python -m package`
             inner = f"{target.removesuffix('.py')}/__main__.py"
@@ -132,8 +134,8 @@ class Launches:
                 return self._read(text, target, command, inside)
             except NotATraining as error:  # a wrapper around a tool: its words may say all
                 problem = error
-        if command.tool == "python" and (found := self._of_words(command, inside)):
-            return found
+        if command.tool == "python" and (reading := self._of_words(command, inside)):
+            return reading
         if problem is not None:
             raise problem
         if shell.is_open(target):
@@ -152,12 +154,14 @@ class Launches:
         """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
         config = next(iter(command.arguments), "")
         if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
-            found = self._read(text, config, command, inside)
-            return found if not tools or found.format in tools else None
+            reading = self._read(text, config, command, inside)
+            return reading if not tools or reading.format in tools else None
         values = shell.flags(command.arguments)
         kind = detect(dict(values))
-        told = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (kind == swift.FORMAT and not tools)
-        return self._of_flags(command, kind, inside) if told else None
+        sufficient = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (
+            kind == swift.FORMAT and not tools
+        )
+        return self._of_flags(command, kind, inside) if sufficient else None
 
     def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None
@@ -171,27 +175,27 @@ class Launches:
         """The setup that a tool's flags say; those that only the shell would fill in are open."""
         given = {**shell.flags(command.arguments), **(extra or {})}
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
-        known = {key: value for key, value in given.items() if key not in opened}
-        found = READERS[kind](Settings(known, self.name, around))
-        said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
-        return with_open(found, said, self.name, around.num_gpus)
+        resolved = {key: value for key, value in given.items() if key not in opened}
+        reading = READERS[kind](Settings(resolved, self.name, around))
+        reasons = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
+        return with_open(reading, reasons, self.name, around.num_gpus)
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def with_segments(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
+def with_segments(reading: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
     """A reading with the allocator as the launch, or the program that it starts, sets it: segments are fixed where
     neither says more."""
     if command.tool == "script":
-        return found  # that script's own launch has said it
+        return reading  # that script's own launch has said it
     given = {**around.environment, **dict(command.environment)}
     program = around.below(command.folder).by_end(command.target) if command.target else None
-    said = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
-    return replace(found, setup=found.setup.replace(expandable_segments="expandable_segments:True" in said))
+    text = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
+    return replace(reading, setup=reading.setup.replace(expandable_segments="expandable_segments:True" in text))
 
 
-def with_launcher(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
+def with_launcher(reading: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
     """A reading with what its launcher decides and nobody says as open: how many processes, and what the launcher's own
     file says where that is not at hand."""
     missing: dict[str, str] = {}
@@ -200,11 +204,11 @@ def with_launcher(found: ReadConfig, command: shell.Command, around: FileContext
     if command.launcher and around.below(command.folder).by_end(command.launcher) is None:
         why = f"{command.launcher}, Accelerate's config, is not beside it"
         missing |= {"parallel": why} | ({} if command.num_gpus else {"num_gpus": why})
-        if found.setup.autocast_dtype is None:
+        if reading.setup.autocast_dtype is None:
             missing["precision"] = why
-    known = {one.field for one in found.missing}
-    more = tuple(Missing(field=of, reason=why) for of, why in missing.items() if of not in known)
-    return replace(found, missing=(*found.missing, *more))
+    open_fields = {entry.field for entry in reading.missing}
+    more = tuple(Missing(field=of, reason=why) for of, why in missing.items() if of not in open_fields)
+    return replace(reading, missing=(*reading.missing, *more))
 
 
 def weight(problem: ConfigError) -> int:
@@ -213,11 +217,11 @@ def weight(problem: ConfigError) -> int:
     return ranks.get(type(problem), 2)
 
 
-def with_open(found: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:
+def with_open(reading: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:
     """A reading with the settings as open that only the shell, or Hydra, would fill in."""
-    names = {one: field.of for field in tool_of(found.format).fields if field.of in ASKED for one in field.names}
+    names = {key: field.of for field in tool_of(reading.format).fields if field.of in ASKED for key in field.names}
     missing = {names[key]: f"{name}: {key} is {text}" for key, text in opened.items() if key in names}
     if num_gpus == 1:
         missing.pop("parallel", None)
-    others = tuple(one for one in found.missing if one.field not in missing)
-    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))
+    others = tuple(entry for entry in reading.missing if entry.field not in missing)
+    return replace(reading, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))

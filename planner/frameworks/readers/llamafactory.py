@@ -42,27 +42,27 @@ def read(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
     """
     settings.note_unknown(schema.accepted(FORMAT), LLAMAFACTORY)
-    aim = _objective(settings)
+    objective = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
-    fields |= {**_method(settings), "objective": aim}
+    fields |= {**_method(settings), "objective": objective}
     whole = settings.flag("disable_gradient_checkpointing", False)
     fields |= {
         "checkpointing": 0 if whole else 1,
         "activation_offload": not whole and settings.flag("use_unsloth_gc", False),
         "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
-        "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
+        "packing": settings.flag("packing", objective == "pretrain") or settings.flag("neat_packing", False),
         "attention": _attention(settings),
         **common.liger(settings, liger, "full"),
         "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
     }
-    if not OBJECTIVES[aim].supervised:
+    if not OBJECTIVES[objective].supervised:
         if liger:
             settings.approximate("Liger's kernels in preference training are not counted")
         fields |= {"loss": "full", "kernels": "eager", "packing": False}
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
-    if aim == "dpo" and fields["method"] == "full":
+    if objective == "dpo" and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
     fields |= parallel_of(settings, _layout(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
@@ -91,13 +91,13 @@ def _objective(settings: Settings) -> str:
             f"{settings.name}: do_train is not true: not a training config", hint="give the config of a training"
         )
     pairs = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else ""
-    aim = {"sft": "sft", "pt": "pretrain"}.get(stage, pairs)
-    if not aim:
+    objective = {"sft": "sft", "pt": "pretrain"}.get(stage, pairs)
+    if not objective:
         raise NotPlanned(
             f"{settings.name}: stage {stage} (preference or reward training) is not planned",
             hint="stages sft, pt and dpo are",
         )
-    return aim
+    return objective
 
 
 def _attention(settings: Settings) -> str:
@@ -164,8 +164,8 @@ def _saved(settings: Settings) -> tuple[str, ...]:
     if not grows or settings.has("additional_target"):
         return common.modules_to_save(settings, "additional_target")
     settings.assume(f"{grows} trains the embeddings and the head beside the adapters, as no additional_target is named")
-    told = {"additional_target": ["embed_tokens", "lm_head"]}
-    return common.modules_to_save(Settings(told, settings.name, settings.outside), "additional_target", settings)
+    defaults = {"additional_target": ["embed_tokens", "lm_head"]}
+    return common.modules_to_save(Settings(defaults, settings.name, settings.outside), "additional_target", settings)
 
 
 def _layers(settings: Settings) -> int:
@@ -175,16 +175,16 @@ def _layers(settings: Settings) -> int:
     `model/adapter.py` _setup_freeze_tuning.
     """
     layers = settings.raw("freeze_trainable_layers", 2)  # negative: the first ones
-    asked = layers if type(layers) is int else 0
-    outside = settings.raw("freeze_extra_modules") or settings.flag("use_llama_pro", False)
+    trained_layers = layers if type(layers) is int else 0
+    extras = settings.raw("freeze_extra_modules") or settings.flag("use_llama_pro", False)
     sharded = settings.raw("deepspeed") or settings.raw("fsdp")
-    if outside or settings.flag("fp16", False) or (sharded and asked < 0):
-        asked = 0
-    if not asked:
+    if extras or settings.flag("fp16", False) or (sharded and trained_layers < 0):
+        trained_layers = 0
+    if not trained_layers:
         settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
     elif settings.text("freeze_trainable_modules", "all") != "all":
         settings.approximate("freeze tuning trains single modules of layers: these are counted whole, an upper bound")
-    return asked
+    return trained_layers
 
 
 def _precision(settings: Settings, *, widens: bool) -> str:

@@ -80,17 +80,17 @@ def parse_documents(text: str, name: str) -> tuple[Parsed, ...]:
         ConfigError: as `parse_yaml`, or more than MAX_DOCUMENTS.
     """
     _count_brackets(text, name)
-    found: list[tuple[Any, dict[str, int], tuple[str, ...]]] = []
+    documents: list[tuple[Any, dict[str, int], tuple[str, ...]]] = []
     try:
         loader = _Loader(text)
         try:
-            while loader.check_node() and len(found) <= MAX_DOCUMENTS:
+            while loader.check_node() and len(documents) <= MAX_DOCUMENTS:
                 node = loader.get_node()
                 assert node is not None
                 _count_nodes(node, name)  # before anything is built: merge keys copy what they merge
                 before = len(loader.duplicates)
                 value = loader.construct_document(node)
-                found.append((value, dict(_lines(node)), tuple(dict.fromkeys(loader.duplicates[before:]))))
+                documents.append((value, dict(_lines(node)), tuple(dict.fromkeys(loader.duplicates[before:]))))
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -100,9 +100,11 @@ def parse_documents(text: str, name: str) -> tuple[Parsed, ...]:
         raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
     except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error
-    if len(found) > MAX_DOCUMENTS:
+    if len(documents) > MAX_DOCUMENTS:
         raise ConfigError(f"{name} holds more than {MAX_DOCUMENTS} documents", hint=FLAT)
-    mappings = [one for one in found if isinstance(one[0], dict)] or found[:1] or [(None, {}, ())]
+    mappings = (
+        [document for document in documents if isinstance(document[0], dict)] or documents[:1] or [(None, {}, ())]
+    )
     return tuple(Parsed(_mapping(value, name), duplicates, lines) for value, lines, duplicates in mappings)
 
 
@@ -147,7 +149,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     import tomllib
 
     _count_brackets(text, name)
-    if any(one.count(".") > MAX_BRACKETS and "#" not in one for one in _KEY.findall(text)):
+    if any(key.count(".") > MAX_BRACKETS and "#" not in key for key in _KEY.findall(text)):
         raise ConfigError(f"{name} is nested too deep", hint=FLAT)
     try:
         value = tomllib.loads(text)
@@ -204,7 +206,7 @@ def _count_nodes(root: yaml.Node, name: str) -> None:
         if id(node) not in sizes:
             open_nodes.add(id(node))
             children = (
-                node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+                node.value if isinstance(node, yaml.SequenceNode) else [child for pair in node.value for child in pair]
             )
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
             open_nodes.discard(id(node))

@@ -127,15 +127,15 @@ UNCOUNTED = (
 """TRL's settings of online objectives that are not counted."""
 
 
-def refusal(said: str, hint: str = TRACE) -> NotPlanned:
+def refusal(subject: str, hint: str = TRACE) -> NotPlanned:
     """What an objective that is not modelled is answered with."""
-    return NotPlanned(f"{said}: not planned, its memory is not modelled", hint=hint)
+    return NotPlanned(f"{subject}: not planned, its memory is not modelled", hint=hint)
 
 
 def of_other_trainer(classes: Iterable[str]) -> tuple[str, str]:
     """(what it trains, the class that says so) of trainers' classes that are not planned; "" twice where none says."""
     for name in classes:
-        parts = (said for part, said in TRAINER_PARTS.items() if part in name and name.endswith("Trainer"))
+        parts = (trained for part, trained in TRAINER_PARTS.items() if part in name and name.endswith("Trainer"))
         if objective := OTHER_TRAINERS.get(name) or next(parts, ""):
             return objective, name
     return "", ""
@@ -143,8 +143,8 @@ def of_other_trainer(classes: Iterable[str]) -> tuple[str, str]:
 
 def of_model(classes: Iterable[str]) -> tuple[str, str]:
     """(what is trained with them, the class that says so) of models' classes; "" twice: a language model's."""
-    found = ((said, name) for part, said in MODEL_PARTS.items() for name in classes if part in name)
-    return next(found, ("", ""))
+    matches = ((trained, name) for part, trained in MODEL_PARTS.items() for name in classes if part in name)
+    return next(matches, ("", ""))
 
 
 def of_recipe(tool: str, words: Iterable[str]) -> str:
@@ -163,10 +163,10 @@ def of_settings(values: Mapping[str, Any], name: str, command: str = "") -> tupl
     if command in TRL_COMMANDS:
         return command, True
     loss = values.get("loss_type")
-    if found := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
-        return found, True
-    if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
-        return found, True
+    if implied := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
+        return implied, True
+    if implied := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
+        return implied, True
     if len(named := set(NAMED.findall(name.lower()))) == 1:
         return named.pop(), True
     paired = bool(PAIRED & set(values)) or {"beta", "max_length"} <= set(values)
@@ -189,7 +189,7 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
     objective, certain = of_settings(values, name)
     if objective not in ("sft", *PAIRS):
         raise refusal(f"{name}: preferences or rewards in a program's own settings")
-    named = dict.fromkeys(found[1] for found in map(OTHER_WORDS.search, texts) if found)
+    named = dict.fromkeys(match[1] for match in map(OTHER_WORDS.search, texts) if match)
     if objective == "sft" and named and next(iter(named)) in PAIRS:
         objective, certain = next(iter(named)), True
     if other := next((word for word in named if word != objective), ""):

@@ -40,23 +40,23 @@ class _Settling:
 
     def ways(self, tests: Sequence[str], reason: str = "") -> dict[bool, ReadConfig]:
         """The readings where all of these hold and where none does, as far as something trains there."""
-        found: dict[bool, ReadConfig] = {}
+        readings: dict[bool, ReadConfig] = {}
         for truth in (True, False):
             try:
-                found[truth] = self.read({**self.kept, **dict.fromkeys(tests, truth)})
+                readings[truth] = self.read({**self.kept, **dict.fromkeys(tests, truth)})
             except NotPlanned as error:
                 if reason:
                     self.asked.setdefault("objective", Missing(field="objective", reason=f"{reason}: {error.message}"))
             except ConfigError:
                 pass
-        return found
+        return readings
 
     def settle(self, tests: Sequence[str]) -> None:
         """Tries conditions: of one that matters the way is kept that leaves least open, with adapters where one has
         them, and the other is held against it."""
         if len(tests) > MAX_ALONE:
             together = self.ways(tests)
-            if len(together) == 2 and all(_alike(self.found, one) for one in together.values()):
+            if len(together) == 2 and all(_alike(self.found, reading) for reading in together.values()):
                 return
             self.settle(tests[: len(tests) // 2])
             self.settle(tests[len(tests) // 2 :])
@@ -72,8 +72,8 @@ class _Settling:
     def hold_against(self, ways: Mapping[bool, ReadConfig], reason: str) -> None:
         """Asks for what other readings make different."""
         for other in ways.values():
-            known = {*self.asked, *(one.field for one in self.found.missing)}
-            self.asked |= {one.field: one for one in other.missing if one.field not in known}
+            open_fields = {*self.asked, *(entry.field for entry in self.found.missing)}
+            self.asked |= {entry.field: entry for entry in other.missing if entry.field not in open_fields}
             for name in differing(self.found, other):
                 self.asked.setdefault(name, Missing(field=name, reason=reason))
             if (other.eval_seqs, other.eval_logits) > self.evaluated:
@@ -81,22 +81,22 @@ class _Settling:
                 self.said = f"it evaluates where a condition holds that is not known: counted ({reason})"
 
 
-def settle(found: ReadConfig, conditions: Mapping[str, str], read: Read) -> ReadConfig:
+def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> ReadConfig:
     """The reading with what open conditions decide among what is missing.
 
     Args:
         conditions: each -> where it stands.
     """
-    tests = sorted(conditions, key=lambda test: not conditions[test].startswith(found.path))[:MAX_CONDITIONS]
+    tests = sorted(conditions, key=lambda test: not conditions[test].startswith(reading.path))[:MAX_CONDITIONS]
     if not tests:
-        return found
+        return reading
     # a length that one way leaves to the data would be taken from a name there
-    asked = {one.field: one for one in found.missing if one.field == "seq_len_tokens"}
-    settling = _Settling(found, read, conditions, asked=asked, evaluated=(found.eval_seqs, found.eval_logits))
+    questions = {entry.field: entry for entry in reading.missing if entry.field == "seq_len_tokens"}
+    settling = _Settling(reading, read, conditions, asked=questions, evaluated=(reading.eval_seqs, reading.eval_logits))
     settling.settle(tests)
     if len(settling.kept) > 1:  # what holds where none of several does
         settling.hold_against(settling.ways([*settling.kept]), EVERY.format(len(settling.kept)))
-    missing = {one.field: one for one in settling.found.missing} | settling.asked
+    missing = {entry.field: entry for entry in settling.found.missing} | settling.asked
     eval_seqs, eval_logits = settling.evaluated
     return replace(
         settling.found,
@@ -107,18 +107,18 @@ def settle(found: ReadConfig, conditions: Mapping[str, str], read: Read) -> Read
     )
 
 
-def _alike(one: ReadConfig, other: ReadConfig) -> bool:
+def _alike(reading: ReadConfig, other: ReadConfig) -> bool:
     """Whether nothing that is asked, planned or said of two readings differs."""
-    return (one.setup, one.model_id, one.missing, one.eval_seqs, one.eval_logits) == (
+    return (reading.setup, reading.model_id, reading.missing, reading.eval_seqs, reading.eval_logits) == (
         other.setup, other.model_id, other.missing, other.eval_seqs, other.eval_logits,
     )  # fmt: skip
 
 
-def differing(one: ReadConfig, other: ReadConfig) -> Iterator[str]:
+def differing(reading: ReadConfig, other: ReadConfig) -> Iterator[str]:
     """Fields in which two readings of one program differ, as a person would be asked for them."""
-    if one.model_id != other.model_id:
+    if reading.model_id != other.model_id:
         yield "model"
-    fields = changed_fields(one.setup, other.setup)
+    fields = changed_fields(reading.setup, other.setup)
     by_method = "method" in fields
     for name in fields:
         if name not in NOT_ASKED and not (by_method and name in OF_METHOD):

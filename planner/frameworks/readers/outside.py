@@ -83,11 +83,11 @@ class FileContext:
         """The text of a file that lies beside the config by a relative path, None where there is none."""
         if (text := self.written.get(path, self.written.get(path.rpartition("/")[2]))) is not None:
             return text
-        found = self.find(path, exact=exact)
-        if found is None:
+        file = self.find(path, exact=exact)
+        if file is None:
             return None
         try:
-            return read_bounded(found)
+            return read_bounded(file)
         except ConfigError:
             return None
 

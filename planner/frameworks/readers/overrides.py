@@ -24,23 +24,23 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: no "=", or a name that no setup has.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         field = SHORT_NAMES.get(name.strip(), name.strip())
         if field == BESIDE and equals:
-            found[field] = round(_number(field, text.strip().lower().removesuffix("gib"), float) * 2**30)
+            fields[field] = round(_number(field, text.strip().lower().removesuffix("gib"), float) * 2**30)
             continue
         if field == EVALUATED and equals:
-            found[field] = _number(field, text.strip(), int)
+            fields[field] = _number(field, text.strip(), int)
             continue
         if not equals or field not in SETTABLE:
             raise UsageError(
                 f"--set must be NAME=VALUE with a setting's name; got {pair!r}",
                 hint=f"for example --set micro_batch=4; names: {', '.join((*SHORT_NAMES, *SETTABLE))}",
             )
-        found[field] = _value(field, text.strip())
-    return found
+        fields[field] = _value(field, text.strip())
+    return fields
 
 
 def _value(field: str, text: str) -> Any:
@@ -83,13 +83,13 @@ def parse_versions(pairs: Sequence[str]) -> dict[str, str]:
     Raises:
         UsageError: not of that form.
     """
-    found = {}
+    versions = {}
     for pair in pairs:
         name, equals, version = pair.partition("==")
         if not equals or not name.strip() or not version.strip()[:1].isdigit():
             raise UsageError(f"--assume must be PACKAGE==VERSION, got {pair!r}", hint="for example trl==0.22.2")
-        found[name.strip().lower()] = version.strip()
-    return found
+        versions[name.strip().lower()] = version.strip()
+    return versions
 
 
 def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
@@ -127,12 +127,14 @@ def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
         answered.add("quantization")
     if given.get("parallel") in ("none", "ddp"):
         answered.add("offload")
-    missing = tuple(one for one in config.missing if one.field not in answered)
+    missing = tuple(entry for entry in config.missing if entry.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
-    beside, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)
-    assumed = tuple(one for one in config.assumptions if one != TEXT_ALONE or "images" not in given)
+    extra_bytes, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)
+    assumed = tuple(
+        assumption for assumption in config.assumptions if assumption != TEXT_ALONE or "images" not in given
+    )
     supplied = replace(config, setup=setup, missing=missing, origins=origins, assumptions=assumed)
-    return replace(supplied, beside_bytes=beside, eval_seqs=evaluated)
+    return replace(supplied, beside_bytes=extra_bytes, eval_seqs=evaluated)
 
 
 def determined(config: ReadConfig) -> ReadConfig:
@@ -144,10 +146,10 @@ def determined(config: ReadConfig) -> ReadConfig:
     if not config.missing:
         return config
     by_reason: dict[str, list[str]] = {}
-    for one in config.missing:
-        by_reason.setdefault(one.reason, []).append(one.field)
+    for entry in config.missing:
+        by_reason.setdefault(entry.reason, []).append(entry.field)
     lines = [f"{', '.join(fields)} ({reason})" for reason, fields in by_reason.items()]
-    options = " ".join(dict.fromkeys(one.option for one in config.missing))
+    options = " ".join(dict.fromkeys(entry.option for entry in config.missing))
     words = "; words of its command line go into --args" if config.format in PROGRAMS else ""
     raise Undetermined(
         f"{config.path} ({config.format}) does not determine {'; '.join(lines)}", hint=f"add {options}{words}"

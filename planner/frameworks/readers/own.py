@@ -105,11 +105,11 @@ OPEN_AS = FIELD_OF | {
 
 def is_training(values: Mapping[str, Any]) -> bool:
     """Whether a mapping names a batch and a model, a length, or adapters and an accumulation: less is no training's."""
-    found = _found(values)
-    certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
-    known = {"model", "length"} & set(found)
-    adapted = {"rank", "accumulation"} <= set(found) and bool({"model", "micro"} & set(found))
-    return certain or adapted or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
+    entries = _found(values)
+    certain = "micro" in entries and entries["micro"][0].endswith("per_device_train_batch_size")
+    named = {"model", "length"} & set(entries)
+    adapted = {"rank", "accumulation"} <= set(entries) and bool({"model", "micro"} & set(entries))
+    return certain or adapted or ("micro" in entries and bool(named) and bool({"accumulation", "rank"} & set(entries)))
 
 
 ABSENT = " does not say; the program that reads it may"
@@ -146,11 +146,11 @@ def read(settings: Settings) -> ReadConfig:
     if marks := sorted(OF_ROLLOUTS & {part.lower() for path, _ in _leaves(values, ()) for part in path}):
         raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
     objective, certain = of_own(values, name, (name.lower(), *texts))
-    found = _found(values)
-    opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
-    found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
-    found = _in_words(found) | found
-    settings = Settings({key: value for key, (_, value) in found.items()}, name, settings.outside)
+    entries = _found(values)
+    opened = {key: value for key, (_, value) in entries.items() if hydra.is_open(value)}
+    entries = {key: entry for key, entry in entries.items() if key not in opened and _makes_sense(key, entry[1])}
+    entries = _in_words(entries) | entries
+    settings = Settings({key: value for key, (_, value) in entries.items()}, name, settings.outside)
     settings.assume("settings read by their usual names: the program that reads this file is not known")
     if later := sorted(_later_stages(values)):
         settings.assume(f"of several stages that of sft is read ({', '.join(later)} left out)")
@@ -176,8 +176,8 @@ def read(settings: Settings) -> ReadConfig:
     fields |= _preferences(settings, objective, certain=certain)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= with_cut_sequences(settings, "context", _layout(settings, values), fields)
-    keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
-    keys |= {"eval_seqs": found["evaluated"][0]} if "evaluated" in found else {}
+    keys = {FIELD_OF[key]: path for key, (path, _) in entries.items() if key in FIELD_OF and key != "model"}
+    keys |= {"eval_seqs": entries["evaluated"][0]} if "evaluated" in entries else {}
     evaluated = _evaluated(settings)
     named = settings.raw("model")
     answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
@@ -204,13 +204,13 @@ def _layout(settings: Settings, values: Mapping[str, Any]) -> Layout:
         if key.startswith("deepspeed") and isinstance(value, (str, Mapping)) and value:
             return zero_stage(settings, value)
     block = blocks.get("fsdp_config")
-    said = [str(value).lower() for value in (blocks.get("fsdp"), block) if value]
-    said += [
+    texts = [str(value).lower() for value in (blocks.get("fsdp"), block) if value]
+    texts += [
         str(value).lower()
         for path, value in _leaves(values, ())
         if any(part in name.lower() for name in path for part in ENGINES) and isinstance(value, str)
     ]
-    words = " ".join(said)
+    words = " ".join(texts)
     if re.search(r"deepspeed|\bzero[_-]?[123]?\b", words) and "fsdp" not in words:
         settings.ask("parallel", " names DeepSpeed, and not of which stage")
         return {}
@@ -234,20 +234,20 @@ def _named(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[st
 
 def _method(settings: Settings) -> dict[str, Any]:
     """Method, quantization, precision and adapters, and what of them has to be asked for."""
-    found = set(settings.values)
-    adapted = settings.flag("lora", bool({"rank", "targets"} & found))
+    present = set(settings.values)
+    adapted = settings.flag("lora", bool({"rank", "targets"} & present))
     whole = not settings.flag("quantized", True)
     four, eight = (not whole and settings.flag(key, False) for key in ("four", "eight"))
     if not adapted:
         settings.missing.pop("lora_rank", None)
-        if "lora" not in found:
+        if "lora" not in present:
             settings.ask("method", " names no adapter; the program that reads it may")
-        if "optimizer" not in found:
+        if "optimizer" not in present:
             settings.ask("optimizer", " names none; the program that reads it may")
         return {"method": "full", "quantization": "none", "lora_rank": 0, "precision": _precision(settings, "full")}
-    if not {"four", "eight"} & found and not whole:
+    if not {"four", "eight"} & present and not whole:
         settings.ask("quantization", ABSENT)
-    if "targets" not in found:
+    if "targets" not in present:
         settings.ask("lora_targets", " names none; the program that reads it may")
     method = "qlora" if four or eight else "lora"
     nf4 = "nf4-double" if settings.flag("double", False) else "nf4"
@@ -284,20 +284,20 @@ def _preferences(settings: Settings, objective: str, *, certain: bool) -> dict[s
     return {"objective": objective, "packing": False, "loss": losses[0]}
 
 
-def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+def _in_words(entries: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
     """Switches that a file says in words: `peft_type: qlora`, `quantization: 4bit`, `use_flash_attn: true`."""
-    said: dict[str, tuple[str, Any]] = {}
-    path, word = found.get("adapter", ("", ""))
+    switches: dict[str, tuple[str, Any]] = {}
+    path, word = entries.get("adapter", ("", ""))
     if kind := _adapter(word):
-        said["lora"] = (path, ADAPTERS[kind])
-        said |= {"four": (path, True)} if kind == "qlora" else {}
-    path, word = found.get("bits", ("", ""))
+        switches["lora"] = (path, ADAPTERS[kind])
+        switches |= {"four": (path, True)} if kind == "qlora" else {}
+    path, word = entries.get("bits", ("", ""))
     if key := BITS.get(str(word).lower()):
-        said[key] = (path, True)
-    path, word = found.get("flash", ("", False))
+        switches[key] = (path, True)
+    path, word = entries.get("flash", ("", False))
     if str(word).lower() == "true":
-        said["attention"] = (path, "flash_attention_2")
-    return said
+        switches["attention"] = (path, "flash_attention_2")
+    return switches
 
 
 def _adapter(word: Any) -> str:
@@ -316,31 +316,31 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     by_last: dict[str, list[tuple[tuple[str, ...], Any, list[str]]]] = {}
     for leaf in leaves:
         by_last.setdefault(leaf[2][-1], []).append(leaf)
-    found: dict[str, tuple[str, Any]] = {}
+    entries: dict[str, tuple[str, Any]] = {}
     for key, names in NAMES.items():
         for name in names:
             alike = by_last.get(name.partition(".")[2] or name, ())
-            said = [(path, value) for path, value, words in alike if _is_named(words, name)]
+            matches = [(path, value) for path, value, words in alike if _is_named(words, name)]
             if key == "adapter":  # what else has such a name is another setting
-                said = [one for one in said if _adapter(one[1])]
+                matches = [match for match in matches if _adapter(match[1])]
             if name == "rank":  # a process has one too
                 scaled = {path[:-1] for path, _, words in leaves if "alpha" in words[-1]}
-                said = [one for one in said if one[0][:-1] in scaled]
+                matches = [match for match in matches if match[0][:-1] in scaled]
             if key == "model":  # a name without an owner may be a run's: it stands where nothing better does
-                said = [one for one in said if isinstance(one[1], str)]
-                if said and "/" not in said[0][1]:
-                    found.setdefault(key, (".".join(said[0][0]), said[0][1]))
+                matches = [match for match in matches if isinstance(match[1], str)]
+                if matches and "/" not in matches[0][1]:
+                    entries.setdefault(key, (".".join(matches[0][0]), matches[0][1]))
                     continue
-            if said:
-                if len({str(value) for _, value in said}) == 1:
-                    found[key] = (".".join(said[0][0]), said[0][1])
+            if matches:
+                if len({str(value) for _, value in matches}) == 1:
+                    entries[key] = (".".join(matches[0][0]), matches[0][1])
                 break
     by_name = {path[-1].lower(): value for path, value, _ in leaves}
-    for one, other in PARTS_OF_LENGTH:
-        parts = (by_name.get(one), by_name.get(other))
+    for first, other in PARTS_OF_LENGTH:
+        parts = (by_name.get(first), by_name.get(other))
         if all(type(part) is int for part in parts):
-            found["length"] = (f"{one} + {other}", sum(parts))
-    return found
+            entries["length"] = (f"{first} + {other}", sum(parts))
+    return entries
 
 
 PREFIXES = ("train_", "training_", "trainer_", "sft_", "finetune_", "finetuning_", "ft_", "llm_", "hf_")
@@ -350,7 +350,7 @@ LAST_NAMES = frozenset(name.rpartition(".")[2] for names in NAMES.values() for n
 
 def _unprefixed(word: str) -> str:
     """A setting's name without what was put before a usual one."""
-    bare = next((word.removeprefix(one) for one in PREFIXES if word.startswith(one)), word)
+    bare = next((word.removeprefix(prefix) for prefix in PREFIXES if word.startswith(prefix)), word)
     return bare if word not in LAST_NAMES and bare in LAST_NAMES else word
 
 
@@ -364,7 +364,7 @@ def _later_stages(values: Mapping[str, Any]) -> set[str]:
     inner = [value for value in values.values() if isinstance(value, Mapping)]
     if isinstance(values.get("sft"), Mapping):
         return {key for key, value in values.items() if isinstance(value, Mapping) and OTHER_WORDS.search(key.lower())}
-    return {key for one in inner for key in _later_stages(one)}
+    return {key for block in inner for key in _later_stages(block)}
 
 
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -27,8 +27,8 @@ def adapted_layers(settings: Settings, key: str, fields: Mapping[str, Any]) -> d
         return {}
     named = [numbers] if type(numbers) is int else numbers if isinstance(numbers, list) else []
     counted = fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain")
-    known = model is not None and all(type(one) is int and 0 <= one < model.num_layers for one in named)
-    if counted and named and known and model is not None:
+    valid = model is not None and all(type(number) is int and 0 <= number < model.num_layers for number in named)
+    if counted and named and valid and model is not None:
         layers = spelled(named, model.num_layers)
         if is_last(layers) or _apart(fields):
             return {"trained_layers": layers} if layers else {}
@@ -47,13 +47,13 @@ def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str,
     if not patterns:
         return {}
     layers, whole = _matched(model, patterns) if model is not None else ((), False)
-    asked = spelled(layers, model.num_layers) if layers and model is not None else 0
-    if not asked or fields["method"] != "full" or not (is_last(asked) or _apart(fields)):
+    trained_layers = spelled(layers, model.num_layers) if layers and model is not None else 0
+    if not trained_layers or fields["method"] != "full" or not (is_last(trained_layers) or _apart(fields)):
         settings.approximate(NAMED)
         return {}
     if not whole:
         settings.approximate("unfrozen_parameters trains parts of some layers: these are counted whole, an upper bound")
-    return {"trained_layers": asked}
+    return {"trained_layers": trained_layers}
 
 
 def is_last(layers: int | tuple[int, ...]) -> bool:
@@ -70,26 +70,28 @@ def _matched(model: ModelSpec, patterns: Sequence[str]) -> tuple[Sequence[int], 
     """(Layers of which a pattern names a parameter, whether it names all of theirs); none where one names a parameter
     outside the layers, or a pattern is none."""
     try:
-        named = [re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"\[\d*(:\d*)?\]$", "", one))) for one in patterns]
+        named = [
+            re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"\[\d*(:\d*)?\]$", "", pattern))) for pattern in patterns
+        ]
     except re.error:
         return (), False
-    outer = [one.name for one in model.embeddings]
-    outer += [one.name for one in model.outer_norms]
-    outer += [one.name for one in model.outer_linears]
+    outer = [embedding.name for embedding in model.embeddings]
+    outer += [norm.name for norm in model.outer_norms]
+    outer += [linear.name for linear in model.outer_linears]
     outer += [model.head.name] if model.head is not None else []
-    if any(one.match(f"{name}.weight") for one in named for name in outer):
+    if any(pattern.match(f"{name}.weight") for pattern in named for name in outer):
         return (), False
-    found, whole = [], not any(re.search(r"\[\d*(:\d*)?\]$", one) for one in patterns)
+    numbers, whole = [], not any(re.search(r"\[\d*(:\d*)?\]$", pattern) for pattern in patterns)
     for number, kind in enumerate(model.layer_order):
         layer = model.layer_kinds[kind]
-        hits = [any(one.match(f"{layer.path}.{number}.{name}") for one in named) for name in _parameters(layer)]
+        hits = [any(pattern.match(f"{layer.path}.{number}.{name}") for pattern in named) for name in _parameters(layer)]
         if any(hits):
-            found.append(number)
+            numbers.append(number)
             whole = whole and all(hits)
-    return found, whole
+    return numbers, whole
 
 
 def _parameters(layer: LayerSpec) -> list[str]:
     """Names of a layer's parameters below its number."""
-    weights = [one.name if one.module == "parameter" else f"{one.name}.weight" for one in layer.linears]
-    return [*weights, *(f"{one.name}.weight" for one in layer.norms)]
+    weights = [linear.name if linear.module == "parameter" else f"{linear.name}.weight" for linear in layer.linears]
+    return [*weights, *(f"{norm.name}.weight" for norm in layer.norms)]

@@ -37,9 +37,9 @@ OPTIMIZERS = {
 """Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
 
 
-def cast(found: Training) -> str:
+def cast(training: Training) -> str:
     """The data type to which the model is cast after loading ("bf16"), "" where it is not."""
-    for model in found.touched:
+    for model in training.touched:
         moved = model.called.get("to")
         given = [] if moved is None else [*moved.positional, moved.argument("dtype")]
         words = [word for word in map(plain, given) if isinstance(word, str)]
@@ -49,15 +49,15 @@ def cast(found: Training) -> str:
     return ""
 
 
-def compiled(found: Training) -> bool:
+def compiled(training: Training) -> bool:
     """Whether what the trainer gets went through `torch.compile`."""
-    return any((one.owner, one.name) == ("torch", "compile") for one in found.touched)
+    return any((call.owner, call.name) == ("torch", "compile") for call in training.touched)
 
 
-def liger(found: Training, program: Program) -> bool:
+def liger(training: Training, program: Program) -> bool:
     """Whether the program itself puts Liger's kernels into the model."""
-    patched = any(one.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for one in program.made)
-    return patched or (found.loader is not None and found.loader.owner.startswith("AutoLigerKernel"))
+    patched = any(call.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for call in program.made)
+    return patched or (training.loader is not None and training.loader.owner.startswith("AutoLigerKernel"))
 
 
 def optimizer(trainer: Made | None) -> Value | None:
@@ -69,9 +69,13 @@ def optimizer(trainer: Made | None) -> Value | None:
     if first is None or (isinstance(first, Known) and first.data is None):
         return None
     name = first.name if isinstance(first, Made) else plain(first)
-    known = OPTIMIZERS.get(name) if isinstance(name, str) else None
+    optimizer_name = OPTIMIZERS.get(name) if isinstance(name, str) else None
     where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
-    return Known(known, where) if known else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
+    return (
+        Known(optimizer_name, where)
+        if optimizer_name
+        else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
+    )
 
 
 def attention(text: str, program: Program) -> str:
@@ -82,17 +86,17 @@ def attention(text: str, program: Program) -> str:
             return word
     for node in ast.walk(tree_of(text)) if "_attn_implementation" in text else ():
         targets = node.targets if isinstance(node, ast.Assign) else ()
-        if any(isinstance(one, ast.Attribute) and one.attr.endswith("attn_implementation") for one in targets):
+        if any(isinstance(target, ast.Attribute) and target.attr.endswith("attn_implementation") for target in targets):
             word = node.value if isinstance(node, ast.Assign) else None
             if isinstance(word, ast.Constant) and isinstance(word.value, str):
                 return word.value
     return ""
 
 
-def resized(found: Training, text: str, name: str) -> str:
+def resized(training: Training, text: str, name: str) -> str:
     """Where and how the program makes another model of the one that it loads, "" where it does not."""
-    given = found.loader.argument("config") if found.loader is not None else None
-    for call in (given, found.loader):
+    given = training.loader.argument("config") if training.loader is not None else None
+    for call in (given, training.loader):
         if isinstance(call, Made) and (keys := sorted(common.SIZES & {*call.keywords, *call.attributes})):
             return f"{call.where}: {', '.join(keys)} of its configuration is changed"
     for node in ast.walk(tree_of(text)) if any(f".{word} =" in text for word in LAYERS) else ():
@@ -132,62 +136,72 @@ def unfreezes_parameters(text: str) -> int:
     """The line on which a program switches parameters to training by their names, 0 where it does not."""
     for node in ast.walk(tree_of(text)) if "requires_grad_" in text and "named_parameters" in text else ():
         if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
-            called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
+            called = (
+                child for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr == "requires_grad_"
+            )
             if next(called, None) is not None:
                 return node.lineno
     return 0
 
 
-def beside(program: Program, found: Training) -> str:
+def beside(program: Program, training: Training) -> str:
     """Another model that lies on the GPU while this one trains, with its place; "" where none is known to.
 
     Those that the trainer is handed (but a reference, which preference training counts), and those of the main module
     that are loaded before the training and not deleted; copies of what is loaded.
     """
-    trainer = found.trainer
+    trainer = training.trainer
     if trainer is None or trainer not in program.made:
         return ""
-    of_preferences = trainer.argument("ref_model", 1) if found.objective in BEHIND else None
+    of_preferences = trainer.argument("ref_model", 1) if training.objective in BEHIND else None
     reference = _loader(of_preferences) if isinstance(of_preferences, Made) else None
-    rewards = trainer.argument("reward_funcs", 1) if OBJECTIVES[found.objective].rolls_out else None
-    for one in rewards.items if isinstance(rewards, Items) else [rewards]:
-        if isinstance(one, Known) and isinstance(one.data, str) and "/" in one.data:
-            return f"{one.where}: the reward model {one.data}"
+    rewards = trainer.argument("reward_funcs", 1) if OBJECTIVES[training.objective].rolls_out else None
+    for reward in rewards.items if isinstance(rewards, Items) else [rewards]:
+        if isinstance(reward, Known) and isinstance(reward.data, str) and "/" in reward.data:
+            return f"{reward.where}: the reward model {reward.data}"
     before = program.made[: program.made.index(trainer)]
-    handed = [one for value in trainer.keywords.values() for one in _objects(value)]
-    for value in (*handed, *(one for held in program.module.names.values() for one in _objects(held))):
+    handed = [call for value in trainer.keywords.values() for call in _objects(value)]
+    for value in (*handed, *(call for variable in program.module.names.values() for call in _objects(variable))):
         loader = _loader(value)
-        if loader is None or loader in (found.loader, reference, *found.touched) or "del" in value.called:
+        if loader is None or loader in (training.loader, reference, *training.touched) or "del" in value.called:
             continue
         if loader in before and (value in handed or _on_gpu(value, loader)):
             name = plain(named_model(loader))
             return f"{loader.where}: {name if isinstance(name, str) else 'a model'} is loaded beside it"
-    for copy in (one for one in before if one.name == "deepcopy" and one is not of_preferences):
-        loader = _loader(copy) if not any("peft_model_state" in one.name for one in _way(copy)) else None
-        if loader is not None and "del" not in copy.called and any(_on_gpu(one, loader) for one in _way(copy)):
+    for copy in (call for call in before if call.name == "deepcopy" and call is not of_preferences):
+        loader = _loader(copy) if not any("peft_model_state" in call.name for call in _way(copy)) else None
+        if loader is not None and "del" not in copy.called and any(_on_gpu(call, loader) for call in _way(copy)):
             return f"{copy.where}: a copy of the model lies beside it"
     return ""
 
 
-def loaded_again(program: Program, found: Training, text: str) -> tuple[str, str]:
+def loaded_again(program: Program, training: Training, text: str) -> tuple[str, str]:
     """Where and in which type the trained model's base goes to the GPU once more after the training, while the trainer
     holds the first ("" twice: it does not): to merge into it, mostly."""
-    trainer = found.trainer
+    trainer = training.trainer
     if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.made:
         return "", ""
-    own = plain(named_model(found.loader)) if found.loader is not None else plain(found.model) if found.model else ""
+    trained_name = (
+        plain(named_model(training.loader))
+        if training.loader is not None
+        else plain(training.model)
+        if training.model
+        else ""
+    )
     at_hand = trainer in program.module.names.values()
-    for one in program.made[program.made.index(trainer) :]:
-        if one.name != "from_pretrained" or not (loads_model(one.owner) or one.owner.startswith("AutoPeft")):
+    for call in program.made[program.made.index(trainer) :]:
+        if call.name != "from_pretrained" or not (loads_model(call.owner) or call.owner.startswith("AutoPeft")):
             continue
-        names = (str(name).rpartition("/")[2].lower() for name in (plain(named_model(one)), own))
-        base = one.owner.startswith("AutoPeft") or len(set(names)) == 1
-        if not at_hand and _function(text, one.where) != _function(text, trainer.where):
+        names = (str(name).rpartition("/")[2].lower() for name in (plain(named_model(call)), trained_name))
+        base = call.owner.startswith("AutoPeft") or len(set(names)) == 1
+        if not at_hand and _function(text, call.where) != _function(text, trainer.where):
             continue
-        quantized = one.argument("quantization_config") or one.argument("load_in_4bit") or one.argument("load_in_8bit")
-        if base and not quantized and _on_gpu(one, one):
-            return one.where, common.DTYPES.get(
-                str(plain(one.argument("dtype") or one.argument("torch_dtype"))), "bf16"
+        quantized = (
+            call.argument("quantization_config") or call.argument("load_in_4bit") or call.argument("load_in_8bit")
+        )
+        if base and not quantized and _on_gpu(call, call):
+            return call.where, common.DTYPES.get(
+                str(plain(call.argument("dtype") or call.argument("torch_dtype"))), "bf16"
             )
     return "", ""
 
@@ -195,23 +209,23 @@ def loaded_again(program: Program, found: Training, text: str) -> tuple[str, str
 def _function(text: str, where: str) -> str | None:
     """The function of the main file that a line lies in, None where that is not told."""
     line = int(where.rpartition(":")[2]) if where.rpartition(":")[2].isdigit() else 0
-    inside = (one for one in ast.walk(tree_of(text)) if isinstance(one, ast.FunctionDef))
-    return next((one.name for one in inside if one.lineno <= line <= (one.end_lineno or 0)), None)
+    inside = (function for function in ast.walk(tree_of(text)) if isinstance(function, ast.FunctionDef))
+    return next((function.name for function in inside if function.lineno <= line <= (function.end_lineno or 0)), None)
 
 
-def reference(found: Training, method: str, arguments: Settings) -> str:
+def reference(training: Training, method: str, arguments: Settings) -> str:
     """Which reference model that a preference trainer is handed lies beside what is counted; "" where none does: the
     policy's own copy stands for it."""
-    given = found.trainer.argument("ref_model", 1) if found.trainer is not None else None
+    given = training.trainer.argument("ref_model", 1) if training.trainer is not None else None
     loader = _loader(given) if isinstance(given, Made) else None
-    if loader is None or found.loader is None or loader is found.loader:
+    if loader is None or training.loader is None or loader is training.loader:
         return ""
     if method != "full":
         return f"{loader.where}: a reference model is loaded beside the adapters' base"
-    names = {plain(named_model(one)) for one in (loader, found.loader)}
+    names = {plain(named_model(call)) for call in (loader, training.loader)}
     if len(names) > 1 and all(isinstance(name, str) for name in names):
         return f"{loader.where}: the reference is another model"
-    if any(plain(loader.argument(key)) != plain(found.loader.argument(key)) for key in OF_LOADING):
+    if any(plain(loader.argument(key)) != plain(training.loader.argument(key)) for key in OF_LOADING):
         arguments.approximate(f"the reference model ({loader.where}) is counted in the policy's own type")
     return ""
 
@@ -222,9 +236,9 @@ OF_LOADING = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit")
 
 def _objects(value: Value) -> list[Made]:
     if isinstance(value, Items):
-        return [one for one in value.items if isinstance(one, Made)]
+        return [call for call in value.items if isinstance(call, Made)]
     inner = list(value.attributes.values()) if isinstance(value, Instance) and value.made_by is not None else [value]
-    return [one for one in inner if isinstance(one, Made)]
+    return [call for call in inner if isinstance(call, Made)]
 
 
 def _loader(value: Value | None) -> Made | None:
@@ -263,21 +277,25 @@ TRAINED_QUANTIZERS = re.compile(
 
 def trained_quantizers(text: str) -> str:
     """The package that makes a training aware of a later quantization, "" where none does."""
-    found = TRAINED_QUANTIZERS.search(text)
-    return found[1] if found else ""
+    match = TRAINED_QUANTIZERS.search(text)
+    return match[1] if match else ""
 
 
-def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
+def note(training: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     lora.leave_out(NOT_COUNTED)
-    if found.trainer is not None and OBJECTIVES[found.objective].supervised and own_steps.forwards(found.trainer) == 1:
-        arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
+    if (
+        training.trainer is not None
+        and OBJECTIVES[training.objective].supervised
+        and own_steps.forwards(training.trainer) == 1
+    ):
+        arguments.approximate(f"the loss of {training.trainer.owner} is its own: counted as the stack's")
     if package := trained_quantizers(text):
         arguments.approximate(f"what the quantizers of {package} hold beside the layers is not counted")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
-    switched = " ".join(subject.lower() for _, subject in _switches(text)) if found.pictures else ""
-    if found.adapter is None and any(part in switched for part in VISION):
+    switched = " ".join(subject.lower() for _, subject in _switches(text)) if training.pictures else ""
+    if training.adapter is None and any(part in switched for part in VISION):
         arguments.approximate("a frozen tower is counted as trained")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")

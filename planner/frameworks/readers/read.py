@@ -64,27 +64,27 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    found = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
-    own = found.setup.stack
-    stack = STACK_OF.get(found.format, own) if not STACKS[own].steps_in_backward else own
-    default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
-    reentrant = _reentrant(found.values, default=default)
-    named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
-    older = versions.computing(around.versions) if around is not None and found.format in BY_TRANSFORMERS else {}
+    reading = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
+    setup_stack = reading.setup.stack
+    stack = STACK_OF.get(reading.format, setup_stack) if not STACKS[setup_stack].steps_in_backward else setup_stack
+    default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
+    reentrant = _reentrant(reading.values, default=default)
+    named = fields.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
+    older = versions.computing(around.versions) if around is not None and reading.format in BY_TRANSFORMERS else {}
     around_it = {"expandable_segments": True} if STACKS[stack].expandable_segments else {}
-    setup = found.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
-    told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
-    found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
-    if found.values.get("auto_find_batch_size") is True:
-        found = replace(found, assumptions=(*found.assumptions, HALVED))
-    if around is not None and not found.older and found.format in TRAINERS:
+    setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
+    eval_seqs = 0 if reading.format in PROGRAMS else evaluating.sequences(reading.format, reading.values)
+    reading = replace(reading, setup=setup, keys={**named, **reading.keys}, eval_seqs=reading.eval_seqs or eval_seqs)
+    if reading.values.get("auto_find_batch_size") is True:
+        reading = replace(reading, assumptions=(*reading.assumptions, HALVED))
+    if around is not None and not reading.older and reading.format in TRAINERS:
         running = versions.transformers(around.versions.get("transformers"), (), None)
-        found = replace(found, older=running.older, lacks=running.lacks)
+        reading = replace(reading, older=running.older, lacks=running.lacks)
     if name.endswith(shell.SUFFIXES):
-        found = replace(found, lacks=(*found.lacks, *NO_WORDS))
-    if not _keeps_whole_gradients(found):
-        return found
-    return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
+        reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))
+    if not _keeps_whole_gradients(reading):
+        return reading
+    return replace(reading, approximations=(*reading.approximations, WHOLE_GRADIENTS))
 
 
 NO_WORDS = ("liger_kernel_config",)
@@ -109,16 +109,16 @@ WHOLE_GRADIENTS = (
 )
 
 
-def _keeps_whole_gradients(found: ReadConfig) -> bool:
+def _keeps_whole_gradients(reading: ReadConfig) -> bool:
     """Whether the Trainer would not reduce gradients before the last micro-batch of an FSDP2 step.
 
     Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
     """
-    setup = found.setup
+    setup = reading.setup
     sharded = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.accumulation_steps > 1
-    if not sharded or found.format not in TRAINERS:
+    if not sharded or reading.format not in TRAINERS:
         return False
-    value: Any = found.values
+    value: Any = reading.values
     for key in ("accelerator_config", "gradient_accumulation_kwargs", "sync_each_batch"):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value is not True
@@ -150,33 +150,37 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
             return torchtitan.read(Settings(values, name, around))
         return of_mapping(Settings(values, name, around), detect(values))
     documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
-    written = {file: one for document in documents for file, one in files_of(document.values).items()}
+    written = {file: content for document in documents for file, content in files_of(document.values).items()}
     inside = replace(around, written={**around.written, **written}) if written else around
     problems: list[ConfigError] = []
     for number, document in enumerate(documents, start=1):
         try:
-            found = _of_settings(document, launches, inside)
+            reading = _of_settings(document, launches, inside)
         except ConfigError as error:
             problems.append(error)
             continue
-        said = (f"{name} holds {len(documents)} documents: number {number} is read",) if len(documents) > 1 else ()
-        return replace(found, assumptions=(*said, *found.assumptions))
+        assumptions = (
+            (f"{name} holds {len(documents)} documents: number {number} is read",) if len(documents) > 1 else ()
+        )
+        return replace(reading, assumptions=(*assumptions, *reading.assumptions))
     raise min(problems, key=weight)
 
 
 def _under_launcher(text: str, name: str, around: FileContext, launcher: str) -> ReadConfig:
     """The setup of a file under the Accelerate config that it is launched with."""
-    told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
-    inside = replace(around, num_gpus=num_processes(told))
+    launcher_settings = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
+    inside = replace(around, num_gpus=num_processes(launcher_settings))
     inner = _read(text, name, inside)
-    layout = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
+    layout = read_accelerate(
+        Settings(launcher_settings.values, launcher_settings.name, replace(inside, base=inner.setup))
+    )
     setup = layout.setup
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
         setup = setup.replace(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
     return replace(
         inner,
         setup=setup,
-        missing=tuple(one for one in inner.missing if one.field not in OF_LAUNCHER),
+        missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
         assumptions=(*inner.assumptions, *layout.assumptions),
         approximations=(*inner.approximations, *layout.approximations),
     )
@@ -196,33 +200,33 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
         except NotATraining:
             if not detect(parsed.values):
                 raise
-    said: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     opened: dict[str, str] = {}
     if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
         composed, files = hydra.composed(parsed.values, around.exactly, "", around.arguments or ())
         parsed = parsed._replace(values=composed)
-        said = tuple(f"{file} beside it was read as well" for file in files)
+        assumptions = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
     kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
         kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
     if kind != own.FORMAT:
-        known, opened = hydra.without_open(parsed.values)
-        parsed = parsed._replace(values=known)
+        resolved, opened = hydra.without_open(parsed.values)
+        parsed = parsed._replace(values=resolved)
     settings = Settings(parsed.values, name, around)
     if kind in LAUNCHERS:
-        found = LAUNCHERS[kind](settings)
+        reading = LAUNCHERS[kind](settings)
     else:
         inner = of_mapping(settings, kind)
-        found = with_open(inner, opened, name, around.num_gpus) if opened else inner
-    said += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
+        reading = with_open(inner, opened, name, around.num_gpus) if opened else inner
+    assumptions += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
     where: dict[str, str] = {}
     if kind in TOOLS:
         where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
     elif kind == own.FORMAT:
-        where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
-    return replace(found, assumptions=(*said, *found.assumptions), origins=where)
+        where = {of: f"{name}:{parsed.lines[key]}" for of, key in reading.keys.items() if key in parsed.lines}
+    return replace(reading, assumptions=(*assumptions, *reading.assumptions), origins=where)
 
 
 def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
@@ -230,7 +234,7 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
     if kind not in ("", own.FORMAT):
         return kind, parsed
     blocks = {key: parsed.values.get(key) for key in READERS}
-    block = next((key for key, one in blocks.items() if isinstance(one, dict) and detect(one) == key), "")
+    block = next((key for key, values in blocks.items() if isinstance(values, dict) and detect(values) == key), "")
     if not block:
         return kind, parsed
     lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
@@ -244,7 +248,7 @@ def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConf
         return script.read("", launches.name, around, source)
     except NotATraining:
         commands, written = of_cells(text)
-        named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
+        named = {**written, **{path.rpartition("/")[2]: content for path, content in written.items()}}
         commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
         inside = replace(around, written={**around.written, **named}, versions={**dict(source.pins), **around.versions})
         try:
@@ -277,7 +281,7 @@ def read_config(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
         )
     text = read_bounded(path)
-    found = read_text(
+    reading = read_text(
         text,
         path.name,
         model=model,
@@ -291,24 +295,24 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
-    if found.format != own.FORMAT or arguments is not None or launcher is not None:
-        return found
+    if reading.format != own.FORMAT or arguments is not None or launcher is not None:
+        return reading
 
     def of_program(program: Path, words: tuple[str, ...] | None) -> ReadConfig:
         return read_config(program, model=model, num_gpus=num_gpus, gpu=gpu, arguments=words, versions=versions)
 
-    return through.read(path, found, of_program)
+    return through.read(path, reading, of_program)
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:
     """Folders in which files that `path` names are looked for: its own, those above it within a repository, here."""
     parents = list(path.absolute().parents)
-    kept = parents[:2]
+    folders = parents[:2]
     for above in parents[2:MAX_ANCESTORS]:
-        if (kept[-1] / ".git").exists() or above in (Path.home(), Path(above.anchor)):
+        if (folders[-1] / ".git").exists() or above in (Path.home(), Path(above.anchor)):
             break
-        kept.append(above)
-    return (*kept, Path())
+        folders.append(above)
+    return (*folders, Path())
 
 
 def installs(path: Path, packages: Sequence[str]) -> bool:
@@ -330,8 +334,8 @@ def pinned(path: Path) -> dict[str, str]:
     for folder in roots_of(path)[:-1]:
         for name in ("requirements.txt", "pyproject.toml"):
             with suppress(ConfigError):
-                if found := dict(of_requirements(read_bounded(folder / name))):
-                    return found
+                if pinned_versions := dict(of_requirements(read_bounded(folder / name))):
+                    return pinned_versions
     return {}
 
 
@@ -359,8 +363,8 @@ def script_of(values: Mapping[str, Any]) -> str:
 
     def put_in(match: re.Match[str]) -> str:
         block, _, name = match[1].rpartition(".")
-        known = block == "inputs" and isinstance(given.get(name), (str, int, float))
-        return str(given[name]) if known else f"${name}"
+        supplied = block == "inputs" and isinstance(given.get(name), (str, int, float))
+        return str(given[name]) if supplied else f"${name}"
 
     return re.sub(r"\$\{\{\s*([\w.]+)\s*\}\}", put_in, "\n".join([*lines, *_scripts(values, 0)]))
 
@@ -401,10 +405,10 @@ def _variables(given: Any) -> Iterator[tuple[str, str]]:
     """Environment variables: a mapping, `NAME=VALUE` lines, or `{name:, value:}` entries."""
     if isinstance(given, Mapping):
         given = [{"name": name, "value": value} for name, value in given.items()]
-    for one in given if isinstance(given, list) else ():
-        if isinstance(one, str) and "=" in one:
-            one = dict(zip(("name", "value"), one.split("=", 1), strict=True))
-        pair = (str(one.get("name")), one.get("value")) if isinstance(one, Mapping) else ("", None)
+    for entry in given if isinstance(given, list) else ():
+        if isinstance(entry, str) and "=" in entry:
+            entry = dict(zip(("name", "value"), entry.split("=", 1), strict=True))
+        pair = (str(entry.get("name")), entry.get("value")) if isinstance(entry, Mapping) else ("", None)
         if re.fullmatch(r"[A-Za-z_]\w*", pair[0]) and isinstance(pair[1], (str, int, float)):
             yield pair[0], str(pair[1])
 
@@ -414,28 +418,28 @@ def _gpus(values: Mapping[str, Any], depth: int) -> Iterator[int]:
     for key, value in values.items():
         if key in ("accelerators", "gpu", "gpus", "nvidia.com/gpu", "gpuCount", "num_gpus"):
             named = {*value.values()} if isinstance(value, Mapping) else {value}
-            for one in named:
-                match = _GPUS.match(str(one))
-                if match or str(one).isdigit():
-                    yield int(match[1] if match else one)
+            for spec in named:
+                match = _GPUS.match(str(spec))
+                if match or str(spec).isdigit():
+                    yield int(match[1] if match else spec)
         elif isinstance(value, Mapping) and depth < MAX_DEPTH:
             yield from _gpus(value, depth + 1)
         elif isinstance(value, list) and depth < MAX_DEPTH:
-            for one in value:
-                if isinstance(one, Mapping):
-                    yield from _gpus(one, depth + 1)
+            for inner in value:
+                if isinstance(inner, Mapping):
+                    yield from _gpus(inner, depth + 1)
 
 
 def _sweep(values: Mapping[str, Any]) -> str:
     """A W&B sweep: the program with each parameter that has one value; the others are open."""
     words: list[str] = []
     parameters = values["parameters"]
-    for name, said in parameters.items() if isinstance(parameters, Mapping) else ():
-        said = said if isinstance(said, Mapping) else {}
-        some = said.get("values")
-        one = said.get("value", some[0] if isinstance(some, list) and len(some) == 1 else None)
-        if isinstance(one, (str, int, float, bool)):
-            words += [f"--{name}", shlex.quote(str(one))]
+    for name, parameter in parameters.items() if isinstance(parameters, Mapping) else ():
+        parameter = parameter if isinstance(parameter, Mapping) else {}
+        some = parameter.get("values")
+        value = parameter.get("value", some[0] if isinstance(some, list) and len(some) == 1 else None)
+        if isinstance(value, (str, int, float, bool)):
+            words += [f"--{name}", shlex.quote(str(value))]
         else:
             words += [f"--{name}", f"${name}"]
     program = str(values["program"])

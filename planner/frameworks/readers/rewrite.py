@@ -58,17 +58,17 @@ def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
     that its trainer takes as well."""
     places: dict[str, tuple[int, int]] = {}
     for key in edits:
-        found = _flags(text, key)
-        if len(found) > 1 or any("$" in text[start:end] for start, end in found):
+        spans = _flags(text, key)
+        if len(spans) > 1 or any("$" in text[start:end] for start, end in spans):
             raise ConfigError(f"{name}: --{key} stands in no one place", hint="make the changes by hand")
-        places |= dict.fromkeys((key,), found[0]) if found else {}
-    beside = [found[0] for key in TRAINERS_WORDS if len(found := _flags(text, key)) == 1 and _ends(text, found[0])]
-    if not places and not beside:
+        places |= dict.fromkeys((key,), spans[0]) if spans else {}
+    anchors = [spans[0] for key in TRAINERS_WORDS if len(spans := _flags(text, key)) == 1 and _ends(text, spans[0])]
+    if not places and not anchors:
         raise ConfigError(f"{name} says none of {', '.join(edits)} itself", hint="make the changes by hand")
-    last = max(places.values()) if places else beside[0]
+    last = max(places.values()) if places else anchors[0]
     more = "".join(f" --{key} {_word(value)}" for key, value in edits.items() if key not in places)
     text = f"{text[: last[1]]}{more}{text[last[1] :]}"
-    for key, (start, end) in sorted(places.items(), key=lambda one: one[1], reverse=True):
+    for key, (start, end) in sorted(places.items(), key=lambda entry: entry[1], reverse=True):
         between = "=" if text[start:end].startswith("=") else " "
         text = f"{text[:start]}{between}{_word(edits[key])}{text[end:]}"
     return text
@@ -86,8 +86,10 @@ def _ends(text: str, place: tuple[int, int]) -> bool:
 
 def _flags(text: str, key: str) -> list[tuple[int, int]]:
     """Where the values of a flag stand in a script, outside comments."""
-    said = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
-    return [one.span(1) for one in said if "#" not in text[text.rfind("\n", 0, one.start()) + 1 : one.start()]]
+    matches = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
+    return [
+        match.span(1) for match in matches if "#" not in text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+    ]
 
 
 _FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|(?=\s|$))"""
@@ -116,18 +118,18 @@ def _rewrite_mapping(
     missing: dict[str, Any] = {}
     settings = list(_settings(root))
     for key, value in edits.items():
-        found = _written_at(settings, name, key, places.get(key, ""), now[key]) if key in now else None
-        found = found or _find(root, key.split("."))
+        setting = _written_at(settings, name, key, places.get(key, ""), now[key]) if key in now else None
+        setting = setting or _find(root, key.split("."))
         shown = json.dumps(value) if as_json else scalar(value)
-        if found is None:
+        if setting is None:
             missing[key] = value
             continue
-        key_node, node = found
+        key_node, node = setting
         start, end = node.start_mark.index, node.end_mark.index
         named = re.compile(r"[\"']?\s*:\s+([*&])([^\s,\[\]{}]+)\s*").match(text, key_node.end_mark.index)
         if named is not None and named[1] == "*":  # one use of a value that others have too
             start, end, shown = named.start(1), named.end(2), shown
-        elif any(one is key_node and shared for one, _, shared in settings):
+        elif any(other is key_node and shared for other, _, shared in settings):
             raise ConfigError(
                 f"{name}: {key} stands where other settings have it from too (line {key_node.start_mark.line + 1})",
                 hint="make the change where it is set",
@@ -173,25 +175,25 @@ def _written_at(
     Raises:
         ConfigError: no such.
     """
-    line, said = place.rpartition(":")[2], yaml.SafeLoader("")
-    there = [(one, value) for one, value, _ in settings if str(one.start_mark.line + 1) == line]
-    found = [one for one in there if said.construct_object(one[1], deep=True) == now]
-    if len(found) > 1:
-        found = [one for one in found if one[0].value == key]
-    if len(found) != 1:
+    line, loader = place.rpartition(":")[2], yaml.SafeLoader("")
+    there = [(key_node, value) for key_node, value, _ in settings if str(key_node.start_mark.line + 1) == line]
+    matches = [pair for pair in there if loader.construct_object(pair[1], deep=True) == now]
+    if len(matches) > 1:
+        matches = [pair for pair in matches if pair[0].value == key]
+    if len(matches) != 1:
         raise ConfigError(f"{name}: {key} is no literal there ({place})", hint="make the change where it is set")
-    return found[0]
+    return matches[0]
 
 
 def _find(root: yaml.MappingNode, parts: list[str]) -> tuple[yaml.Node, yaml.Node] | None:
     """(key node, value node) of a dotted key; the last of duplicates, which is the one that counts."""
-    found: tuple[yaml.Node, yaml.Node] | None = None
+    pair: tuple[yaml.Node, yaml.Node] | None = None
     for key, value in root.value:
         if isinstance(key, yaml.ScalarNode) and key.value == parts[0]:
-            found = (key, value)
-    if found is None or len(parts) == 1:
-        return found
-    return _find(found[1], parts[1:]) if isinstance(found[1], yaml.MappingNode) else None
+            pair = (key, value)
+    if pair is None or len(parts) == 1:
+        return pair
+    return _find(pair[1], parts[1:]) if isinstance(pair[1], yaml.MappingNode) else None
 
 
 def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> str:
@@ -220,13 +222,13 @@ def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> 
 def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> str:
     outer, inner = key.split(".", 1)
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    found = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
-    if found is None:
+    pair = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
+    if pair is None:
         return (
             text.rstrip("\r\n \t")
             + f"{break_}{break_}# {ADDED}{break_}{outer}:{break_}  {inner}: {scalar(value)}{break_}"
         )
-    block = found[1]
+    block = pair[1]
     if not isinstance(block, yaml.MappingNode) or block.flow_style or not block.value:
         raise ConfigError(f"{name}: {outer} cannot be extended in place", hint="write it one setting per line")
     first = block.value[0][0].start_mark
@@ -253,11 +255,11 @@ def _rewrite_notebook(
     source = of_notebook(text, name)
 
     def changed(sources: list[str]) -> list[str]:
-        cells = [one.splitlines(keepends=True) for one in sources]
+        cells = [code.splitlines(keepends=True) for code in sources]
         lines = [cells[cell - 1][line - 1] for cell, line in source.origin]
         lines = _rewrite_python(lines, source, name, edits, call_line, places, now)
-        for (cell, line), one in zip(source.origin, lines, strict=True):
-            cells[cell - 1][line - 1] = one
+        for (cell, line), rewritten in zip(source.origin, lines, strict=True):
+            cells[cell - 1][line - 1] = rewritten
         return ["".join(cell) for cell in cells]
 
     return in_cells(text, changed)
@@ -269,7 +271,7 @@ def _written(node: ast.expr) -> bool:
 
 
 def _names_in(node: ast.AST) -> bool:
-    return any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
+    return any(isinstance(child, (ast.Name, ast.Call)) for child in ast.walk(node))
 
 
 def _source(tree: ast.Module, source: Source, name: str, key: str, place: str, now: Mapping[str, Any]) -> ast.expr:
@@ -280,16 +282,16 @@ def _source(tree: ast.Module, source: Source, name: str, key: str, place: str, n
         ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
     """
     line = source.line(place) if place.startswith(f"{name}:") else 0
-    sums = (one for one in ast.walk(tree) if isinstance(one, ast.BinOp) and one.lineno == line)
-    computed = {id(one) for node in sums for one in ast.walk(node)}
-    said = [one for one in ast.walk(tree) if isinstance(one, ast.Constant) and one.lineno == line]
-    found = [one for one in said if id(one) not in computed and not isinstance(one.value, str)]
+    sums = (node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and node.lineno == line)
+    computed = {id(child) for node in sums for child in ast.walk(node)}
+    literals = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.lineno == line]
+    matches = [node for node in literals if id(node) not in computed and not isinstance(node.value, str)]
     if isinstance(wanted := now.get(key), str):
-        found = [one for one in said if one.value == wanted]
-    if len(found) != 1 or (key in now and found[0].value != wanted):
+        matches = [node for node in literals if node.value == wanted]
+    if len(matches) != 1 or (key in now and matches[0].value != wanted):
         where = f" ({place})" if place else ""
         raise ConfigError(f"{name}: {key} is no literal in the call{where}", hint="make the change where it is set")
-    return found[0]
+    return matches[0]
 
 
 def _rewrite_python(
@@ -334,8 +336,8 @@ def _rewrite_python(
         splices.append((node_.lineno, node_.col_offset, node_.end_lineno, node_.end_col_offset, shown))
     if left and not splices:
         raise left[0]
-    replaced = {one for one in splices if one[:2] != one[2:4]}
-    if len({one[:4] for one in replaced}) < len(replaced):
+    replaced = {splice for splice in splices if splice[:2] != splice[2:4]}
+    if len({splice[:4] for splice in replaced}) < len(replaced):
         raise ConfigError(f"{name}: one value says several of {', '.join(edits)}", hint="change it by hand")
     read = source.text.splitlines()
     changed = {line for start, _, end, _, _ in splices for line in range(start, end + 1)}

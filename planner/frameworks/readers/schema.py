@@ -29,5 +29,5 @@ def accepted(tool: str) -> frozenset[str]:
 
 def blocks(tool: str) -> dict[str, list[str]]:
     """Block of a tool's file ("": the file itself) -> its settings."""
-    found: dict[str, list[str]] = snapshot()[tool]["blocks"]
-    return found
+    by_block: dict[str, list[str]] = snapshot()[tool]["blocks"]
+    return by_block

@@ -47,7 +47,7 @@ ARGUMENTS = (
 )
 
 
-def read(text: str, name: str, outside: FileContext, source: Source | None = None) -> ReadConfig:
+def read(text: str, name: str, context: FileContext, source: Source | None = None) -> ReadConfig:
     """The setup of a training program; `source` is its text where it does not stand in a .py file.
 
     Raises:
@@ -59,8 +59,8 @@ def read(text: str, name: str, outside: FileContext, source: Source | None = Non
             hint="give the script that makes the trainer",
         )
     source = source or of_script(text)
-    pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
-    around = replace(outside.of_program(), newest=not pinned)
+    pinned = {"trl", "transformers"} & {*dict(source.pins), *context.versions}
+    around = replace(context.of_program(), newest=not pinned)
 
     def taken(
         decided: Mapping[str, bool], *, trains: bool = False, uncalled: bool = True
@@ -68,44 +68,46 @@ def read(text: str, name: str, outside: FileContext, source: Source | None = Non
         program = run(source.text, name, replace(around, decided=decided, uncalled=uncalled), source.label)
         if trains and not program.trained:
             raise NotATraining(f"{name} trains nothing on this way", hint="")
-        return program, _Script(program, training.find(program, name), source, name, outside).config()
+        return program, _Script(program, training.find(program, name), source, name, context).config()
 
     try:
-        program, found = taken({})
+        program, reading = taken({})
         workers = plain(program.workers)
-        if outside.num_gpus == 1 and isinstance(workers, int) and workers > 1:
-            return read(text, name, replace(outside, num_gpus=workers), source)
+        if context.num_gpus == 1 and isinstance(workers, int) and workers > 1:
+            return read(text, name, replace(context, num_gpus=workers), source)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
             f"{name} is not Python that can be read: {reason(error)}", hint="give a script that Python itself accepts"
         ) from error
     as_it_is = {"trains": bool(program.trained), "uncalled": not program.starts}
-    return open_conditions.settle(found, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
+    return open_conditions.settle(reading, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
 
 
-def _has_trainer(aim: Objective) -> bool:
+def _has_trainer(objective: Objective) -> bool:
     """Whether TRL has a trainer of the objective, beside SFTTrainer."""
-    return not aim.supervised and "trl" in aim.targets
+    return not objective.supervised and "trl" in objective.targets
 
 
 class _Script:
     """One program's training on its way to a setup."""
 
-    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: FileContext) -> None:
-        self.program, self.found, self.source, self.name = program, found, source, name
-        self.model, self.outside = outside.model, outside
-        owner = found.loader.owner if found.loader is not None else ""
+    def __init__(
+        self, program: Program, training_run: Training, source: Source, name: str, context: FileContext
+    ) -> None:
+        self.program, self.found, self.source, self.name = program, training_run, source, name
+        self.model, self.outside = context.model, context
+        owner = training_run.loader.owner if training_run.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
-        kind = found.trainer.name if found.trainer is not None else ""
-        self.aim = OBJECTIVES[found.objective]
+        kind = training_run.trainer.name if training_run.trainer is not None else ""
+        self.aim = OBJECTIVES[training_run.objective]
         self.beside_bytes = 0
         self.trl = (
             self.unsloth
             or kind == "SFTTrainer"
-            or any(one.name == "SFTConfig" for one in program.made)
+            or any(call.name == "SFTConfig" for call in program.made)
             or _has_trainer(self.aim)
         )
-        self.arguments = self.settings(found.arguments)
+        self.arguments = self.settings(training_run.arguments)
         self.missing = self.arguments.missing
         # Old TRL took some settings on the trainer itself.
         outer = self.settings(self.found.trainer)
@@ -115,11 +117,11 @@ class _Script:
                 self.arguments.where[key] = outer.where.get(key, "")
             elif key in outer.unknown:
                 self.arguments.unknown[key] = outer.unknown[key]
-        self.loader = self.settings(found.loader if found.handed is None else found.handed)
-        self.bnb = self.settings(found.quantization)
-        self.lora = self.settings(found.adapter)
+        self.loader = self.settings(training_run.loader if training_run.handed is None else training_run.handed)
+        self.bnb = self.settings(training_run.quantization)
+        self.lora = self.settings(training_run.adapter)
         self.arguments.blocks |= {"loader": self.loader, "quantization": self.bnb, "adapter": self.lora}
-        self.adapters = Adapters(found, self.lora, self.unsloth, self.missing)
+        self.adapters = Adapters(training_run, self.lora, self.unsloth, self.missing)
         self._settle_versions()
 
     def settings(self, made: Value | None) -> Settings:
@@ -128,16 +130,16 @@ class _Script:
 
     def _settle_versions(self) -> None:
         """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
-        source, found = self.source, self.found
+        source, training_run = self.source, self.found
         named = {**dict(source.pins), **self.outside.versions}
-        trainer = found.trainer.keywords if found.trainer is not None else {}
+        trainer = training_run.trainer.keywords if training_run.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
         used = {*self.arguments.values, *self.arguments.unknown}
         # The settings of the configuration class that TRL has for the objective.
         made = self.found.arguments
-        own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
+        trl_config = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
         configured = (
-            *((*self.arguments.values, *self.arguments.unknown) if own else ()),
+            *((*self.arguments.values, *self.arguments.unknown) if trl_config else ()),
             *({"evaluation_strategy"} & used if self.aim.supervised else ()),
         )
         bound = versions.taking(trainer if self.trl else (), configured, imports, objective=self.aim.name)
@@ -311,23 +313,23 @@ class _Script:
         if self.aim.rolls_out:
             fields |= rollout_fields(arguments, base, self.aim.name, self.defaults.version)
         wrapped = trainer is not None and trainer.argument("peft_config") is None
-        asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
-        if method != "full" and wrapped and asked:
+        needs_reference = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
+        if method != "full" and wrapped and needs_reference:
             arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
         if method == "qlora" and self.aim.name == "orpo":
             arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
         if (
             self.aim.reference
             and "method" not in self.missing
-            and (beside := program_changes.reference(self.found, method, arguments))
+            and (extra_reference := program_changes.reference(self.found, method, arguments))
         ):
-            self.missing["beside"] = beside
+            self.missing["beside"] = extra_reference
         if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
             fields["precomputed_reference"] = True
         since, until = versions.TRL_LOADS_REFERENCE
         anew = self.aim.name == "dpo" and method == "full" and since <= self.defaults.version < until
-        own = trainer is None or trainer.argument("ref_model", 1) is None
-        if anew and own and "precomputed_reference" not in fields and base["precision"] in HALVES:
+        implicit_reference = trainer is None or trainer.argument("ref_model", 1) is None
+        if anew and implicit_reference and "precomputed_reference" not in fields and base["precision"] in HALVES:
             more = f"{self.defaults.said} loads DPO's reference in float32: 2 bytes a weight more than its policy"
             if self.model is None:
                 arguments.approximate(more)
@@ -337,12 +339,12 @@ class _Script:
         return fields
 
     def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
-        found: dict[str, str] = {}
+        origins: dict[str, str] = {}
         for part in parts:
             for key, where in part.where.items():
                 if key in FIELD_OF and where:
-                    found.setdefault(FIELD_OF[key], where)
-        return found
+                    origins.setdefault(FIELD_OF[key], where)
+        return origins
 
     def _model_id(self) -> str | None:
         named = self.found.model
@@ -393,8 +395,8 @@ class _Script:
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
-            own = f"the checkpoint's own, {common.stored_dtype(self.model) or 'taken to be bf16'}"
-            taken = own if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
+            stored = f"the checkpoint's own, {common.stored_dtype(self.model) or 'taken to be bf16'}"
+            taken = stored if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
             loader.assume(f"no dtype on from_pretrained: {taken}")
         weights = common.weight_dtype(loader, key, default)
         return common.precision(self.arguments, weights, autocast, method)
@@ -412,8 +414,8 @@ class _Script:
 
         Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
         """
-        own = CONFIGS.get(self.found.objective, "SFTConfig")
-        return self.found.arguments is None or self.found.arguments.name == own
+        config_name = CONFIGS.get(self.found.objective, "SFTConfig")
+        return self.found.arguments is None or self.found.arguments.name == config_name
 
     def _called(self, word: str) -> bool:
         return any(word in model.called for model in self.found.touched)
@@ -461,9 +463,13 @@ class _Script:
             return False
         calls = [model.called.get("gradient_checkpointing_enable") for model in self.found.touched]
         for call in (self.found.prepared, *calls):
-            told = self.settings(call).raw("gradient_checkpointing_kwargs")
-            if isinstance(told, dict) and "use_reentrant" in told and not self.arguments.has("gradient_checkpointing"):
-                return told["use_reentrant"] is True
+            kwargs = self.settings(call).raw("gradient_checkpointing_kwargs")
+            if (
+                isinstance(kwargs, dict)
+                and "use_reentrant" in kwargs
+                and not self.arguments.has("gradient_checkpointing")
+            ):
+                return kwargs["use_reentrant"] is True
         return True
 
     def _length(self) -> int:
@@ -536,16 +542,16 @@ def length_of(
 
 def _one_of(cut: list[Known], program: Program, named: list[Known], name: str, arguments: Settings) -> tuple[int, str]:
     """The length by the surest of what the program shows: what a tokenizer is told, slices, names."""
-    for found in (cut, program.cuts, _named(program), named):
-        distinct = sorted({int(value.data) for value in found})
-        if len(distinct) > 1 and found is named:
-            places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
+    for lengths in (cut, program.cuts, _named(program), named):
+        distinct = sorted({int(value.data) for value in lengths})
+        if len(distinct) > 1 and lengths is named:
+            places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in lengths))
             return distinct[-1], f"{name} names several lengths: {places[:200]}"
         whole = [value for value in named if int(value.data) > distinct[-1]] if len(distinct) > 1 else []
         if whole:  # prompt and answer are cut one by one, and their sum has a name
-            found, distinct = whole, [max(int(value.data) for value in whole)]
+            lengths, distinct = whole, [max(int(value.data) for value in whole)]
         if distinct:
-            longest = max(found, key=lambda value: int(value.data))
+            longest = max(lengths, key=lambda value: int(value.data))
             arguments.where.setdefault("max_length", longest.where)
             return distinct[-1], ""
     prepared = f"{name}: the length of the sequences is decided while the data is prepared"
@@ -582,11 +588,15 @@ def _given_back(text: str) -> Iterator[int]:
         if not isinstance(function, ast.FunctionDef):
             continue
         inside = list(ast.walk(function))
-        returned = [one.value for one in inside if isinstance(one, ast.Return)]
-        names = {one.id for one in returned if isinstance(one, ast.Name)}
-        made = [one for one in inside if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)]
-        values = [*returned, *(one.value for one in made if one.targets[0].id in names)]  # type: ignore[attr-defined]
-        yield from (one.lineno for one in values if isinstance(one, ast.Call))
+        returned = [statement.value for statement in inside if isinstance(statement, ast.Return)]
+        names = {value.id for value in returned if isinstance(value, ast.Name)}
+        made = [
+            statement
+            for statement in inside
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        ]
+        values = [*returned, *(statement.value for statement in made if statement.targets[0].id in names)]  # type: ignore[attr-defined]
+        yield from (value.lineno for value in values if isinstance(value, ast.Call))
 
 
 def told(program: Program) -> Iterator[Known]:

@@ -42,8 +42,8 @@ def parallel_of(settings: Settings, layout: Layout, num_gpus: int = 0) -> dict[s
             hint="say how many GPUs the run has with --gpus",
         )
     if num_gpus == split:  # one copy: nothing to share
-        dealt = {name: value for name, value in layout.items() if name == "expert_degree"}
-        return {**degrees, **dealt, "num_gpus": num_gpus, "parallel": "none"}
+        experts = {name: value for name, value in layout.items() if name == "expert_degree"}
+        return {**degrees, **experts, "num_gpus": num_gpus, "parallel": "none"}
     version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in layout else {}
     return {**layout, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
@@ -112,12 +112,12 @@ def cut_sequences(settings: Settings, mesh: Settings, layout: Layout) -> Layout:
     ring, ulysses = (mesh.integer(key, 1, at_least=1) for key in ("cp_size", "sp_size"))
     if ring * ulysses == 1:
         return {}
-    own = ("fsdp2",) if ring > 1 else ("zero3", "zero2", "zero1")
-    found: Layout = {"context_degree": max(ring, ulysses)}
-    if layout.get("parallel", "none") not in own:
-        settings.assume(f"{own[0]} is taken beside sequences cut over GPUs: the launcher's file says what it is")
-        found["parallel"] = own[0]
-    return found
+    strategies = ("fsdp2",) if ring > 1 else ("zero3", "zero2", "zero1")
+    sequence_layout: Layout = {"context_degree": max(ring, ulysses)}
+    if layout.get("parallel", "none") not in strategies:
+        settings.assume(f"{strategies[0]} is taken beside sequences cut over GPUs: the launcher's file says what it is")
+        sequence_layout["parallel"] = strategies[0]
+    return sequence_layout
 
 
 def distributed(settings: Settings, block: dict[str, Any]) -> Layout:
@@ -155,11 +155,11 @@ _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "H
 
 def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Layout:
     """The spread of TrainingArguments' `fsdp`: words such as "full_shard auto_wrap offload" (version 2 in 5.23)."""
-    said = words.replace(",", " ").lower().split()
-    strategy = next((word.upper() for word in said if word.endswith(("_shard", "grad_op", "zero2"))), "FULL_SHARD")
-    wraps = "auto_wrap" in said or any("wrap" in key for key in block)
+    options = words.replace(",", " ").lower().split()
+    strategy = next((word.upper() for word in options if word.endswith(("_shard", "grad_op", "zero2"))), "FULL_SHARD")
+    wraps = "auto_wrap" in options or any("wrap" in key for key in block)
     values = {"sharding_strategy": strategy, "auto_wrap_policy": "auto" if wraps else "NO_WRAP", **block}
-    return fsdp(settings, values | ({"offload_params": True} if "offload" in said else {}))
+    return fsdp(settings, values | ({"offload_params": True} if "offload" in options else {}))
 
 
 def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Layout:
@@ -206,11 +206,11 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
         return stage_of(settings, value)
     if not isinstance(value, str):
         raise settings.error("deepspeed", "a path or a block of settings", value)
-    found = settings.outside.find(value)
-    text = read_bounded(found) if found is not None else settings.outside.beside(value)  # a file, or one written before
+    path = settings.outside.find(value)
+    text = read_bounded(path) if path is not None else settings.outside.beside(value)  # a file, or one written before
     if text is not None:
-        told = parse_json(text, value) if value.endswith(".json") else parse_yaml(text, value).values
-        return stage_of(settings, told)
+        parsed = parse_json(text, value) if value.endswith(".json") else parse_yaml(text, value).values
+        return stage_of(settings, parsed)
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
         # the file's name says the stage; whether it offloads, the name of one that a tool ships alone
@@ -239,8 +239,8 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
     stage = Settings(zero, f"{settings.name}: zero_optimization").integer("stage", 0)
     if stage > 3:
         raise settings.error("zero_optimization.stage", "0 to 3", stage)
-    dealt = values.get("expert_parallel")
-    if isinstance(dealt, dict) and dealt.get("enabled"):
+    expert_parallel = values.get("expert_parallel")
+    if isinstance(expert_parallel, dict) and expert_parallel.get("enabled"):
         settings.approximate(
             "experts dealt out by DeepSpeed (expert_parallel) are counted as if ZeRO alone sharded them"
         )
@@ -319,15 +319,15 @@ def read_accelerate(settings: Settings) -> ReadConfig:
         settings.approximate("fp8 matrix multiplications are counted as bf16")
     if base.context_degree > 1 and layout.get("parallel") in SHARDED:
         layout = {"context_degree": base.context_degree, **layout}  # a program's own `ParallelismConfig`
-    found = parallel_of(settings, layout, processes)
-    if base.parallel == "device-map" and found["parallel"] == "none":
-        found = {}
+    layout_fields = parallel_of(settings, layout, processes)
+    if base.parallel == "device-map" and layout_fields["parallel"] == "none":
+        layout_fields = {}
     if base.sharded_at_loading and kind == "MULTI_GPU" and base.num_gpus == processes:
-        found = {}  # transformers shards while it loads; the launcher only starts the processes
-    if found:
+        layout_fields = {}  # transformers shards while it loads; the launcher only starts the processes
+    if layout_fields:
         base = base.replace_trusted(**{name: getattr(TrainSetup(), name) for name in LAYOUT_FIELDS})
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
-    return config(ACCELERATE, settings, {**_fields(base), **found, **changes})
+    return config(ACCELERATE, settings, {**_fields(base), **layout_fields, **changes})
 
 
 def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict[str, Any]]:

@@ -53,12 +53,12 @@ class Script:
 
 def without_documents(text: str, script: Script) -> str:
     """The text with a marked line for each file that it writes; text for another command than a shell goes."""
-    kept: list[str] = []
+    remaining: list[str] = []
     lines = iter(text.splitlines())
     for line in lines:
         opens = _OPENS.search(line) if "<<" in line and "<<<" not in line else None
         if opens is None or line.lstrip().startswith("#") or not _TAKES_TEXT.search(line.strip()):
-            kept.append(line)  # of `bash <<EOF` the text is commands
+            remaining.append(line)  # of `bash <<EOF` the text is commands
             continue
         body: list[str] = []
         for inner in lines:
@@ -68,25 +68,25 @@ def without_documents(text: str, script: Script) -> str:
         around = line[: opens.start()] + line[opens.end() :]
         into = _BY_TEE.search(around) or _INTO.search(around)
         if into is None:
-            kept.append(line[: opens.start()])
+            remaining.append(line[: opens.start()])
             continue
-        kept.append(f"{MARK}{len(script.documents)} {into[1]}")
+        remaining.append(f"{MARK}{len(script.documents)} {into[1]}")
         script.documents.append(("\n".join(body) + "\n", not opens[1]))
-    return "\n".join(kept)
+    return "\n".join(remaining)
 
 
 def without_functions(lines: Iterable[str], script: Script) -> tuple[str, ...]:
     """The lines without those of functions, which the script holds from now on."""
-    kept: list[str] = []
+    remaining: list[str] = []
     name, depth, body = "", 0, list[str]()
     for line in lines:
-        if not name and (found := _FUNCTION.match(line)):
-            name, depth, body = found[1] or found[2], 0, []
-            line = f"{{ {found[4]}" if found[3] else found[4]
+        if not name and (match := _FUNCTION.match(line)):
+            name, depth, body = match[1] or match[2], 0, []
+            line = f"{{ {match[4]}" if match[3] else match[4]
             if not line:
                 continue  # its brace opens the next line
         if not name:
-            kept.append(line)
+            remaining.append(line)
             continue
         starts, ends = re.match(r"\{(?=\s|$)", line), re.search(r"(?:^|[;\s])\}(?:\s*$|\s*[;|&>])", line)
         grouped = re.search(r"(?:^|&&|\|\||;)\s*\{\s*$", line) if depth else None
@@ -97,7 +97,7 @@ def without_functions(lines: Iterable[str], script: Script) -> tuple[str, ...]:
         if depth <= 0:
             script.functions[name] = tuple(body)
             name = ""
-    return (*kept, *body) if name else tuple(kept)
+    return (*remaining, *body) if name else tuple(remaining)
 
 
 def positional(words: Sequence[str], quoted: str) -> dict[str, str]:
@@ -140,9 +140,9 @@ def with_ifs(lines: Iterable[str]) -> Iterator[str]:
             continue
         rest = line
         while rest := rest.strip(" \t\n"):
-            if found := _CASE.match(rest):
-                cases.append(_Case(found[1]))
-                rest = found[2]
+            if match := _CASE.match(rest):
+                cases.append(_Case(match[1]))
+                rest = match[2]
             elif not cases:
                 yield rest
                 break
@@ -158,12 +158,12 @@ def _in_case(cases: list[_Case], text: str) -> Generator[str, None, str]:
         if case.begun:
             yield "fi"
         return text.removeprefix("esac").lstrip("; ")
-    if not case.inside and (found := _PATTERN.match(text)):
-        patterns = re.sub(r"[\s\"']", "", found[1])
+    if not case.inside and (match := _PATTERN.match(text)):
+        patterns = re.sub(r"[\s\"']", "", match[1])
         word = "else" if case.begun and patterns == "*" else "elif" if case.begun else "if"
         yield word if word == "else" else f'{word} [ "{case.word}" in "{patterns}" ]; then'
         case.begun = case.inside = True
-        return found[2]
+        return match[2]
     head, ends, tail = text.partition(";;")
     case.inside = case.inside and not ends
     quoted = '"' in head or "'" in head or "$(" in head
@@ -204,21 +204,21 @@ class Branches:
 
     def skips(self, line: str, variables: dict[str, str]) -> bool:
         """Follows a line; whether it does not run."""
-        found = None if line.rstrip().endswith(":") else _WORD.match(line.strip())  # of Python between the lines
-        if found is None or (found[1] == "if" and re.search(r";\s*fi\b", line)):
+        match = None if line.rstrip().endswith(":") else _WORD.match(line.strip())  # of Python between the lines
+        if match is None or (match[1] == "if" and re.search(r";\s*fi\b", line)):
             if self.blocks and re.match(r"(?:exit|return)\b", line.strip()):
                 self.blocks[-1].left = True
             return any(block.live is False for block in self.blocks)
-        if found[1] == "if":
-            self.blocks.append(Block(dict(variables), live=self.truth(found[2], variables)))
+        if match[1] == "if":
+            self.blocks.append(Block(dict(variables), live=self.truth(match[2], variables)))
         elif self.blocks:
             block = self.blocks[-1]
             block.ended(variables)
-            if found[1] == "fi":
+            if match[1] == "fi":
                 self.closed(self.blocks.pop(), variables)
             else:
-                block.otherwise = found[1] == "else"
-                truth = True if block.otherwise else self.truth(found[2], variables)
+                block.otherwise = match[1] == "else"
+                truth = True if block.otherwise else self.truth(match[2], variables)
                 unsure = block.open and truth is True  # an earlier branch may have run instead
                 block.live = False if block.decided else None if unsure else truth
         return any(block.live is False for block in self.blocks)
@@ -236,21 +236,21 @@ class Branches:
     def truth(self, condition: str, variables: dict[str, str]) -> bool | None:
         """Whether a test of one variable is true; None where that is not known."""
         test = re.sub(r"(?<!\s)\s*;\s*then\b.*$", "", condition.strip(), flags=re.DOTALL)
-        if found := _ONE_OF.match(test):
-            value, patterns = self.filled(found[1], variables), found[2].split("|")
+        if match := _ONE_OF.match(test):
+            value, patterns = self.filled(match[1], variables), match[2].split("|")
             if "*" in patterns:
                 return True
             return None if self.is_open(value) else any(fnmatchcase(value, pattern) for pattern in patterns)
-        if found := _EMPTY.match(test):
-            value = variables.get(found[2], "")
-            return None if self.is_open(value) else (value == "") is (found[1] == "-z")
-        if found := _NUMBERS.match(test):
-            sides = [self.filled(side, variables) for side in (found[1], found[3])]
+        if match := _EMPTY.match(test):
+            value = variables.get(match[2], "")
+            return None if self.is_open(value) else (value == "") is (match[1] == "-z")
+        if match := _NUMBERS.match(test):
+            sides = [self.filled(side, variables) for side in (match[1], match[3])]
             numbers = [int(side) for side in sides if side.isdigit()]
-            return getattr(operator, found[2])(*numbers) if len(numbers) == 2 else None
-        if found := _EQUAL.match(test):
-            value = self.filled(found[1], variables)
-            return None if self.is_open(value) else (value == found[3]) is (found[2] != "!=")
+            return getattr(operator, match[2])(*numbers) if len(numbers) == 2 else None
+        if match := _EQUAL.match(test):
+            value = self.filled(match[1], variables)
+            return None if self.is_open(value) else (value == match[3]) is (match[2] != "!=")
         return None
 
 
@@ -356,19 +356,19 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
     variables["@"] = shlex.join(arguments)
     script = Script()
     named = _FOUND.sub(r"\1\2", re.sub(r"[\x00-\x08]", " ", text))  # marks are ours
-    own = without_documents(named, script)
-    lines = tuple(_lines(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, own))))
-    found = tuple(_commands(with_ifs(without_functions(lines, script)), dict(variables), script))
+    code = without_documents(named, script)
+    lines = tuple(_lines(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, code))))
+    launches = tuple(_commands(with_ifs(without_functions(lines, script)), dict(variables), script))
     script.functions = {}  # what nothing calls, or calls in a way that is not followed
-    found = found or tuple(_commands(with_ifs(lines), dict(variables), script))
-    if all(command.tool == "script" for command in found):  # a menu: without a word it shows its help
-        found = tuple(_commands(lines, variables, script))
-    if not found:
+    launches = launches or tuple(_commands(with_ifs(lines), dict(variables), script))
+    if all(command.tool == "script" for command in launches):  # a menu: without a word it shows its help
+        launches = tuple(_commands(lines, variables, script))
+    if not launches:
         raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
             hint="give the program or the config that it starts",
         )
-    return found
+    return launches
 
 
 _FOUND = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)|`(?:which|command -v) +([\w.-]+)`")
@@ -377,7 +377,7 @@ _FOUND = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)|`(?:which|command -v
 
 def _one_by_one(line: str) -> list[str]:
     """`export A=1 B=2` as a line for each; any other line as it is."""
-    return [f"export {one}" for one in _PAIR.findall(line)] if _EXPORTS.fullmatch(line) else [line]
+    return [f"export {assignment}" for assignment in _PAIR.findall(line)] if _EXPORTS.fullmatch(line) else [line]
 
 
 def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -> Iterator[Command]:
@@ -396,8 +396,8 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
             _assign(assigned, line, variables)
             continue
         for part in _parts(line):
-            own = dict(variables)
-            words = _expanded(_words(part), own)
+            local_variables = dict(variables)
+            words = _expanded(_words(part), local_variables)
             if words[:1] == ["cd"] and len(words) == 2 and not is_open(words[1]):
                 folder = os.path.normpath(os.path.join(folder, words[1]))
             if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3 and not is_open(words[3]):
@@ -412,14 +412,18 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
                 yield from _called(called, variables, script, folder)
                 continue
             inner = _handed_to_shell(words)
-            alone = None if inner else _command(words, own)
-            handed = _commands(with_ifs(_lines(inner)), own, script) if inner else ()
+            alone = None if inner else _command(words, local_variables)
+            handed = _commands(with_ifs(_lines(inner)), local_variables, script) if inner else ()
             for command in handed if alone is None else (alone,):
-                said = {key: value for key, value in own.items() if key in exported or variables.get(key) != value}
+                environment = {
+                    key: value
+                    for key, value in local_variables.items()
+                    if key in exported or variables.get(key) != value
+                }
                 yield replace(
                     command,
                     folder=os.path.normpath(os.path.join(folder, command.folder or ".")),
-                    environment=(*said.items(), *command.environment),
+                    environment=(*environment.items(), *command.environment),
                     written=dict(script.files),
                 )
 
@@ -464,9 +468,9 @@ def _handed_to_shell(words: list[str]) -> str:
 
 def _parts(line: str) -> list[str]:
     """The commands of a line, cut where no quotes are open."""
-    held = _Held("\x01")
-    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(held.hold, _QUOTED.sub(held.hold, line)))
-    return [held.back(part) for part in parts]
+    placeholders = _Held("\x01")
+    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(placeholders.hold, _QUOTED.sub(placeholders.hold, line)))
+    return [placeholders.back(part) for part in parts]
 
 
 class _Held:
@@ -488,20 +492,20 @@ class _Held:
 
 def _lines(text: str) -> Iterator[str]:
     """Logical lines: continued ones, quotes and arrays that go over several lines in one piece."""
-    held = ""
+    pending = ""
     for line in re.sub(r"(?<![ \t])[ \t]*+\\\n[ \t]*+", " ", _without_comments(text).rstrip("\\ \n")).splitlines():
-        line = line if held else line.strip().removeprefix("@")
-        if not held and (not line or line.startswith("#")):
+        line = line if pending else line.strip().removeprefix("@")
+        if not pending and (not line or line.startswith("#")):
             continue
-        held = f"{held}\n{line}" if held else line
-        starts = re.match(r"(?:export\s+|local\s+|declare\s++(?:-\S++\s++)*+)?[A-Za-z_]\w*+\+?=([\"'(])", held)
-        starts = starts or re.search(r"\b(?:bash|sh)\s+(?:-\w+\s+(?:pipefail\s+)?)*-\w*c\s+([\"'])", held)
-        if starts and _is_open(held[starts.start(1) :], starts[1]) and held.count("\n") < MAX_CONTINUED:
+        pending = f"{pending}\n{line}" if pending else line
+        starts = re.match(r"(?:export\s+|local\s+|declare\s++(?:-\S++\s++)*+)?[A-Za-z_]\w*+\+?=([\"'(])", pending)
+        starts = starts or re.search(r"\b(?:bash|sh)\s+(?:-\w+\s+(?:pipefail\s+)?)*-\w*c\s+([\"'])", pending)
+        if starts and _is_open(pending[starts.start(1) :], starts[1]) and pending.count("\n") < MAX_CONTINUED:
             continue
-        yield held
-        held = ""
-    if held:
-        yield from held.splitlines()
+        yield pending
+        pending = ""
+    if pending:
+        yield from pending.splitlines()
 
 
 def _without_comments(text: str) -> str:
@@ -538,16 +542,16 @@ def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> No
 
 def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
     """Words with the script's variables put in; one that is nothing but a variable may stand for several words."""
-    found: list[str] = []
+    expanded: list[str] = []
     for word in words:
         if word in ("$@", "$*", "${@}", "${*}"):
-            found += shlex.split(variables.get("@", ""))
+            expanded += shlex.split(variables.get("@", ""))
             continue
         filled = _filled(word, variables)
         alone = _USE.fullmatch(word) is not None
         filled_words = _words(filled.replace("\n", " ")) if alone and re.search(r"\s", filled) else [filled]
-        found += [one for one in filled_words if one or not word]  # '' is a word, an empty variable is none
-    return found
+        expanded += [part for part in filled_words if part or not word]  # '' is a word, an empty variable is none
+    return expanded
 
 
 def _sum(text: str) -> str | None:
@@ -568,12 +572,12 @@ def _sum(text: str) -> str | None:
 
 def _words(line: str) -> list[str]:
     """The words of a line; a command or sum that the shell would put in stays one word."""
-    held = _Held("\x00")
+    placeholders = _Held("\x00")
     try:
-        words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(held.hold, line)), comments=True)
+        words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(placeholders.hold, line)), comments=True)
     except ValueError:
         return []
-    return [held.back(word).replace("\x02", "#") for word in words]  # a comment starts a word
+    return [placeholders.back(word).replace("\x02", "#") for word in words]  # a comment starts a word
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
@@ -582,17 +586,17 @@ def _filled(word: str, variables: dict[str, str]) -> str:
     filled = 0
 
     def value(match: re.Match[str]) -> str:
-        found = found_of(match)
+        text = found_of(match)
         nonlocal filled
-        filled += len(found)
-        return found if filled <= MAX_FILLED else match[0]
+        filled += len(text)
+        return text if filled <= MAX_FILLED else match[0]
 
     def found_of(match: re.Match[str]) -> str:
         name = match[1] or match[3] or match[4]
-        known = variables.get(name, "")
-        if match[2] is not None and (not known or is_open(known)):
+        current = variables.get(name, "")
+        if match[2] is not None and (not current or is_open(current)):
             return _filled(match[2].strip("\"'"), variables) if is_open(match[2]) else match[2].strip("\"'")
-        return known if name in variables else match[0]
+        return current if name in variables else match[0]
 
     def summed(match: re.Match[str]) -> str:
         text = match[1] or match[2] or ""
@@ -643,10 +647,10 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     if tool == "megatron" and len(words) > 1:
         return Command(tool="python", target=f"megatron/{words[1]}", arguments=tuple(words[2:]))
     if tool in TOOLS and len(words) > 1:
-        found, num = _of_tool(tool, words[1:], started or shown), int(nodes) if nodes.isdigit() else 1
-        if found is not None and found.num_gpus and num > 1 and tool in BY_VARIABLES:
-            return replace(found, num_gpus=found.num_gpus * num, num_nodes=num)
-        return found
+        command, num = _of_tool(tool, words[1:], started or shown), int(nodes) if nodes.isdigit() else 1
+        if command is not None and command.num_gpus and num > 1 and tool in BY_VARIABLES:
+            return replace(command, num_gpus=command.num_gpus * num, num_nodes=num)
+        return command
     if tool in SCRIPT_STARTERS or tool.endswith(SUFFIXES):
         for index, word in enumerate(words):
             if word.endswith(SUFFIXES):
@@ -679,7 +683,9 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
         tool = PurePosixPath(word).name
         if words[index - 1] == "--entrypoint":
             rest = [*words[index + 1 :]]
-            start = next((at for at, one in enumerate(rest) if one == "-m" or one.endswith(".py")), len(rest))
+            start = next(
+                (at for at, argument in enumerate(rest) if argument == "-m" or argument.endswith(".py")), len(rest)
+            )
             return _command([tool, *rest[start:]], variables or {})
         if tool in (*LAUNCHERS, *TOOLS, "bash", "sh") or re.fullmatch(r"python[\d.]*", tool):
             command = _command([*words[index:]], variables or {})
@@ -691,11 +697,11 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
 def _launched(launcher: str, words: list[str], shown: int | None) -> Command | None:
     if launcher == "accelerate" and words[:1] != ["launch"]:
         return None
-    said = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
-    found = _program(list(said.rest), said.num_gpus, said.config)
+    parsed = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
+    command = _program(list(parsed.rest), parsed.num_gpus, parsed.config)
     return (
-        replace(found, num_nodes=said.num_nodes, open_gpus=said.open, layout=said.accelerate)
-        if found is not None
+        replace(command, num_nodes=parsed.num_nodes, open_gpus=parsed.open, layout=parsed.accelerate)
+        if command is not None
         else None
     )
 
@@ -726,14 +732,14 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     rest = words[1:]
     named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
-    said = launch_words.said_by_tool(tool, rest, num_gpus)
-    found = Command(tool=tool, target=config, arguments=tuple(words), launcher=said.config)
-    return replace(found, num_gpus=said.num_gpus, num_nodes=said.num_nodes, open_gpus=said.open)
+    parsed = launch_words.said_by_tool(tool, rest, num_gpus)
+    command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config)
+    return replace(command, num_gpus=parsed.num_gpus, num_nodes=parsed.num_nodes, open_gpus=parsed.open)
 
 
 def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[True]]:
     """--name value pairs of a command as a mapping; several values are a list, none is true."""
-    found: dict[str, str | list[str] | Literal[True]] = {}
+    by_name: dict[str, str | list[str] | Literal[True]] = {}
     index = 0
     while index < len(arguments):
         word = arguments[index]
@@ -747,5 +753,5 @@ def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[Tru
         while not equals and index < len(arguments) and not re.match(r"--|\d?>|\|", arguments[index]):
             values.append(arguments[index])
             index += 1
-        found[name.replace("-", "_")] = values[0] if len(values) == 1 else values or True
-    return found
+        by_name[name.replace("-", "_")] = values[0] if len(values) == 1 else values or True
+    return by_name

@@ -76,12 +76,12 @@ def read(settings: Settings) -> ReadConfig:
 
 
 def _refuse_other_training(settings: Settings) -> None:
-    said, marked = settings.optional_text("rlhf_type"), REWARDED & set(settings.values)
+    rlhf_type, marked = settings.optional_text("rlhf_type"), REWARDED & set(settings.values)
     task = settings.text("task_type", "causal_lm")
-    what = f"{said.upper()} (rlhf_type)" if said else f"reinforcement learning ({', '.join(sorted(marked))})"
-    if task != "causal_lm" and not said:
+    what = f"{rlhf_type.upper()} (rlhf_type)" if rlhf_type else f"reinforcement learning ({', '.join(sorted(marked))})"
+    if task != "causal_lm" and not rlhf_type:
         what = f"{TASKS.get(task, task)} (task_type {task})"
-    elif not said and not marked:
+    elif not rlhf_type and not marked:
         return
     raise NotPlanned(f"{settings.name} trains {what} with ms-swift: not planned", hint="supervised fine-tuning is")
 
@@ -118,9 +118,9 @@ def _loss_apart(settings: Settings) -> bool:
     written into the labels).
     """
     weighted = WEIGHTED & set(settings.text("loss_scale", "default").split("+"))
-    own = settings.optional_text("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
+    other_loss = settings.optional_text("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
     by_channel = settings.flag("enable_dft_loss", False) or settings.flag("enable_channel_loss", False)
-    return bool(weighted or own or by_channel or settings.integer("sequence_parallel_size", 1) > 1)
+    return bool(weighted or other_loss or by_channel or settings.integer("sequence_parallel_size", 1) > 1)
 
 
 def _precision(settings: Settings, method: str) -> str:

@@ -29,9 +29,9 @@ MAX_ABOVE = 5
 Words = tuple[str, ...] | None
 
 
-def read(path: Path, found: ReadConfig, of_program: Callable[[Path, Words], ReadConfig]) -> ReadConfig:
-    """The reading of a file by the one program of its project that takes its settings from it, or `found` where none,
-    or several that train otherwise, do, or where the program leaves more open than the file's own words.
+def read(path: Path, file_reading: ReadConfig, of_program: Callable[[Path, Words], ReadConfig]) -> ReadConfig:
+    """The reading of a file by the one program of its project that takes its settings from it, or `file_reading` where
+    none, or several that train otherwise, do, or where the program leaves more open than the file's own words.
 
     Args:
         of_program: reads a program that is launched with these words (None: nobody says).
@@ -54,26 +54,28 @@ def read(path: Path, found: ReadConfig, of_program: Callable[[Path, Words], Read
             reading = of_program(program, words)
         except NotPlanned as error:
             if of:
-                return found
+                return file_reading
             command = shlex.join([str(program), *(words or ())])
             hint = f"plan trace -- python {command} runs it on a phantom GPU and says what it needs"
             refused = NotPlanned(f"{path.name} is the settings of {program.name}: {error.message}", hint=hint)
             continue
         except ConfigError:
             continue
-        beside = FileContext(roots=(program.parent, *program.parents[1:MAX_ABOVE]))
-        if any(beside.find(source) == path.absolute() for source in reading.sources):
+        context = FileContext(roots=(program.parent, *program.parents[1:MAX_ABOVE]))
+        if any(context.find(source) == path.absolute() for source in reading.sources):
             readings[program] = words, reading
     setups = {reading.setup for _, reading in readings.values()}
     if refused is not None and not readings:
         raise refused
     if len(setups) != 1 or refused is not None:
-        return found
+        return file_reading
     program, (words, reading) = next(iter(readings.items()))
-    if len(reading.missing) > len(found.missing):
-        return found
-    said = f"read through {program.name}, which takes its settings from {path.name}"
-    return replace(reading, path=found.path, assumptions=(said, *reading.assumptions), through=(program, words))
+    if len(reading.missing) > len(file_reading.missing):
+        return file_reading
+    assumption = f"read through {program.name}, which takes its settings from {path.name}"
+    return replace(
+        reading, path=file_reading.path, assumptions=(assumption, *reading.assumptions), through=(program, words)
+    )
 
 
 def programs(path: Path) -> Iterator[tuple[int, Path, Words]]:
@@ -83,14 +85,14 @@ def programs(path: Path) -> Iterator[tuple[int, Path, Words]]:
     texts = {file: text for file in _files(top) if (text := _text(file)) and file != path.absolute()}
     for file, text in texts.items():
         if path.name in text:
-            yield from ((0, *one) for one in _launched(text, file, top, path, path.name))
+            yield from ((0, *launch) for launch in _launched(text, file, top, path, path.name))
     for file, text in texts.items():
         if file.suffix == ".py" and (path.name in text or f'"{path.stem}"' in text):
             yield 1, file, None
     for sibling in sorted(path.absolute().parent.glob(f"*{path.suffix}"))[:20]:
         for file, text in texts.items():
             if sibling.name != path.name and sibling.name in text:
-                yield from ((2, *one) for one in _launched(text, file, top, path, sibling.name))
+                yield from ((2, *launch) for launch in _launched(text, file, top, path, sibling.name))
 
 
 def _is_top(folder: Path) -> bool:
@@ -106,14 +108,14 @@ def _files(top: Path) -> Iterator[Path]:
             inside = sorted(folder.iterdir())
         except OSError:
             continue
-        for one in inside:
+        for entry in inside:
             num += 1
-            if one.is_symlink() or NOT_THE_PROJECTS.search(one.name):
+            if entry.is_symlink() or NOT_THE_PROJECTS.search(entry.name):
                 continue
-            if one.is_dir():
-                waiting.append(one)
-            elif one.name.endswith(TELLS):
-                yield one
+            if entry.is_dir():
+                waiting.append(entry)
+            elif entry.name.endswith(TELLS):
+                yield entry
 
 
 def _text(file: Path) -> str:
@@ -138,10 +140,11 @@ def _launched(text: str, file: Path, top: Path, path: Path, name: str) -> Iterat
             start, words[module + 1] = module + 1, words[module + 1].replace(".", "/") + ".py"
         if start is None or not any(name in word for word in words[start + 1 :]):
             continue
-        program = next((one for root in (file.parent, top) if (one := root / words[start]).is_file()), None)
+        program = next((candidate for root in (file.parent, top) if (candidate := root / words[start]).is_file()), None)
         if program is not None:
-            own = os.path.relpath(path.absolute(), top)
+            relative = os.path.relpath(path.absolute(), top)
             given = (
-                re.sub(r"[^=]*$", own, word, count=1) if word.endswith(name) else word for word in words[start + 1 :]
+                re.sub(r"[^=]*$", relative, word, count=1) if word.endswith(name) else word
+                for word in words[start + 1 :]
             )
             yield program.resolve(), tuple(given)

@@ -76,11 +76,11 @@ def _blocks(top: Settings) -> dict[str, Settings]:
     Raises:
         ConfigError: one, or a setting in one, that torchtitan does not have.
     """
-    known = schema.known(FORMAT)
-    top.refuse_unknown((key.split(".")[0] for key in known), FORMAT)
+    accepted = schema.known(FORMAT)
+    top.refuse_unknown((key.split(".")[0] for key in accepted), FORMAT)
     parts = {title: top.block(title) for title in (*top.values, *ASKED_BLOCKS)}
     for title, block in parts.items():
-        keys = (key.split(".")[1] for key in known if key.startswith(f"{title}."))
+        keys = (key.split(".")[1] for key in accepted if key.startswith(f"{title}."))
         block.refuse_unknown(keys, f"torchtitan's {title}")
     return parts
 
@@ -171,7 +171,7 @@ def _checkpointing(settings: Settings, fields: Mapping[str, Any]) -> dict[str, A
     option = str(settings.raw("selective_ac_option", "2"))
     if mode == "selective" and option.isdigit():
         return {"checkpointing": int(option)}
-    split = any(fields.get(f"{one}_degree", 1) > 1 for one in ("tensor", "pipeline", "context", "expert"))
+    split = any(fields.get(f"{dimension}_degree", 1) > 1 for dimension in ("tensor", "pipeline", "context", "expert"))
     by_operation = mode == "selective" and option == "op" and not split
     if not by_operation:
         settings.approximate(f"activation checkpointing by {mode} {option} is counted as checkpointing every layer")
@@ -183,53 +183,54 @@ def is_registry(text: str) -> bool:
     return "torchtitan" in text and "-> Trainer.Config:" in text
 
 
-def read_registry(text: str, name: str, outside: FileContext) -> ReadConfig:
+def read_registry(text: str, name: str, around: FileContext) -> ReadConfig:
     """The setup of one config of a registry: the one that `--config` names, else the only one.
 
     Raises:
         ConfigError: none in it, or several and none is named.
     """
     tree = ast.parse(text)
-    reader = Reader(name, replace(outside.of_program(), read=lambda _: None))  # torchtitan's own classes stay calls
+    reader = Reader(name, replace(around.of_program(), read=lambda _: None))  # torchtitan's own classes stay calls
     reader.whole(tree)
-    found = {
+    configs = {
         node.name: reader.program.module.names.get(node.name)
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "Trainer.Config"
     }
-    words = flags(outside.arguments or ())
-    wanted = words.get("config") or (next(iter(found)) if len(found) == 1 else "")
-    function = found.get(str(wanted))
+    words = flags(around.arguments or ())
+    wanted = words.get("config") or (next(iter(configs)) if len(configs) == 1 else "")
+    function = configs.get(str(wanted))
     if not isinstance(function, Function):
-        if wanted or not found:
+        if wanted or not configs:
             raise NotATraining(
-                f"{name} has no config {wanted or 'at all'}", hint=f"it has {', '.join(found) or 'none'}"
+                f"{name} has no config {wanted or 'at all'}", hint=f"it has {', '.join(configs) or 'none'}"
             )
         raise Undetermined(
-            f"{name} holds {len(found)} configs: {', '.join(found)}", hint=f'add --args "--config {next(iter(found))}"'
+            f"{name} holds {len(configs)} configs: {', '.join(configs)}",
+            hint=f'add --args "--config {next(iter(configs))}"',
         )
     made = reader.called(function, Made("", where=name))
     if not isinstance(made, Made):
         raise Undetermined(f"{name}: what {wanted} returns is not known without running it", hint="name another config")
-    return _of_config(made, words, name, outside)
+    return _of_config(made, words, name, around)
 
 
 def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings:
     """A block's settings, the command line's on top."""
-    found = training.settings(made.argument(title), f"{name}: {title}")
-    said = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
-    found.values = {**found.values, **said}
-    return found
+    block = training.settings(made.argument(title), f"{name}: {title}")
+    overrides = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
+    block.values = {**block.values, **overrides}
+    return block
 
 
-def _of_config(made: Made, words: dict[str, Any], name: str, outside: FileContext) -> ReadConfig:
+def _of_config(made: Made, words: dict[str, Any], name: str, around: FileContext) -> ReadConfig:
     """One config as torchtitan's TOML is read."""
-    blocks, known = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
+    blocks, accepted = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
     context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
     tokens = blocks["training"].integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
     total = int(blocks["training"].real(STEP, -1))
     document: dict[str, dict[str, Any]] = {
-        title: {key: value for key, value in settings.values.items() if f"{title}.{key}" in known}
+        title: {key: value for key, value in settings.values.items() if f"{title}.{key}" in accepted}
         for title, settings in blocks.items()
     }
     document["training"] |= {"seq_len": context, "local_batch_size": max(1, tokens // context)}
@@ -237,10 +238,10 @@ def _of_config(made: Made, words: dict[str, Any], name: str, outside: FileContex
     document["activation_checkpoint"] = _mode(made.argument("activation_checkpoint"))
     assets = training.settings(made, name).raw("hf_assets_path")
     document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
-    found = read(Settings(document, name, outside))
+    reading = read(Settings(document, name, around))
     loss = made.argument("loss")
     if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
-        found = replace(found, setup=found.setup.replace(loss="chunked"))
+        reading = replace(reading, setup=reading.setup.replace(loss="chunked"))
     missing = {
         field: settings.undetermined[key]
         for settings in blocks.values()
@@ -249,8 +250,8 @@ def _of_config(made: Made, words: dict[str, Any], name: str, outside: FileContex
     }
     if not isinstance(assets, str) or "tokenizer" in assets:
         missing["model"] = f"{made.where}: hf_assets_path names no model"
-    named = None if "model" in missing else found.model_id
-    return replace(found, model_id=named, missing=tuple(Missing(field=of, reason=why) for of, why in missing.items()))
+    named = None if "model" in missing else reading.model_id
+    return replace(reading, model_id=named, missing=tuple(Missing(field=of, reason=why) for of, why in missing.items()))
 
 
 def _mode(given: Value | None) -> dict[str, Any]:

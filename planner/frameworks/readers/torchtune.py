@@ -87,7 +87,7 @@ def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, An
         raise NotPlanned(f"{settings.name}: {builder} reads images: not planned", hint="text models are")
     if not builder.startswith(("lora_", "qlora_")):
         return {"method": "full", "quantization": "none", "lora_rank": 0}
-    targets = [TARGETS.get(one, one) for one in inner.names("lora_attn_modules")]
+    targets = [TARGETS.get(name, name) for name in inner.names("lora_attn_modules")]
     if inner.flag("apply_lora_to_mlp", False):
         targets += ["gate_proj", "up_proj", "down_proj"]
     four = builder.startswith("qlora_")

@@ -90,69 +90,70 @@ def find(program: Program, name: str) -> Training:
     Raises:
         ConfigError: it trains nothing that is planned; the hint says what to do.
     """
-    found = Training(trainer=_trainer(program))
-    if found.trainer is None and not any(map(holds_arguments, program.made)):
-        found.loop = plain_loop(program.steps, program.made)
-        found.trainer = found.loop.trainer if found.loop is not None else None
-    if found.trainer is not None:
-        _recognise(found, found.trainer, name)
-    if found.arguments is None:
-        found.arguments = _last(
-            program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
+    training = Training(trainer=_trainer(program))
+    if training.trainer is None and not any(map(holds_arguments, program.made)):
+        training.loop = plain_loop(program.steps, program.made)
+        training.trainer = training.loop.trainer if training.loop is not None else None
+    if training.trainer is not None:
+        _recognise(training, training.trainer, name)
+    if training.arguments is None:
+        training.arguments = _last(
+            program, lambda call: call.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
         )
-    if found.trainer is not None:
-        trainer = found.trainer
+    if training.trainer is not None:
+        trainer = training.trainer
         if not program.trained and measures(program, trainer):
             raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
-        if found.objective == "embedding":
-            found.open_objective = embedding.open_loss(trainer, name)
-            found.contrast = embedding.contrast(trainer, program.made)
-        if found.arguments is None and not _of_transformers(trainer):
-            own = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
+        if training.objective == "embedding":
+            training.open_objective = embedding.open_loss(trainer, name)
+            training.contrast = embedding.contrast(trainer, program.made)
+        if training.arguments is None and not _of_transformers(trainer):
+            trainer_name = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
             raise NotPlanned(
-                f"{name} trains with a trainer of its own ({own}), which cannot be read without running it", hint=RUN_IT
+                f"{name} trains with a trainer of its own ({trainer_name}), which cannot be read without running it",
+                hint=RUN_IT,
             )
-    elif found.arguments is None:
+    elif training.arguments is None:
         _refuse(program, name)
-    elif not program.module.names.get("OBJECTIVE") and found.arguments.name in CONFIGS.values():
-        aim = next(aim for aim, config in CONFIGS.items() if found.arguments.name == config)
-        raise _other_objective(name, aim, "a trainer of its own")
-    if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
+    elif not program.module.names.get("OBJECTIVE") and training.arguments.name in CONFIGS.values():
+        objective = next(key for key, config in CONFIGS.items() if training.arguments.name == config)
+        raise _other_objective(name, objective, "a trainer of its own")
+    if program.do_train_decides and not program.trained and _asked_to_train(training.arguments) is False:
         raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
-    if on_host := _on_host(found.arguments):
+    if on_host := _on_host(training.arguments):
         raise NotATraining(f"{name} trains on the CPU ({on_host})", hint="give a training on a GPU")
-    _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None, name)
-    if found.loader is None and found.model is None:
-        _only_loader(found, program)
-    _find_loading(found, program, name)
+    _follow_model(training, training.trainer.argument("model", 0) if training.trainer is not None else None, name)
+    if training.loader is None and training.model is None:
+        _only_loader(training, program)
+    _find_loading(training, program, name)
     # The adapter's settings, where the way of the model did not show them.
-    peft = found.trainer.argument("peft_config") if found.trainer is not None else None
-    if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
-        found.adapter = peft
-    if found.adapter is None:
-        added = _last(program, lambda one: one.name == "add_adapter")
-        found.adapter = added.argument("adapter_config", 0) if added is not None else None
-    if found.adapter is None and found.trainer is None:
-        found.adapter = _last(program, lambda one: one.name == "LoraConfig")
-    return found
+    peft = training.trainer.argument("peft_config") if training.trainer is not None else None
+    if training.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
+        training.adapter = peft
+    if training.adapter is None:
+        added = _last(program, lambda call: call.name == "add_adapter")
+        training.adapter = added.argument("adapter_config", 0) if added is not None else None
+    if training.adapter is None and training.trainer is None:
+        training.adapter = _last(program, lambda call: call.name == "LoraConfig")
+    return training
 
 
-def _recognise(found: Training, trainer: Made, name: str) -> None:
+def _recognise(training: Training, trainer: Made, name: str) -> None:
     """What a trainer trains, and its arguments.
 
     Raises:
         NotPlanned: another objective, or steps that only running tells.
     """
-    found.objective = PLANNED.get(trainer.name, "sft")
+    training.objective = PLANNED.get(trainer.name, "sft")
     if trainer.name not in PLANNED:
         objective, called = of_other_trainer((trainer.name, trainer.owner))
         if objective:
             raise _other_objective(name, objective, called)
-        objective, said = own_steps.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
+        objective, evidence = own_steps.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
         if objective:
-            raise _other_objective(name, objective, f"{trainer.owner}, which has {said}")
+            raise _other_objective(name, objective, f"{trainer.owner}, which has {evidence}")
         if own_steps.forwards(trainer) > 1:
-            found.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
+            training.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
     if trainer.owner in LIGHTNING or "max_epochs" in trainer.keywords:
         raise NotPlanned(
             f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it", hint=RUN_IT
@@ -160,12 +161,12 @@ def _recognise(found: Training, trainer: Made, name: str) -> None:
     if foreign := _of_unknown_package(trainer):
         if trainer.name in PLANNED or trainer.name in OTHER_TRAINERS:
             raise refusal(f"{name} trains with {foreign}", RUN_IT)
-        found.open_objective = f"{trainer.where}: what a step of {foreign} is"
+        training.open_objective = f"{trainer.where}: what a step of {foreign} is"
     given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
     if isinstance(given, Made):
-        found.arguments = given
+        training.arguments = given
     elif isinstance(given, Unknown):
-        found.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
+        training.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
 
 
 def _of_unknown_package(trainer: Made) -> str:
@@ -174,26 +175,26 @@ def _of_unknown_package(trainer: Made) -> str:
     return f"{trainer.package}'s {trainer.name}" if unknown else ""
 
 
-def _find_loading(found: Training, program: Program, name: str) -> None:
+def _find_loading(training: Training, program: Program, name: str) -> None:
     """How the model is loaded: by the program, or by TRL's trainer, which takes a name.
 
     Raises:
         NotPlanned: a model of another objective.
     """
-    if found.loader is not None:
-        plainly = found.trainer is not None and found.trainer.name == "Trainer"  # transformers' own
-        if found.objective == "sft" and "SequenceClassification" in found.loader.owner and plainly:
-            found.objective = "classification"
-        if found.objective not in ("reward", "classification", "embedding"):
+    if training.loader is not None:
+        plainly = training.trainer is not None and training.trainer.name == "Trainer"  # transformers' own
+        if training.objective == "sft" and "SequenceClassification" in training.loader.owner and plainly:
+            training.objective = "classification"
+        if training.objective not in ("reward", "classification", "embedding"):
             classes = [
-                found.loader.owner,
-                *(str(plain(found.loader.keywords.get(key))) for key in ("auto_model", "model_class")),
+                training.loader.owner,
+                *(str(plain(training.loader.keywords.get(key))) for key in ("auto_model", "model_class")),
             ]
             objective, owner = of_model(classes)
-            if objective == "vision" and owner.startswith(WITH_VISION) and found.objective == "sft":
-                found.pictures = owner
-            elif owner in WITH_AUDIO and found.objective == "sft":
-                found.has_audio = owner
+            if objective == "vision" and owner.startswith(WITH_VISION) and training.objective == "sft":
+                training.pictures = owner
+            elif owner in WITH_AUDIO and training.objective == "sft":
+                training.has_audio = owner
             elif objective:
                 raise _other_objective(name, objective, owner)
             for made in program.made:
@@ -202,21 +203,23 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
                 for part in ("vision", "audio"):
                     if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
                         raise _other_objective(name, part, f"finetune_{part}_layers")
-        given = found.loader.argument("quantization_config")
-        found.quantization = None if isinstance(given, Known) and given.data is None else given
-    elif found.trainer is not None:
-        calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
-        given_to = (one.argument("model_init_kwargs") for one in calls if one is not None)
-        found.handed = next((one for one in given_to if one is not None), None)
-        inner = found.handed.entries.get("quantization_config") if isinstance(found.handed, Table) else None
-        open_ = found.handed if isinstance(found.handed, Unknown) else None
-        found.quantization = found.trainer.argument("quantization_config") or inner or open_
+        given = training.loader.argument("quantization_config")
+        training.quantization = None if isinstance(given, Known) and given.data is None else given
+    elif training.trainer is not None:
+        calls = (training.trainer, training.arguments)  # older TRL took them on the trainer itself
+        given_to = (call.argument("model_init_kwargs") for call in calls if call is not None)
+        training.handed = next((kwargs for kwargs in given_to if kwargs is not None), None)
+        inner = training.handed.entries.get("quantization_config") if isinstance(training.handed, Table) else None
+        open_ = training.handed if isinstance(training.handed, Unknown) else None
+        training.quantization = training.trainer.argument("quantization_config") or inner or open_
 
 
 def measures(program: Program, trainer: Made | None) -> bool:
     """Whether the program itself calls a trainer's evaluation."""
-    asked = {one.name for one in program.made if isinstance(one.receiver, Made) and trainer_of(one.receiver) is trainer}
-    return bool(asked & {"evaluate", "predict"})
+    called = {
+        call.name for call in program.made if isinstance(call.receiver, Made) and trainer_of(call.receiver) is trainer
+    }
+    return bool(called & {"evaluate", "predict"})
 
 
 def _asked_to_train(arguments: Made | None) -> bool | None:
@@ -256,22 +259,22 @@ def _trainer(program: Program) -> Made | None:
 
 
 def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:
-    return next((one for one in reversed(program.made) if wanted(one)), None)
+    return next((call for call in reversed(program.made) if wanted(call)), None)
 
 
 def _refuse(program: Program, name: str) -> None:
     """Says why there is nothing to read."""
-    called = {one.name for one in program.made}
+    called = {call.name for call in program.made}
     loads = "from_pretrained" in called and called & {"backward", "step"}
-    engine = any((one.package, one.name) == ("deepspeed", "initialize") for one in program.made)
-    own = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
-    if loads or engine or own or {"backward", "zero_grad"} <= called:
+    engine = any((call.package, call.name) == ("deepspeed", "initialize") for call in program.made)
+    custom_loop = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
+    if loads or engine or custom_loop or {"backward", "zero_grad"} <= called:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
         )
-    trains = (one for one in program.made if "train" in one.called and one.name != "from_pretrained")
-    unknown = next((one.more for one in trains if one.more), "")
+    trains = (call for call in program.made if "train" in call.called and call.name != "from_pretrained")
+    unknown = next((call.more for call in trains if call.more), "")
     if unknown:
         raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=RUN_IT)
     if foreign := _hands_over(program):
@@ -279,7 +282,7 @@ def _refuse(program: Program, name: str) -> None:
             f"{name} hands its training over to {foreign}, which stands in another package",
             hint=f"give the config or the launch that it reads; {RUN_IT}",
         )
-    imports = {one.path.partition(".")[0] for one in program.module.names.values() if isinstance(one, Dotted)}
+    imports = {value.path.partition(".")[0] for value in program.module.names.values() if isinstance(value, Dotted)}
     other = next((title for package, title in OTHER_FRAMEWORKS.items() if package in imports), "")
     if other and (called & {"train", "fit", "grad", "value_and_grad"} or _TRAINS.search(name.lower())):
         raise NotPlanned(f"{name} trains with {other}: not planned, only PyTorch is", hint="give a program of PyTorch")
@@ -301,9 +304,9 @@ _TRAINS = re.compile(r"(?:^|[._])(?:pre)?(?:train|finetun|fine_tun|sft|dpo|rlhf)
 def _hands_over(program: Program) -> str:
     """The function of another package by which a program trains: it is called, or given to what starts a program; ""
     where there is none."""
-    called = {one.name for one in program.made}
-    given = {one.path for made in program.made for one in made.positional if isinstance(one, Dotted)}
-    foreign = (one.path for one in program.module.names.values() if isinstance(one, Dotted))
+    called = {call.name for call in program.made}
+    given = {argument.path for made in program.made for argument in made.positional if isinstance(argument, Dotted)}
+    foreign = (value.path for value in program.module.names.values() if isinstance(value, Dotted))
     functions = (path for path in foreign if "." in path and path.rpartition(".")[2][:1].islower())
     ways = (path for path in functions if path in given or path.rpartition(".")[2] in called)
     return next(
@@ -326,59 +329,59 @@ def _built_elsewhere(model: Made) -> str:
     return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
 
 
-def _follow_model(found: Training, model: Value | None, name: str) -> None:
+def _follow_model(training: Training, model: Value | None, name: str) -> None:
     """From what the trainer got back to what loaded the model.
 
     Raises:
         NotPlanned: its class has a forward of the program's own, which may ask a loaded model any number of times.
     """
     for step in range(16):
-        if own := _own_class(model):
-            raise refusal(f"{name} trains a model of its own ({own})", RUN_IT)
+        if class_name := _own_class(model):
+            raise refusal(f"{name} trains a model of its own ({class_name})", RUN_IT)
         if isinstance(model, Known) and isinstance(model.data, str) and model.data:
-            found.model = model
-            last = found.touched[-1] if step else None
-            found.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
+            training.model = model
+            last = training.touched[-1] if step else None
+            training.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
             return
         if isinstance(model, Unknown):
-            found.unknown_model = found.built = model.reason
-            found.handed_over = isinstance(model, Argument) and model.name.endswith("model")
+            training.unknown_model = training.built = model.reason
+            training.handed_over = isinstance(model, Argument) and model.name.endswith("model")
             return
         if not isinstance(model, Made):
-            last = found.touched[-1] if step else None
+            last = training.touched[-1] if step else None
             if model is not None and last is not None:
-                found.unknown_model = found.built = f"{last.where}: what {last.name or 'a call'}() makes"
+                training.unknown_model = training.built = f"{last.where}: what {last.name or 'a call'}() makes"
             return
-        found.touched.append(model)
+        training.touched.append(model)
         if model.name == "SentenceTransformer":
-            found.loader = embedding.loader_of(model)
+            training.loader = embedding.loader_of(model)
             return
         if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
-            found.loader = model
+            training.loader = model
             return
-        found.built = found.built or _built_elsewhere(model)
+        training.built = training.built or _built_elsewhere(model)
         if model.name == "from_pretrained":
-            found.continued = model
+            training.continued = model
             if model.owner.startswith("AutoPeft"):
-                found.unknown_model = f"{model.where}: {model.owner} takes the model from the adapter's own config"
+                training.unknown_model = f"{model.where}: {model.owner} takes the model from the adapter's own config"
                 return
-        elif model.name == "get_peft_model" and found.adapter is None:
-            found.adapter = _handed_to_peft(model)
-        elif found.adapter is None and (given := _adapter_among(model)) is not None:
-            found.adapter = given  # a wrapper's own `get_peft_model`
+        elif model.name == "get_peft_model" and training.adapter is None:
+            training.adapter = _handed_to_peft(model)
+        elif training.adapter is None and (given := _adapter_among(model)) is not None:
+            training.adapter = given  # a wrapper's own `get_peft_model`
         elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
-            found.prepared = found.prepared or model
+            training.prepared = training.prepared or model
         elif model.name == "from_config":
-            found.unknown_model = f"{model.where}: the model is built from a configuration"
+            training.unknown_model = f"{model.where}: the model is built from a configuration"
             return
         model = model.argument("model", 0) or model.receiver
 
 
 def _own_class(model: Value | None) -> str:
     """The name of the program's own class with a forward that a model, or what a call is made on, is of; "" of none."""
-    one = model.receiver if isinstance(model, Made) else model
-    own = one.made_by if isinstance(one, Instance) else None
-    return own.name if own is not None and "forward" in own.attributes else ""
+    owner = model.receiver if isinstance(model, Made) else model
+    kind = owner.made_by if isinstance(owner, Instance) else None
+    return kind.name if kind is not None and "forward" in kind.attributes else ""
 
 
 def _handed_to_peft(call: Made) -> Value | None:
@@ -390,35 +393,35 @@ def _adapter_among(call: Made) -> Made | None:
     """The adapter's configuration among a call's arguments."""
     configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
     given = (*call.positional, *call.keywords.values())
-    return next((one for one in given if isinstance(one, Made) and one.name in configs), None)
+    return next((argument for argument in given if isinstance(argument, Made) and argument.name in configs), None)
 
 
-def contrast(found: Training, arguments: Settings) -> dict[str, int]:
+def contrast(training: Training, arguments: Settings) -> dict[str, int]:
     """What a contrastive program's data and loss say; a cache holds no more than the batch."""
-    known = {name: value for name, value in found.contrast.items() if value is not None}
-    if "cached_seqs" in known:
-        known["cached_seqs"] = min(known["cached_seqs"], arguments.integer("per_device_train_batch_size", 8))
-    elif "cached_seqs" in found.contrast:
+    fields = {name: value for name, value in training.contrast.items() if value is not None}
+    if "cached_seqs" in fields:
+        fields["cached_seqs"] = min(fields["cached_seqs"], arguments.integer("per_device_train_batch_size", 8))
+    elif "cached_seqs" in training.contrast:
         arguments.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
-    return known
+    return fields
 
 
-def _only_loader(found: Training, program: Program) -> None:
+def _only_loader(training: Training, program: Program) -> None:
     """The only model that the program loads before it trains, where the way to the trainer is not known."""
-    trainer = found.trainer
+    trainer = training.trainer
     before = program.made[: program.made.index(trainer)] if trainer in program.made else program.made
-    loaders = [one for one in before if one.name == "from_pretrained" and loads_model(one.owner)]
-    named = [plain(named_model(one)) for one in loaders]
+    loaders = [call for call in before if call.name == "from_pretrained" and loads_model(call.owner)]
+    named = [plain(named_model(loader)) for loader in loaders]
     names = {"one that is not known" if isinstance(name, Unknown) else str(name) for name in named}
     if len(names) == 1:
-        found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
-        wrapped = [one for one in before if one.name == "get_peft_model"]
-        if found.adapter is None and wrapped:
-            found.adapter = _handed_to_peft(wrapped[-1])
-        prepared = [one for one in program.made if one.name == "prepare_model_for_kbit_training"]
-        found.prepared = found.prepared or (prepared[-1] if prepared else None)
+        training.loader, training.unknown_model = max(loaders, key=lambda loader: "CausalLM" in loader.owner), ""
+        wrapped = [call for call in before if call.name == "get_peft_model"]
+        if training.adapter is None and wrapped:
+            training.adapter = _handed_to_peft(wrapped[-1])
+        prepared = [call for call in program.made if call.name == "prepare_model_for_kbit_training"]
+        training.prepared = training.prepared or (prepared[-1] if prepared else None)
     elif len(names) > 1:
-        found.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
+        training.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
 
 
 def loads_model(owner: str) -> bool:
@@ -436,7 +439,7 @@ def named_model(loader: Made) -> Value | None:
     return loader.positional[0] if loader.positional else None
 
 
-def settings(made: Value | None, name: str, outside: FileContext | None = None) -> Settings:
+def settings(made: Value | None, name: str, context: FileContext | None = None) -> Settings:
     """The keyword arguments of a call as settings, with what is not known and why."""
     values: dict[str, object] = {}
     unknown: dict[str, str] = {}
@@ -454,7 +457,7 @@ def settings(made: Value | None, name: str, outside: FileContext | None = None) 
         else:
             values[key] = data
             where[key] = getattr(value, "where", "")
-    return Settings(values, name, outside, unknown=unknown, more=more, where=where)
+    return Settings(values, name, context, unknown=unknown, more=more, where=where)
 
 
 def trained_times(program: Program) -> int:
@@ -561,18 +564,18 @@ class Adapters:
         return fields
 
 
-def quantization(found: Training, arguments: Settings, *, unsloth: bool) -> str:
+def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> str:
     """How the base is quantized, by the configuration that it is loaded with.
 
     `arguments` note what has to be asked for; blocks of them are the settings of the loading and that configuration.
     """
-    made, missing = found.quantization, arguments.missing
+    made, missing = training.quantization, arguments.missing
     loader, given = arguments.blocks["loader"], arguments.blocks["quantization"]
     if isinstance(made, Unknown):
         missing["quantization"] = made.reason
         return "none"
-    if made is None and found.loader is None and found.handed_over:
-        missing["quantization"] = missing["precision"] = found.unknown_model
+    if made is None and training.loader is None and training.handed_over:
+        missing["quantization"] = missing["precision"] = training.unknown_model
     if isinstance(made, Made) and made.name not in BASE_QUANTIZATIONS:
         if made.name.endswith("Config") and "Mxfp4" not in made.name:
             loader.approximate(f"{made.name} is counted as 4-bit NF4")
@@ -591,19 +594,19 @@ def quantization(found: Training, arguments: Settings, *, unsloth: bool) -> str:
     return "nf4-double" if double else "nf4"
 
 
-def pictures(found: Training, model: ModelSpec | None, name: str) -> str:
+def pictures(training: Training, model: ModelSpec | None, name: str) -> str:
     """Why what a sample shows is open, of a program with a model of pictures; "" of text alone.
 
     Raises:
         NotPlanned: the model's eyes are not modelled.
     """
-    if found.pictures and model is not None and model.model_type not in SEEING:
-        raise refusal(f"{name} trains with {found.pictures} (vision)", RUN_IT)
+    if training.pictures and model is not None and model.model_type not in SEEING:
+        raise refusal(f"{name} trains with {training.pictures} (vision)", RUN_IT)
     shown = "how many pictures a sample shows is known to the data alone"
-    return f"{name}: {found.pictures}: {shown}" if found.pictures else ""
+    return f"{name}: {training.pictures}: {shown}" if training.pictures else ""
 
 
-def heard(found: Training, arguments: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+def heard(training: Training, arguments: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
     """The setup's fields of a model that hears; none of another.
 
     Args:
@@ -613,10 +616,10 @@ def heard(found: Training, arguments: Settings, given: Mapping[str, Any]) -> dic
         NotPlanned: the model makes text of sound in another way than Whisper.
     """
     model = arguments.model
-    if not found.has_audio:
+    if not training.has_audio:
         return {}
     if model is not None and model.front_end is None:
-        raise refusal(f"{model.model_id} trains with {found.has_audio} (speech)", RUN_IT)
+        raise refusal(f"{model.model_id} trains with {training.has_audio} (speech)", RUN_IT)
     tokens = int(given["seq_len_tokens"])
     positions = model.max_position_embeddings if model is not None else None
     if arguments.missing.pop("seq_len_tokens", "") or (positions is not None and tokens > positions):
@@ -624,6 +627,6 @@ def heard(found: Training, arguments: Settings, given: Mapping[str, Any]) -> dic
         arguments.assume(f"texts are taken to be {tokens} tokens long: only the data says it (--set seq_len=N)")
     if arguments.flag("predict_with_generate", False):
         arguments.approximate("evaluation that generates is counted as forwards")
-    models = [*found.touched, *([found.loader] if found.loader is not None else [])]
-    frozen = given["method"] == "full" and any("freeze_encoder" in one.called for one in models)
+    models = [*training.touched, *([training.loader] if training.loader is not None else [])]
+    frozen = given["method"] == "full" and any("freeze_encoder" in call.called for call in models)
     return {"seq_len_tokens": tokens, "frozen_encoder": frozen, "loss": "full", "kernels": "eager"}

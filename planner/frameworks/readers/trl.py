@@ -23,28 +23,32 @@ def read(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
     settings.note_unknown(schema.accepted(FORMAT), TRL)
-    values, aim = settings.values, _objective(settings)
-    defaults, of_transformers = _versions(settings, aim)
+    values, objective = settings.values, _objective(settings)
+    defaults, of_transformers = _versions(settings, objective)
     kwargs = settings.block("model_init_kwargs")
     inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
     fields: dict[str, Any] = {
-        "objective": aim.name,
-        **_kernels_and_loss(settings, aim, defaults),
+        "objective": objective.name,
+        **_kernels_and_loss(settings, objective, defaults),
         **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
-        **({} if aim.rolls_out else _length(settings, aim, defaults)),
+        **({} if objective.rolls_out else _length(settings, objective, defaults)),
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
         "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
         "checkpointing": common.checkpointing(settings, defaults.checkpointing),
     }
-    if not aim.supervised and fields["method"] != "full" and settings.flag("disable_dropout", not aim.rolls_out):
+    if (
+        not objective.supervised
+        and fields["method"] != "full"
+        and settings.flag("disable_dropout", not objective.rolls_out)
+    ):
         fields["lora_dropout"] = 0.0
     fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = common.selects(settings, fields)
-    if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
+    if "max_length" in values and values["max_length"] is None and not objective.rolls_out:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
-    if aim.rolls_out:
-        fields |= rollout_fields(settings, fields, aim.name, defaults.version)
+    if objective.rolls_out:
+        fields |= rollout_fields(settings, fields, objective.name, defaults.version)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
@@ -55,20 +59,20 @@ def read(settings: Settings) -> ReadConfig:
     )  # fmt: skip
 
 
-def _length(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
+def _length(settings: Settings, objective: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
     """The length of a sequence, which older trainers of preferences took otherwise where they are not told."""
-    default = pairs_length(aim, defaults)
-    if aim.supervised or default == 1024 or settings.has("max_length"):
+    default = pairs_length(objective, defaults)
+    if objective.supervised or default == 1024 or settings.has("max_length"):
         return said(settings, TRL, "seq_len_tokens")
     if not default:
         settings.ask("seq_len_tokens", f": {defaults.said} cuts no pair unless told")
     return {"seq_len_tokens": default or 1024}
 
 
-def _versions(settings: Settings, aim: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
+def _versions(settings: Settings, objective: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
     """Whose defaults hold: of the versions that are named, else of the newest that can run the file."""
     values, named = settings.values, settings.outside.versions
-    bound = versions.taking((), (key for key in values if settings.has(key)), objective=aim.name)
+    bound = versions.taking((), (key for key in values if settings.has(key)), objective=objective.name)
     defaults = versions.trl(named.get("trl"), bound)
     if defaults.assumed:
         settings.assume(defaults.taken)
@@ -93,18 +97,18 @@ def _objective(settings: Settings) -> Objective:
     return OBJECTIVES[objective]
 
 
-def _kernels_and_loss(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
+def _kernels_and_loss(settings: Settings, objective: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     whole = settings.real("label_smoothing_factor", 0.0) > 0
     loss = defaults.loss(settings.optional_text("loss_type"), liger=False, whole=whole)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
-    found: dict[str, Any] = common.liger(settings, liger, loss)
-    if aim.supervised:
-        return found
-    if aim.reference and settings.flag("precompute_ref_log_probs", False):
-        found["precomputed_reference"] = True
-    return found | loss_of(aim, defaults, settings)
+    fields: dict[str, Any] = common.liger(settings, liger, loss)
+    if objective.supervised:
+        return fields
+    if objective.reference and settings.flag("precompute_ref_log_probs", False):
+        fields["precomputed_reference"] = True
+    return fields | loss_of(objective, defaults, settings)
 
 
 def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults) -> dict[str, Any]:
@@ -150,20 +154,22 @@ def _precision(
     return common.precision(settings, weights, autocast, method)
 
 
-def loss_of(aim: Objective, defaults: versions.TrlDefaults, settings: Settings) -> dict[str, str]:
+def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Settings) -> dict[str, str]:
     """The loss that TRL's trainer of an objective has, and the version where its step is another than today's.
 
     Raises:
         NotPlanned: of a version or with a setting whose step is not modelled.
     """
     version, name = defaults.version, settings.name
-    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (aim.losses == ("full",) and version >= _since(aim)):
-        return {"loss": aim.losses[0]}
-    fused = next((key for key in ("use_liger_loss", "use_liger_kernel") if settings.flag(key, False)), "")
-    between = aim.name == "kto" and version >= versions.TRL_KTO_UNTIL
-    if version < _since(aim) or between or fused:
+    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (
+        objective.losses == ("full",) and version >= _since(objective)
+    ):
+        return {"loss": objective.losses[0]}
+    flag = next((key for key in ("use_liger_loss", "use_liger_kernel") if settings.flag(key, False)), "")
+    between = objective.name == "kto" and version >= versions.TRL_KTO_UNTIL
+    if version < _since(objective) or between or flag:
         raise NotPlanned(
-            f"{name} trains {aim.name} with {defaults.said}{f' and {fused}' * bool(fused)}, whose step is another: "
+            f"{name} trains {objective.name} with {defaults.said}{f' and {flag}' * bool(flag)}, whose step is another: "
             "not modelled",
             hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
         )
@@ -173,17 +179,17 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, settings: Settings) 
     return {"loss": "full", "trl_version": ".".join(map(str, version))}
 
 
-def _since(aim: Objective) -> tuple[int, ...]:
-    return versions.TRL_OF_OBJECTIVES_SINCE[aim.name]
+def _since(objective: Objective) -> tuple[int, ...]:
+    return versions.TRL_OF_OBJECTIVES_SINCE[objective.name]
 
 
 BEYOND_PAIRS = ("rpo_alpha", "use_weighting", "padding_free", "use_logits_to_keep", "sync_ref_model")
 """Settings of older DPO trainers that add logits, or take some away."""
 
 
-def pairs_length(aim: Objective, defaults: versions.TrlDefaults) -> int:
+def pairs_length(objective: Objective, defaults: versions.TrlDefaults) -> int:
     """To how many tokens a trainer cuts that is not told; 0: to none."""
-    older = versions.TRL_CUTS_PAIRS.get(aim.name, ())
+    older = versions.TRL_CUTS_PAIRS.get(objective.name, ())
     return next((tokens for until, tokens in older if defaults.version < until), 1024)
 
 

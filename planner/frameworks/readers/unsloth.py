@@ -18,13 +18,13 @@ MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_
 def is_config(values: dict[str, Any]) -> bool:
     """Whether a mapping has Unsloth's blocks and no others, or settings that only Unsloth has in one of them."""
     blocks = [values[title] for title in schema.blocks(FORMAT) if isinstance(values.get(title), dict)]
-    own = any(MARKS & set(block) for block in blocks)
+    marked = any(MARKS & set(block) for block in blocks)
     only = (
         {"training", "lora"} & set(values)
         and set(values) <= {"model", *schema.blocks(FORMAT)}
         and len(blocks) == len(values) - 1
     )
-    return bool(blocks) and (own or (bool(only) and isinstance(values.get("model"), str)))
+    return bool(blocks) and (marked or (bool(only) and isinstance(values.get("model"), str)))
 
 
 def read(settings: Settings) -> ReadConfig:
@@ -36,8 +36,8 @@ def read(settings: Settings) -> ReadConfig:
     top = settings
     top.note_unknown(("model", *schema.blocks(FORMAT)), UNSLOTH)
     parts = {section: top.block(section) for section in schema.blocks(FORMAT)}
-    for section, known in schema.blocks(FORMAT).items():
-        parts[section].note_unknown(known, UNSLOTH)
+    for section, accepted in schema.blocks(FORMAT).items():
+        parts[section].note_unknown(accepted, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
     fields = _method(training, lora)
     fields |= {

@@ -24,7 +24,7 @@ class Settings:
         self,
         values: Mapping[str, Any],
         name: str,
-        outside: FileContext | None = None,
+        context: FileContext | None = None,
         *,
         unknown: Mapping[str, str] | None = None,
         more: str = "",
@@ -32,7 +32,7 @@ class Settings:
     ) -> None:
         self.values = values
         self.name = name
-        self.outside = outside or FileContext()
+        self.outside = context or FileContext()
         self.blocks: dict[str, Settings] = {}
         self.assumptions: list[str] = []
         self.approximations: list[str] = []
@@ -167,26 +167,26 @@ class Settings:
             f"{self.name}: {key} must be {expected}, got {_short(got)}", hint=f"correct {key} in the file"
         )
 
-    def refuse_unknown(self, known: Iterable[str], tool: str) -> None:
+    def refuse_unknown(self, accepted: Iterable[str], tool: str) -> None:
         """For tools that refuse to start with a key they do not know.
 
         Raises:
             ConfigError: with the closest known name as a hint.
         """
-        names = set(known)
+        names = set(accepted)
         for key in self.values:
             if key not in names:
                 close = get_close_matches(key, sorted(names), n=1, cutoff=0.75)
                 hint = f"did you mean {close[0]}?" if close else f"remove it, or check which {tool} version it is for"
                 raise ConfigError(f"{self.name}: {tool} has no setting {_short(key)}", hint=hint)
 
-    def note_unknown(self, known: Iterable[str], tool: Tool) -> None:
+    def note_unknown(self, accepted: Iterable[str], tool: Tool) -> None:
         """Notes keys that the tool does not know: other tools' and wrappers' keys stand in many files that run.
 
         Raises:
             ConfigError: one that is nearly a key on which memory hangs: the tool would take a default for that.
         """
-        names = set(known)
+        names = set(accepted)
         deciding = names & set(tool.names)
         strangers = [key for key in self.values if key not in names]
         for key in strangers:

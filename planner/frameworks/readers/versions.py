@@ -161,10 +161,10 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
         bounds.append((LAST_OF_4, f"{trl.said} goes with transformers 4"))
     for name in sorted(NOT_IN_TRANSFORMERS_5 & set(arguments)):
         newest = NEWEST_WITH.get(name, LAST_OF_4)
-        said = "5" if newest == LAST_OF_4 else f"{newest[0]}.{newest[1] + 1}"
-        bounds.append((newest, f"{name} is not in transformers {said}"))
-    found, why = min(bounds, key=lambda bound: bound[0])
-    return TransformersDefaults(version=found, why=why)
+        since = "5" if newest == LAST_OF_4 else f"{newest[0]}.{newest[1] + 1}"
+        bounds.append((newest, f"{name} is not in transformers {since}"))
+    limit, why = min(bounds, key=lambda bound: bound[0])
+    return TransformersDefaults(version=limit, why=why)
 
 
 def taking(
@@ -244,16 +244,16 @@ COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
 
 def computing(named: Mapping[str, str]) -> dict[str, str]:
     """Fields of a setup for the versions of these packages that compute its step otherwise than today's."""
-    found = {name: parsed(named[name]) for name in COMPUTES_OTHERWISE if name in named}
-    older = {name: version for name, version in found.items() if version < COMPUTES_OTHERWISE[name]}
+    versions = {name: parsed(named[name]) for name in COMPUTES_OTHERWISE if name in named}
+    older = {name: version for name, version in versions.items() if version < COMPUTES_OTHERWISE[name]}
     return {f"{name}_version": ".".join(map(str, version)) for name, version in older.items() if len(version) > 1}
 
 
 def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefaults:
     """The defaults of a TRL version ("0.22.2"); where it is None of the newest, or of the one that `taking` allows."""
     if version is None and bound is not None:
-        said = f"TRL {bound[0]} (the newest that {bound[1]})"
-        return TrlDefaults(version=parsed(bound[0]), said=said, assumed=True)
+        label = f"TRL {bound[0]} (the newest that {bound[1]})"
+        return TrlDefaults(version=parsed(bound[0]), said=label, assumed=True)
     if version is None:
         newest = ".".join(map(str, NEWEST_TRL))
         return TrlDefaults(version=NEWEST_TRL, said=f"TRL {newest}", assumed=True)

@@ -7,8 +7,8 @@ from planner.frameworks.tools import axolotl, llamafactory, mlx, others, transfo
 from planner.frameworks.tools.field import Field, Tool, changed_fields
 
 TOOLS: Mapping[str, Tool] = {
-    one.name: one
-    for one in (
+    tool.name: tool
+    for tool in (
         transformers.SCRIPT,
         trl.TRL,
         axolotl.AXOLOTL,

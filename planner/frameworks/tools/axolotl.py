@@ -22,7 +22,7 @@ def lora_switches(setup: TrainSetup) -> dict[str, bool]:
     return {switch: on and (whole or switch != MLP_SWITCH) for switch in LORA_SWITCHES}
 
 
-def own_kernels(layers: str, fields: Mapping[str, Any], said: Sequence[Any], model_type: str) -> str:
+def own_kernels(layers: str, fields: Mapping[str, Any], switches: Sequence[Any], model_type: str) -> str:
     """The kernel family of a run whose layers are `layers`', with Axolotl's LoRA functions where they are on: by
     themselves for adapters without dropout where the config says nothing of them. "" where no family is that pair.
 
@@ -30,7 +30,7 @@ def own_kernels(layers: str, fields: Mapping[str, Any], said: Sequence[Any], mod
     """
     plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
     plain = plain and isinstance(fields["lora_targets"], str)
-    on = plain and (all(one is None for one in said) or any(one is True for one in said))
+    on = plain and (all(switch is None for switch in switches) or any(switch is True for switch in switches))
     if not on or (model_type and model_type not in FUSED_LORA):
         return layers
     return running(KERNELS[layers].parts | {"lora"})

@@ -109,7 +109,7 @@ class Tool:
         Raises:
             ConfigError: a field that cannot be changed in place.
         """
-        found: dict[str, Any] = {}
+        edits: dict[str, Any] = {}
         for of in _said(before, after):
             field = self.field(of)
             if field is None or not field.fix:
@@ -118,8 +118,8 @@ class Tool:
                     hint="make the changes that plan check lists by hand",
                 )
             key = keys.get(of, field.key)
-            found |= field.edit(key, before, after) if field.edit else {key: field.said(getattr(after, of))}
-        return found
+            edits |= field.edit(key, before, after) if field.edit else {key: field.said(getattr(after, of))}
+        return edits
 
 
 def _said(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _said(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:
     has its version's own form."""
     switched = bool(before.checkpointing) != bool(after.checkpointing)
     follow = ("adapter_dtype", *["reentrant_checkpointing"] * switched)
-    return tuple(one for one in changed_fields(before, after) if one not in follow)
+    return tuple(name for name in changed_fields(before, after) if name not in follow)
 
 
 def changed_fields(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, KERNELS,
 
 def _read_only(*fields: Field) -> tuple[Field, ...]:
     """The rows as they are read where `--fix` writes nothing."""
-    return tuple(replace(one, fix=False) for one in fields)
+    return tuple(replace(field, fix=False) for field in fields)
 
 
 SWIFT = Tool(

@@ -27,8 +27,8 @@ def checkpointing_kwargs(after: TrainSetup) -> dict[str, Any]:
 
 def _checkpointing(key: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     edits: dict[str, Any] = {key: after.checkpointing > 0}
-    told = any(one.checkpointing > 1 or one.selective_checkpointing for one in (before, after))
-    if told or after.activation_offload:
+    selective = any(setup.checkpointing > 1 or setup.selective_checkpointing for setup in (before, after))
+    if selective or after.activation_offload:
         edits[f"{key}_kwargs"] = checkpointing_kwargs(after)
     return edits
 

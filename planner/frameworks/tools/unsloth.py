@@ -55,6 +55,6 @@ def own_kernels(fields: Mapping[str, Any]) -> str:
 
     Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
     """
-    own, others = TARGET_ROWS["unsloth"].kernels
+    kernels, others = TARGET_ROWS["unsloth"].kernels
     plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
-    return own if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others
+    return kernels if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others

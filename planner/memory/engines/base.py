@@ -89,8 +89,8 @@ class Engine(ABC):
 def _alone(setup: TrainSetup) -> dict[str, Any]:
     """The fields of a rank by itself; where it exchanges keys or tokens within a layer, with whom stays known."""
     if setup.expert_degree > 1:
-        dealt = {"parallel": setup.parallel, "expert_degree": setup.expert_degree, "shard_degree": setup.shards}
-        return {**ONE_GPU, **dealt}
+        sharding = {"parallel": setup.parallel, "expert_degree": setup.expert_degree, "shard_degree": setup.shards}
+        return {**ONE_GPU, **sharding}
     if setup.context_degree == 1:
         return ONE_GPU
     tokens = setup.seq_len_tokens // setup.context_degree

@@ -40,9 +40,11 @@ class Share:
 @lru_cache(maxsize=256)
 def around_experts(model: ModelSpec) -> ModelSpec:
     """As `without_experts`, of the layers alone that have some: a mixture may begin with dense ones."""
-    kept = [kind for kind, layer in enumerate(model.layer_kinds) if any(one.dealt for one in layer.linears)]
-    order = tuple(kept.index(kind) for kind in model.layer_order if kind in kept)
-    kinds = tuple(model.layer_kinds[kind] for kind in kept)
+    expert_kinds = [
+        kind for kind, layer in enumerate(model.layer_kinds) if any(linear.dealt for linear in layer.linears)
+    ]
+    order = tuple(expert_kinds.index(kind) for kind in model.layer_order if kind in expert_kinds)
+    kinds = tuple(model.layer_kinds[kind] for kind in expert_kinds)
     return without_experts(replace(model, layer_kinds=kinds, layer_order=order))
 
 
@@ -50,7 +52,8 @@ def around_experts(model: ModelSpec) -> ModelSpec:
 def without_experts(model: ModelSpec) -> ModelSpec:
     """The model but for its stacks of experts: what is sharded over all ranks."""
     kinds = tuple(
-        replace(layer, linears=tuple(one for one in layer.linears if not one.dealt)) for layer in model.layer_kinds
+        replace(layer, linears=tuple(linear for linear in layer.linears if not linear.dealt))
+        for layer in model.layer_kinds
     )
     return replace(model, layer_kinds=kinds)
 
@@ -67,15 +70,15 @@ def _share_of(model: ModelSpec, ranks: int) -> Share:
     stored = 0
     for layer, num in model.layer_counts:
         stacks: list[tuple[int, int]] = []
-        for one in layer.linears:
-            if one.dealt:
-                each = one.in_features * one.out_features + one.out_features * one.bias
-                elements = padded(one.num, ranks) * each
+        for linear in layer.linears:
+            if linear.dealt:
+                each = linear.in_features * linear.out_features + linear.out_features * linear.bias
+                elements = padded(linear.num, ranks) * each
                 stacks.append((elements // ranks, elements))
-        stored += num * sum(own for own, _ in stacks)
+        stored += num * sum(share for share, _ in stacks)
         if stacks:
-            own = [one for one, _ in stacks]
-            layers.append((sum(one for _, one in stacks), sum(own), max(own)))
+            shares = [share for share, _ in stacks]
+            layers.append((sum(stack_elements for _, stack_elements in stacks), sum(shares), max(shares)))
     whole, layer_own, largest = max(layers)
     return Share(stored, layer_own, largest, whole, ranks)
 
@@ -92,15 +95,15 @@ def gathered_beside(model: ModelSpec, groups: Groups, around: int, share: Share,
     """
     experts = SIZE_BYTES[inner.weight_dtype] * share.gathered
     tied = groups.tail if model.tied else 0
-    name, held = "gathered weights", "all-gather buffer"
+    name, buffer = "gathered weights", "all-gather buffer"
     dense_first = groups.layer + groups.embedding - around - experts if groups.layer > around else groups.embedding
     return [
         weights_held(name, tied + 2 * around + experts * (1 + (share.replicas > 1)), "gather"),
         weights_held(name, tied + around + experts, "forward", "first", "turn", "last"),
         weights_held(name, groups.tail, "loss"),
         weights_held(name, tied, "head"),
-        weights_held(held, around, "head", "first", "turn"),
-        weights_held(held, max(groups.layer, dense_first), "last"),
+        weights_held(buffer, around, "head", "first", "turn"),
+        weights_held(buffer, max(groups.layer, dense_first), "last"),
         weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
 

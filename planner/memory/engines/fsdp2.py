@@ -62,29 +62,29 @@ class Fsdp2(Engine):
         local = _shard(trained, groups, shards, sharded_dtype(setup))
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
-        held = [] if on_host else list(weights)
-        held.append(weights_held("quantization states", scales_bytes(model, setup)))
-        loss_forward = loss_backward = asked = arriving = 0
+        allocations = [] if on_host else list(weights)
+        allocations.append(weights_held("quantization states", scales_bytes(model, setup)))
+        loss_forward = loss_backward = reference_forward = arriving = 0
         if setup.pipeline_degree > 1:
-            held += _in_schedule(groups, setup, trained, local)
+            allocations += _in_schedule(groups, setup, trained, local)
         else:
-            held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
+            allocations += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
             if setup.asks_reference:
-                asked, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
+                reference_forward, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
         return rank_state(
             part,
             inner,
-            held,
+            allocations,
             trained=trained,
             local=local,
             optimizer_on_device=not on_host,
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
-            reference_forward_bytes=asked,
+            reference_forward_bytes=reference_forward,
             arriving_bytes=arriving,
             holes_bytes=_holes(setup, groups),
-            host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+            host_bytes=sum(weight.size_bytes for weight in weights) + local.size_bytes if on_host else 0,
         )
 
     def _dealt(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
@@ -95,18 +95,18 @@ class Fsdp2(Engine):
         around = gathered_groups(around_experts(part.model), inner, setup.shards).layer
         trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
         outer = _shard(trained, groups, setup.shards, dtype)
-        local, own = share.beside(outer), SIZE_BYTES[dtype]
-        held = [weights_held(f"weights / {setup.shards}", own * local.num)]
-        held += gathered_beside(rest, groups, around, share, inner)
+        local, element_bytes = share.beside(outer), SIZE_BYTES[dtype]
+        allocations = [weights_held(f"weights / {setup.shards}", element_bytes * local.num)]
+        allocations += gathered_beside(rest, groups, around, share, inner)
         if rest.tied:  # transformers wraps both ends of the tie
-            held.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
-        held += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
-        held += _sharded_gradients(groups, local, setup.shards, accumulated, beside=share.layer)
+            allocations.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
+        allocations += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
+        allocations += _sharded_gradients(groups, local, setup.shards, accumulated, expert_elements=share.layer)
         forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
         return rank_state(
             part,
             inner,
-            held,
+            allocations,
             trained=trained,
             local=local,
             stepped=max(outer.num, share.stored),  # the Trainer makes a group of parameters for every mesh
@@ -172,19 +172,19 @@ def _block_by_block(
     # of a tied table's gradient, before they are one
     halves = 2 + int(halves_stay_apart(model, inner))
     keep = not setup.reshard_after_forward
-    held = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
+    allocations = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
     if setup.copies_reference and keep:
-        held.append(weights_held("reference model, gathered", groups.whole))
-    held += gathered_head(model, setup, inner.weight_dtype)
+        allocations.append(weights_held("reference model, gathered", groups.whole))
+    allocations += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
-        again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
-        held.append(again)
-    held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
+        tied_table = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
+        allocations.append(tied_table)
+    allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
     if accumulated and setup.tensor_degree > 1:
-        held.append(_waiting_gradients(model, setup, trained))
+        allocations.append(_waiting_gradients(model, setup, trained))
     elif setup.offload != "parameters":
-        held += _sharded_gradients(groups, local, setup.shards, accumulated)
-    return held
+        allocations += _sharded_gradients(groups, local, setup.shards, accumulated)
+    return allocations
 
 
 def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[int, int]:
@@ -237,17 +237,17 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
     # under peft the final norm is not found: the head's group arrives with the head, whose forward TRL does not call
     arriving_tail = 0 if head_apart else groups.tail - tied
     ahead = 0 if keep else groups.layer
-    kept = groups.layers + groups.embedding if keep else 0
+    unsharded = groups.layers + groups.embedding if keep else 0
     name, buffer = "gathered weights", "all-gather buffer"
-    arriving = max(2 * groups.layer + max(kept, groups.layer), kept + groups.layer + 2 * arriving_tail)
+    arriving = max(2 * groups.layer + max(unsharded, groups.layer), unsharded + groups.layer + 2 * arriving_tail)
     return [
         weights_held(name, _at_the_start(model, groups, keep=keep), "start"),
         weights_held(name, tied + arriving, "gather"),
-        weights_held(name, tied + max(kept, groups.layer), "forward"),
+        weights_held(name, tied + max(unsharded, groups.layer), "forward"),
         weights_held(buffer, groups.layer, "forward"),
-        weights_held(name, groups.tail + kept, "loss"),
-        weights_held(name, tied + kept, "head"),
-        weights_held(name, tied + max(kept, groups.layer), "first", "turn"),
+        weights_held(name, groups.tail + unsharded, "loss"),
+        weights_held(name, tied + unsharded, "head"),
+        weights_held(name, tied + max(unsharded, groups.layer), "first", "turn"),
         weights_held(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
         weights_held(buffer, ahead, "head", "first", "turn"),
         weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
@@ -278,17 +278,17 @@ def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) ->
 
 
 def _sharded_gradients(
-    groups: Groups, local: Trained, shards: int, accumulated: bool, *, beside: int = 0
+    groups: Groups, local: Trained, shards: int, accumulated: bool, *, expert_elements: int = 0
 ) -> list[Held]:
     """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
-    layer's all but its own and the table's); `beside`: elements of a layer's experts, sharded apart."""
+    layer's all but its own and the table's); `expert_elements`: elements of a layer's experts, sharded apart."""
     size = SIZE_BYTES[local.dtype]
     if accumulated:
         name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
         return [gradients_held(name, local.size_bytes, *alive)]
     name = f"gradients / {shards}"
     missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
-    missing += size * beside
+    missing += size * expert_elements
     return [
         gradients_held(name, max(0, local.size_bytes - missing), "last"),
         gradients_held(name, local.size_bytes, "end", "step"),
@@ -336,23 +336,23 @@ class _Reduction:
 
     def head(self) -> int:
         """While the head's are reduced."""
-        found = self.bytes_of(self.groups.layer_trained, new=True) - (self.groups.layer if self.keep else 0)
-        return found + self.waiting if self.tied else max(found, self.bytes_of(self.groups.tail_trained, new=True))
+        peak = self.bytes_of(self.groups.layer_trained, new=True) - (self.groups.layer if self.keep else 0)
+        return peak + self.waiting if self.tied else max(peak, self.bytes_of(self.groups.tail_trained, new=True))
 
     def end(self, halves: int) -> int:
         """While the last are reduced."""
         groups, tail = self.groups, self.groups.tail_trained * self.size
         before, coming = groups.layer_trained * self.size, self.to_come(self.table)
         last = self.bytes_of(groups.layer_trained, new=self.accumulated)
-        found = last + max(groups.embedding, self.waiting) - coming
+        peak = last + max(groups.embedding, self.waiting) - coming
         if self.tied:
-            found = max(found, groups.tail + halves * tail + before - coming)
+            peak = max(peak, groups.tail + halves * tail + before - coming)
         else:
-            found = max(found, groups.embedding + self.size * self.table + before - coming)
+            peak = max(peak, groups.embedding + self.size * self.table + before - coming)
         counted = 0 if self.cast else coming  # what is reduced is this rank's gradient
-        found = max(found, self.bytes_of(self.table, new=self.accumulated) - counted)
+        peak = max(peak, self.bytes_of(self.table, new=self.accumulated) - counted)
         # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
-        return found if self.table else max(found, 2 * groups.embedding + before)
+        return peak if self.table else max(peak, 2 * groups.embedding + before)
 
 
 def _reducing(
@@ -376,22 +376,22 @@ def _reducing(
     Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
     _all_reduce_state).
     """
-    shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
+    shards, size, local_size = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
     in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' own policy
     wide = SIZE_BYTES["fp32"] if in_fp32 else size
-    cast = own if own != wide else 0
+    cast = local_size if local_size != wide else 0
     way = _Reduction(
-        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
+        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=local_size, tied=model.tied, keep=keep,
         accumulated=accumulated,
     )  # fmt: skip
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
     apart = cast or accumulated or setup.offload == "parameters"
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
-    buffer, one = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
+    buffer, gradient = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
-        gradients_held(ONE_GRADIENT, one, "first", "turn", "last"),
+        gradients_held(ONE_GRADIENT, gradient, "first", "turn", "last"),
         gradients_held(buffer, groups.tail_trained * size, "first"),
         gradients_held(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
         gradients_held("last gradients being reduced", way.end(halves), "end"),
@@ -417,11 +417,11 @@ def sharded_dtype(setup: TrainSetup) -> str:
     Source: accelerate 1.15 `fsdp2_prepare_model`: upcast to fp32 under mixed precision, but not where 4-bit parameters
     are present.
     """
-    own = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
+    loaded_dtype = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
     if setup.sharded_at_loading:  # transformers' own FSDP2: as loaded
-        return own
+        return loaded_dtype
     if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
-        return own
+        return loaded_dtype
     return "fp32"
 
 
@@ -431,10 +431,10 @@ def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained
     name = f"weights / {shards}"
     if setup.method == "full":
         num = model.num_params + groups.padding[1]
-        found = [weights_held(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
+        weights = [weights_held(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
         if setup.copies_reference:
-            found.append(weights_held(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards)))
-        return found
+            weights.append(weights_held(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards)))
+        return weights
     loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
     loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
     return [

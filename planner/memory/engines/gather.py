@@ -73,23 +73,23 @@ class _Block:
 def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSetup, shards: int) -> _Block:
     full = inner.method == "full"
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
-    own, rows, matrix = 0, 0, 0
-    for one in adapted_ones:
-        own += lora_params(one, inner.lora_rank)
-        ranks = lora_rank(one, inner.lora_rank) * one.num
-        rows += (padded(ranks, shards) - ranks) * one.in_features
+    adapter_params, rows, matrix = 0, 0, 0
+    for linear in adapted_ones:
+        adapter_params += lora_params(linear, inner.lora_rank)
+        ranks = lora_rank(linear, inner.lora_rank) * linear.num
+        rows += (padded(ranks, shards) - ranks) * linear.in_features
     if full:
-        whole = (one.in_features * one.out_features for one in layer.linears if one.module != "parameter")
+        whole = (linear.in_features * linear.out_features for linear in layer.linears if linear.module != "parameter")
         matrix = max(matrix, *whole, 0)
     stacks = sum(
-        (padded(one.num, shards) - one.num) * one.in_features * one.out_features
-        for one in layer.linears
-        if one.module == "parameter" and one.num > 1
+        (padded(linear.num, shards) - linear.num) * linear.in_features * linear.out_features
+        for linear in layer.linears
+        if linear.module == "parameter" and linear.num > 1
     )
-    adapters = (own + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
+    adapters = (adapter_params + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
     return _Block(
         _layer_bytes(layer, inner, plain) + stacks * plain + adapters,
-        layer.num_params + stacks if full else own + rows,
+        layer.num_params + stacks if full else adapter_params + rows,
         matrix,
         (0, stacks) if full else (stacks, rows),
     )
@@ -101,24 +101,27 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
     adapters = {} if full else {id(layer): linears for layer, _, linears in adapted(model, inner)}
     blocks = [(_block(layer, adapters.get(id(layer), ()), inner, shards), num) for layer, num in model.layer_counts]
-    norm = sum(one.num_params for one in model.outer_norms[-1:])
+    norm = sum(norm_spec.num_params for norm_spec in model.outer_norms[-1:])
     tables = max((table.num_params for table in model.embeddings), default=0)
     others = model.num_embedding_params - tables
-    outer = others + model.num_outer_other_params + sum(one.num_params for one in model.outer_norms[:-1])
-    outer += sum(one.num_weights + one.num_bias for one in model.outer_linears)
+    outer = others + model.num_outer_other_params + sum(norm_spec.num_params for norm_spec in model.outer_norms[:-1])
+    outer += sum(linear.num_weights + linear.num_bias for linear in model.outer_linears)
     outer += sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
     tail = norm + model.num_head_params + (tables if model.tied else 0)
     return Groups(
-        layer=max((one.size for one, _ in blocks), default=0),
-        layers=sum(num * one.size for one, num in blocks),
+        layer=max((block.size for block, _ in blocks), default=0),
+        layers=sum(num * block.size for block, num in blocks),
         embedding=0 if model.tied else tables * plain,
         tail=tail * plain,
         root=outer * plain,
-        layer_trained=max((one.trained for one, _ in blocks), default=0),
+        layer_trained=max((block.trained for block, _ in blocks), default=0),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
-        matrix=max((one.matrix for one, _ in blocks), default=0),
-        padding=(sum(num * one.padding[0] for one, num in blocks), sum(num * one.padding[1] for one, num in blocks)),
+        matrix=max((block.matrix for block, _ in blocks), default=0),
+        padding=(
+            sum(num * block.padding[0] for block, num in blocks),
+            sum(num * block.padding[1] for block, num in blocks),
+        ),
     )
 
 
@@ -130,12 +133,12 @@ def padded(rows: int, shards: int) -> int:
 def _layer_bytes(layer: LayerSpec, inner: TrainSetup, plain: int) -> int:
     """Bytes of one block's gathered weights: 4-bit weights travel packed, their scales are never cut."""
     total = (sum(norm.num_params for norm in layer.norms) + layer.num_other_params) * plain
-    for one in layer.linears:
-        if not inner.quantized or not one.quantizes:
-            total += (one.num_weights + one.num_bias) * plain
+    for linear in layer.linears:
+        if not inner.quantized or not linear.quantizes:
+            total += (linear.num_weights + linear.num_bias) * plain
         else:
-            packed = one.num_weights if inner.quantization == "int8" else -(-one.num_weights // 2)
-            total += packed + one.num_bias * plain
+            packed = linear.num_weights if inner.quantization == "int8" else -(-linear.num_weights // 2)
+            total += packed + linear.num_bias * plain
     return total
 
 
@@ -154,8 +157,8 @@ def scales_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     double = setup.quantization == "nf4-double"
     total = 0
     for layer, num in (*model.layer_counts, *model.idle_layers):
-        for one in layer.linears:
-            if one.module != "parameter":
-                elements = one.in_features * one.out_features
-                total += num * one.num * (nf4_bytes(elements, double=double) - -(-elements // 2))
+        for linear in layer.linears:
+            if linear.module != "parameter":
+                elements = linear.in_features * linear.out_features
+                total += num * linear.num * (nf4_bytes(elements, double=double) - -(-elements // 2))
     return total

@@ -50,4 +50,4 @@ def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:
         return 0
     engine = engine_of(setup)
     states = [engine.state(part, setup, accumulated=False) for part in rank_parts(model, setup)]
-    return max(one.host_bytes + one.host_state_bytes(setup.optimizer) for one in states)
+    return max(state.host_bytes + state.host_state_bytes(setup.optimizer) for state in states)

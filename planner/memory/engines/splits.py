@@ -27,14 +27,14 @@ def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulate
     if setup.tensor_degree == 1 or setup.method != "full":
         return []
     model = part.model
-    own = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
+    table_bytes = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
     name = "a split table's whole gradient"
     if model.tied:  # added to the head's, which is split
-        return [gradients_held(name, (setup.tensor_degree - 1) * own, "end")]
+        return [gradients_held(name, (setup.tensor_degree - 1) * table_bytes, "end")]
     alive = (*COMPUTE, "end", "step") if accumulated else ("end", "step")
     return [
-        gradients_held(name, (setup.tensor_degree - 1) * own, *alive),
-        Held(category="workspace", name="the optimizer's rows of it", size_bytes=own, moments=("step",)),
+        gradients_held(name, (setup.tensor_degree - 1) * table_bytes, *alive),
+        Held(category="workspace", name="the optimizer's rows of it", size_bytes=table_bytes, moments=("step",)),
     ]
 
 
@@ -45,8 +45,8 @@ def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> lis
     """
     if setup.tensor_degree == 1 or setup.loss != "chunked" or model.head is None:
         return []
-    own = model.num_embedding_params if model.tied else model.num_head_params
-    size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
+    head_params = model.num_embedding_params if model.tied else model.num_head_params
+    size = setup.tensor_degree * head_params * SIZE_BYTES[weight_dtype]
     return [weights_held("gathered head", size, "loss")]
 
 
@@ -91,10 +91,10 @@ def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
 def _layers_refuse(model: ModelSpec, degree: int) -> str:
     """Why the matrices of some layer cannot be split over so many GPUs, "" where all can."""
     for layer in model.layer_kinds:
-        for one in layer.linears:
-            if one.role not in _TENSOR_ROLES:
+        for unit in layer.linears:
+            if unit.role not in _TENSOR_ROLES:
                 return (
-                    f"{model.model_type}'s {one.leaf} is not split by transformers' tensor-parallel plans, which know "
+                    f"{model.model_type}'s {unit.leaf} is not split by transformers' tensor-parallel plans, which know "
                     "separate q, k, v, o and MLP matrices (base_model_tp_plan)"
                 )
         attention = layer.attention

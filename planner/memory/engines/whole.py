@@ -21,13 +21,16 @@ from planner.setup import TrainSetup
 
 def _whole(part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
     """Weights, adapters and gradients as one GPU holds them; of a tensor split this rank's part."""
-    held = [*whole_weights(part.model, inner, trained), *whole_gradients(part.model, inner, trained, accumulated)]
+    allocations = [
+        *whole_weights(part.model, inner, trained),
+        *whole_gradients(part.model, inner, trained, accumulated),
+    ]
     if setup.tensor_degree > 1:
         from planner.memory.engines.splits import gathered_head, split_tables  # one GPU never needs it
 
-        held += split_tables(part, setup, trained, accumulated)
-        held += gathered_head(part.model, setup, inner.weight_dtype)
-    return held
+        allocations += split_tables(part, setup, trained, accumulated)
+        allocations += gathered_head(part.model, setup, inner.weight_dtype)
+    return allocations
 
 
 class _Whole(Engine):
@@ -36,9 +39,9 @@ class _Whole(Engine):
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
-        held = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
+        allocations = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
         stepped = trained.largest if inner.trainer.steps_in_backward else None
-        return RankState(part=part, setup=inner, trained=trained, local=trained, held=held, stepped=stepped)
+        return RankState(part=part, setup=inner, trained=trained, local=trained, held=allocations, stepped=stepped)
 
     def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
         return loss if heeds_loss(model, setup) else "full"
@@ -104,13 +107,13 @@ class OneProcess(Engine):
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
-        held = _whole(part, inner, setup, trained, accumulated and not part.follower)
+        allocations = _whole(part, inner, setup, trained, accumulated and not part.follower)
         if not part.follower:
             name = "sum of all GPUs' gradients"
-            held.append(gradients_held(name, trained.size_bytes, "last", "end"))
-            return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(held))
+            allocations.append(gradients_held(name, trained.size_bytes, "last", "end"))
+            return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(allocations))
         local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
-        return RankState(part=part, setup=inner, trained=trained, local=local, held=tuple(held))
+        return RankState(part=part, setup=inner, trained=trained, local=local, held=tuple(allocations))
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
         if setup.quantized:

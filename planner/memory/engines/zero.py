@@ -141,18 +141,18 @@ def _stages_1_and_2(
     """
     size, offloaded = SIZE_BYTES[trained.dtype], setup.offload != "none"
     local = _flat(trained, setup.shards)
-    held = [*whole_weights(part.model, inner, trained)]
+    allocations = [*whole_weights(part.model, inner, trained)]
     if not offloaded:
-        held.append(_masters(setup.shards, 4 * local.num))
-    held += _bucketed(part.model, setup, inner, trained, local, accumulated)
-    held += _stepped(setup, trained, local)
+        allocations.append(_masters(setup.shards, 4 * local.num))
+    allocations += _bucketed(part.model, setup, inner, trained, local, accumulated)
+    allocations += _stepped(setup, trained, local)
     gone = 0 if offloaded else 2 * size * local.num
     # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned
     host = (8 + size) * local.num if offloaded else 0
     return rank_state(
         part,
         inner,
-        held,
+        allocations,
         trained=trained,
         local=local,
         optimizer_on_device=not offloaded,
@@ -181,27 +181,27 @@ def _bucketed(
     shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
     bucket = size * zero_bucket_elements(trained.num)
     # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
-    own = size * max(local.num, trained.embeddings)
+    partition = size * max(local.num, trained.embeddings)
     # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
     single = bucket == size * trained.num
-    late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
+    late = max(0, partition - bucket) if single or setup.parallel == "zero1" else partition
     if setup.parallel == "zero1":
         whole = whole_gradients(model, inner, trained, accumulated)
-        held = [one for one in whole if one.moments != ("step",)]
+        allocations = [allocation for allocation in whole if allocation.moments != ("step",)]
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
-        held.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
+        allocations.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
         # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
         late = 0 if offloaded else late
-        return [*held, gradients_held(f"gradients / {shards}", late, "end")]
+        return [*allocations, gradients_held(f"gradients / {shards}", late, "end")]
     matrix = _stacks(model)[2]
-    held = [
+    allocations = [
         gradients_held("ZeRO's reduce bucket", bucket, *BACKWARD),
         *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
         gradients_held(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
     ]
     if accumulated and not offloaded:
-        held.append(gradients_held(f"accumulated gradients / {shards}", own, *COMPUTE, "end"))
-    return held
+        allocations.append(gradients_held(f"accumulated gradients / {shards}", partition, *COMPUTE, "end"))
+    return allocations
 
 
 def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> RankState:
@@ -223,23 +223,23 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     size, model = SIZE_BYTES[trained.dtype], part.model
     local = _flat(trained, setup.shards)
     stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
-    held, host = _cut(part, setup, inner, trained, local, stepped)
-    held += _reduced(model, inner, trained)
+    allocations, host = _cut(part, setup, inner, trained, local, stepped)
+    allocations += _reduced(model, inner, trained)
     layer = gathered_groups(model, inner, 1).layer
-    loss_forward, asked = _beside_reference(model, inner) if setup.asks_reference else (0, 0)
-    held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
-    held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
+    loss_forward, reference_forward = _beside_reference(model, inner) if setup.asks_reference else (0, 0)
+    allocations += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
+    allocations.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
     return rank_state(
         part,
         inner,
-        held,
+        allocations,
         trained=trained,
         local=local,
         optimizer_on_device=setup.offload == "none",
         stepped=stepped,
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
         loss_forward_bytes=loss_forward,
-        reference_forward_bytes=asked,
+        reference_forward_bytes=reference_forward,
         host_bytes=host,
     )
 
@@ -269,20 +269,20 @@ def _cut(
         weights.append(
             Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
         )
-    held = [] if on_host else list(weights)
-    host = sum(one.size_bytes for one in weights) if on_host else 0
-    held.append(weights_held("quantization states", scales))
+    allocations = [] if on_host else list(weights)
+    host = sum(weight.size_bytes for weight in weights) if on_host else 0
+    allocations.append(weights_held("quantization states", scales))
     masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
-    own = size * local.num
+    gradient_bytes = size * local.num
     if setup.offload != "none":
-        host += masters + 4 * local.num + own
-        held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
-        return held, host
-    held.append(_masters(shards, masters))
-    held.append(gradients_held(f"gradients / {shards}", own))
+        host += masters + 4 * local.num + gradient_bytes
+        allocations.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
+        return allocations, host
+    allocations.append(_masters(shards, masters))
+    allocations.append(gradients_held(f"gradients / {shards}", gradient_bytes))
     copies = size + 4 if trained.dtype != "fp32" else 4
-    held.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
-    return held, host
+    allocations.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
+    return allocations, host
 
 
 def _norm(elements: int) -> Held:
@@ -299,15 +299,17 @@ def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     elements = 0
     for layer, num in model.layer_counts:
         elements += num * sum(norm.num_params for norm in layer.norms if norm.size < ZERO3_PERSISTENT_ELEMENTS)
-        elements += num * sum(one.num_bias for one in layer.linears if one.out_features < ZERO3_PERSISTENT_ELEMENTS)
+        elements += num * sum(
+            linear.num_bias for linear in layer.linears if linear.out_features < ZERO3_PERSISTENT_ELEMENTS
+        )
     elements += sum(norm.num_params for norm in model.outer_norms)
     if setup.method != "full":
         for _, num, linears in adapted(model, setup):
-            for one in linears:
+            for linear in linears:
                 rank = setup.lora_rank
-                for side in (one.in_features, one.out_features):
+                for side in (linear.in_features, linear.out_features):
                     if rank * side < ZERO3_PERSISTENT_ELEMENTS:
-                        elements += num * one.num * rank * side
+                        elements += num * linear.num * rank * side
     return size * elements
 
 
@@ -327,17 +329,17 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     over = size * largest // 2  # the tensor that crosses the limit, on average
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
-    kept = _viewed(model, inner, groups, half * stacks)
+    viewed = _viewed(model, inner, groups, half * stacks)
     # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
     head = groups.tail if inner.checkpointing and inner.loss == "full" else over
-    forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
-    loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
+    forward = max(min(everything, live + head) + ahead, min(everything, viewed + groups.tail), 2 * half * block_stacks)
+    loss = max(min(everything, max(live + over, groups.tail)), min(everything, viewed + groups.tail))
     # the backward gathers ahead again, in quantized layers beside the views
-    again = 0
+    regathered = 0
     if inner.quantized and inner.checkpointing and groups.layers > live:
-        again = max(kept, groups.layer) + groups.tail + live
+        regathered = max(viewed, groups.layer) + groups.tail + live
     # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
-    first = max(min(everything, loss + ahead), again, 0 if inner.checkpointing else 2 * half * block_stacks)
+    first = max(min(everything, loss + ahead), regathered, 0 if inner.checkpointing else 2 * half * block_stacks)
     last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
     # a head that a fused loss reads is there for the whole forward and backward
     read = groups.tail if inner.loss != "full" and not model.tied else 0
@@ -353,12 +355,12 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
 
 def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: int) -> int:
     """Bytes of gathered weights that views keep until their backward."""
-    kept = groups.layers - stacks_bytes if inner.quantized else 0
+    viewed = groups.layers - stacks_bytes if inner.quantized else 0
     if inner.reentrant_checkpointing and inner.checkpointing == 1:
-        kept = 0  # the forward runs without a graph: nothing views what it gathered
+        viewed = 0  # the forward runs without a graph: nothing views what it gathered
     if stacks_bytes and not inner.checkpointing and not _adapts_stacks(model, inner):
-        kept += stacks_bytes
-    return kept
+        viewed += stacks_bytes
+    return viewed
 
 
 def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
@@ -383,15 +385,19 @@ def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:
     """Whether adapters make new tensors of the experts' stacks, so that no view of the gathered ones is kept."""
     if inner.method == "full":
         return False
-    return any(one.module == "parameter" for _, _, linears in adapted(model, inner) for one in linears)
+    return any(linear.module == "parameter" for _, _, linears in adapted(model, inner) for linear in linears)
 
 
 def _stacks(model: ModelSpec) -> tuple[int, int, int]:
     """Elements of (all stacks of experts, those of one block, a block's largest tensor)."""
     total = block = largest = 0
     for layer, num in model.layer_counts:
-        stacks = [one.num * one.in_features * one.out_features for one in layer.linears if one.module == "parameter"]
-        plain = [one.in_features * one.out_features for one in layer.linears if one.module != "parameter"]
+        stacks = [
+            linear.num * linear.in_features * linear.out_features
+            for linear in layer.linears
+            if linear.module == "parameter"
+        ]
+        plain = [linear.in_features * linear.out_features for linear in layer.linears if linear.module != "parameter"]
         total, block = total + num * sum(stacks), max(block, sum(stacks))
         largest = max(largest, *stacks, *plain)
     return total, block, largest
@@ -432,15 +438,15 @@ def _gradients_and_copy(
     end = size * halves * trained.embeddings
     if not single:
         end = max(end, size * trained.embeddings + bucket)
-    found = [
+    allocations = [
         gradients_held(gradient, size * trained.head, "head"),
         gradients_held(gradient, size * (waiting + matrix), "first", "turn"),
         gradients_held(gradient, size * (waiting + matrix), "last"),
         gradients_held(name, copy, "last"),
     ]
     if EARLY_BUCKET * blocks <= model.num_layers:
-        found.append(gradients_held(name, copy, "first", "turn"))
-    return [*found, gradients_held(gradient, end, "end") if end > bucket else gradients_held(name, bucket, "end")]
+        allocations.append(gradients_held(name, copy, "first", "turn"))
+    return [*allocations, gradients_held(gradient, end, "end") if end > bucket else gradients_held(name, bucket, "end")]
 
 
 def _flat(trained: Trained, shards: int) -> Trained:

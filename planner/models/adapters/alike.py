@@ -51,12 +51,12 @@ _STRANGERS = ("ssm", "mamba", "rwkv", "state_size", "conv_kernel", "linear_attn"
 
 def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration under Llama's names; what is there under them already stays."""
-    found = dict(raw)
+    renamed = dict(raw)
     for name, others in _NAMES.items():
-        given = [raw[one] for one in (name, *others) if raw.get(one) is not None]
+        given = [raw[key] for key in (name, *others) if raw.get(key) is not None]
         if given:
-            found[name] = given[0]
-    return found
+            renamed[name] = given[0]
+    return renamed
 
 
 def kind_of(fields: Fields) -> str:
@@ -99,8 +99,8 @@ def build(fields: Fields, like: str) -> ModelSpec:
     fits = kind_of(fields)
     if fits and fits != like:
         num = raw.get("num_experts")
-        told = f"has {num} experts" if fits == "mixture" else "has no experts"
-        raise UsageError(f"--like {like}: {fields.where} {told}", hint=f"--like {fits}")
+        difference = f"has {num} experts" if fits == "mixture" else "has no experts"
+        raise UsageError(f"--like {like}: {fields.where} {difference}", hint=f"--like {fits}")
     read = Fields(raw, fields.where)
     spec = llama(read, "llama") if like == "llama" else _mixture(read)
     attentions = SOFT_CAPPED if read.positive("attn_logit_softcapping") else spec.attentions

@@ -151,7 +151,11 @@ class Fields:
     ) -> list[bool]:
         """Whether each layer is of one of the kinds that `layer_types` may name, by its number where it is absent."""
         types = self.texts("layer_types", num_layers, kinds)
-        return [otherwise(index) for index in range(num_layers)] if types is None else [one == kind for one in types]
+        return (
+            [otherwise(index) for index in range(num_layers)]
+            if types is None
+            else [layer_type == kind for layer_type in types]
+        )
 
     def indices(self, name: str) -> frozenset[int]:
         """A list of layer indices, empty where absent or null."""

@@ -67,7 +67,7 @@ def window_by_layer_types(
     if all(full):
         return (None,) * num_layers
     window = fields.count("sliding_window", kind="window", default=default_window)
-    return tuple(None if one else window for one in full)
+    return tuple(None if full_attention else window for full_attention in full)
 
 
 def window_every_nth_full(fields: Fields, num_layers: int, default_period: int) -> Windows:

@@ -133,7 +133,7 @@ def one_matrix(
 
 def idle(layer: LayerSpec) -> LayerSpec:
     """A layer as weights alone: what its matrices do to a text token has no name."""
-    linears = tuple(replace(one, role="other") for one in layer.linears)
+    linears = tuple(replace(matrix, role="other") for matrix in layer.linears)
     return replace(layer, linears=linears, attention=None, mlp=None)
 
 
@@ -160,6 +160,6 @@ def encoder_model(
         outer_norms=outer_norms,
         attentions=trunk.attentions,
         traits=Traits(
-            norm="layer" if {norm.kind for one in layers for norm in one.norms} == {"layer"} else trunk.traits.norm
+            norm="layer" if {norm.kind for layer in layers for norm in layer.norms} == {"layer"} else trunk.traits.norm
         ),
     )

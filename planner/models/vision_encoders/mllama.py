@@ -59,8 +59,8 @@ def looking(model: ModelSpec) -> ModelSpec:
     first = model.layer_kinds[0]
     assert first.attention is not None
     at = replace(first.attention, rotary=False, cross=True, padded=True, adds_mask=True)
-    unseen = [one for one, _ in model.idle_layers if one.path == first.path]
-    kinds = [replace(one, kind="looking", attention=at, mlp=first.mlp) for one in unseen]
+    unseen = [layer for layer, _ in model.idle_layers if layer.path == first.path]
+    kinds = [replace(layer, kind="looking", attention=at, mlp=first.mlp) for layer in unseen]
     text = model.config.get("text_config", {})
     places = text.get("cross_attention_layers") or CROSS_LAYERS
     order = tuple(int(place in places) for place in range(len(model.layer_order) + len(places)))

@@ -131,9 +131,9 @@ def _mergers(family: _Family, field: Mapping[str, Any], tokens: int) -> tuple[Pr
     wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
     names = ("linear_fc1", "linear_fc2") if family.third else ("mlp.0", "mlp.2")
     first = _norm("norm" if family.third else "ln_q", field["hidden_size"], rms=family.gated, rows=merged)
-    found = [Projector(layer=projector("model.visual.merger", names, first, wide, out), tokens=tokens)]
+    projectors = [Projector(layer=projector("model.visual.merger", names, first, wide, out), tokens=tokens)]
     if deep := len(field["deepstack_visual_indexes"]) if "deepstack_visual_indexes" in family.defaults else 0:
         after = layer_norm("norm", wide)
         further = projector("model.visual.deepstack_merger_list", names, after, wide, out)
-        found.append(Projector(layer=further, tokens=tokens, num=deep))
-    return tuple(found)
+        projectors.append(Projector(layer=further, tokens=tokens, num=deep))
+    return tuple(projectors)

@@ -102,7 +102,9 @@ def intern_tiles(width: int, height: int, tile: int) -> int:
     Source: transformers 5.23 `models/got_ocr2/image_processing_pil_got_ocr2.py` get_optimal_tiled_canvas.
     """
     side = range(1, MOST_TILES + 1)
-    canvases = sorted(((x, y) for x in side for y in side if x * y <= MOST_TILES), key=lambda one: one[0] * one[1])
+    canvases = sorted(
+        ((x, y) for x in side for y in side if x * y <= MOST_TILES), key=lambda canvas: canvas[0] * canvas[1]
+    )
     best, least = (1, 1), float("inf")
     for columns, rows in canvases:
         away = abs(width / height - columns / rows)

@@ -16,9 +16,9 @@ def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 
-def communication_share(one: Candidate) -> float:
+def communication_share(candidate: Candidate) -> float:
     """Share of the step that waits for communication."""
-    return one.formula.time_parts_s.get("communication", 0.0) / (one.formula.step_time_s or 1.0)
+    return candidate.formula.time_parts_s.get("communication", 0.0) / (candidate.formula.step_time_s or 1.0)
 
 
 class Ranked(Sequence[Candidate]):

@@ -41,58 +41,62 @@ def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Value
 
 
 def choose(
-    workload: Workload, values: Values, facts: WalkResults, corrections: Mapping[CorrectionKey, float] | None = None
+    workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None = None
 ) -> tuple[Node | None, Point | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
-    node = _walk(workload, values, facts, corrections)
-    return node, best_layout(facts.of_node(node)) if node is not None else None
+    node = _walk(workload, values, results, corrections)
+    return node, best_layout(results.of_node(node)) if node is not None else None
 
 
 def _walk(
-    workload: Workload, values: Values, facts: WalkResults, corrections: Mapping[CorrectionKey, float] | None
+    workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
 
     def walk(given: Values, stages: tuple[str, ...]) -> None:
-        for request, own in spaces(workload, given):
+        for request, space_values in spaces(workload, given):
             chosen = layouts_of_one(request) if request.num_gpus == 1 else layouts(request, stages)
-            add_layouts(request, own, facts, chosen, corrections)
+            add_layouts(request, space_values, results, chosen, corrections)
 
     walk(values, _FIRST)
-    walk(fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure), _FIRST)
-    node = choose_node(facts.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
+    walk(fewer_matrices(workload, values, results.nodes()[Node.LORA].sure), _FIRST)
+    node = choose_node(results.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
         return node
-    slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
-    left_out = _better_left_out(workload, facts, node)
+    slow = node is not None and _communication_share(workload, results, node) > COMMUNICATION_LIMIT
+    left_out = _better_left_out(workload, results, node)
     if node is None or slow:
         walk(values, ("split",))
     elif left_out:
         # full fine-tuning alone would also be walked with 16-bit master weights, which is meant for who asks for it
         narrowed = {**values, "method": left_out}
         if left_out == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
-            narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
+            narrowed["precision"] = tuple(
+                precision for precision in values["precision"] if PRECISIONS[precision].wide_weights
+            )
         walk(narrowed, ("split",))
     split = node is None or slow
-    nodes = facts.nodes()
+    nodes = results.nodes()
     node = choose_node(nodes, workload)
     if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
         walk(values, ("offload",) if split else ("split", "offload"))
     # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-    return choose_node(facts.nodes(), workload, from_host=node is None)
+    return choose_node(results.nodes(), workload, from_host=node is None)
 
 
-def _better_left_out(workload: Workload, facts: WalkResults, node: Node | None) -> tuple[str, ...]:
+def _better_left_out(workload: Workload, results: WalkResults, node: Node | None) -> tuple[str, ...]:
     """Methods that the tree prefers to `node` and that do not fit so far."""
     if node is None:
         return ()
     order = preferred_nodes(workload)
     better = order[: order.index(node)]
-    nodes = facts.nodes()
-    missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
-    return tuple(dict.fromkeys(one.method for one in missing))
+    nodes = results.nodes()
+    missing = [
+        preferred for preferred in better if nodes[preferred].smallest is not None and nodes[preferred].best() is None
+    ]
+    return tuple(dict.fromkeys(preferred.method for preferred in missing))
 
 
-def _communication_share(workload: Workload, facts: WalkResults, node: Node) -> float:
-    best = facts.nodes()[node].best()
+def _communication_share(workload: Workload, results: WalkResults, node: Node) -> float:
+    best = results.nodes()[node].best()
     return communication_share(candidate(workload, best.setup)) if best is not None else 0.0

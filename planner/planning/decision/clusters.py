@@ -62,10 +62,10 @@ def counts(max_gpus: int) -> tuple[int, ...]:
 def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     """The dimensions of the coarse walk: what the user fixed stays whole."""
     values = dimension_values(workload)
-    for name, kept in COARSE.items():
+    for name, coarse in COARSE.items():
         if name not in workload.fixed:
             # a dimension of which nothing is coarse stays as it is: ORPO's trainers have the full loss alone
-            values[name] = tuple(value for value in values[name] if value in kept) or values[name]
+            values[name] = tuple(value for value in values[name] if value in coarse) or values[name]
     batches = [1 << power for power in range(8)]
     values.setdefault("micro_batch_seqs", tuple(size for size in batches if workload.global_batch_seqs % size == 0))
     return values
@@ -74,28 +74,28 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
 def best_of(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node over the coarse walk."""
     chosen = [
-        one
-        for one in layouts(workload, FIRST_STAGES)
-        if one.fields["parallel"] in COARSE_LAYOUTS and one.fields.get("reshard_after_forward", True)
+        layout
+        for layout in layouts(workload, FIRST_STAGES)
+        if layout.fields["parallel"] in COARSE_LAYOUTS and layout.fields.get("reshard_after_forward", True)
     ]
-    facts = WalkResults()
+    results = WalkResults()
     for request, _ in spaces(workload, dimension_values(workload)):
-        add_layouts(request, coarse_values(request), facts, chosen if workload.num_gpus > 1 else [ONE_GPU])
-    return _best(facts)
+        add_layouts(request, coarse_values(request), results, chosen if workload.num_gpus > 1 else [ONE_GPU])
+    return _best(results)
 
 
 def best_points(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node: as a plan walks it on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
-    facts = WalkResults()
-    choose(workload, dimension_values(workload), facts)
-    return _best(facts)
+    results = WalkResults()
+    choose(workload, dimension_values(workload), results)
+    return _best(results)
 
 
-def _best(facts: WalkResults) -> dict[Node, Point | None]:
-    facts.nodes()  # settles what quality is taken over all layouts
-    return {node: best_layout(facts.of_node(node)) for node in Node}
+def _best(results: WalkResults) -> dict[Node, Point | None]:
+    results.nodes()  # settles what quality is taken over all layouts
+    return {node: best_layout(results.of_node(node)) for node in Node}
 
 
 def options_of(
@@ -112,8 +112,8 @@ def options_of(
         point = best[node]
         if point is None:
             continue
-        found = candidate(workload, point.setup)
-        duration_s = job_s(workload, found)
+        best_candidate = candidate(workload, point.setup)
+        duration_s = job_s(workload, best_candidate)
         if duration_s is None:
             continue
         cost = cost_usd(workload, duration_s)
@@ -122,7 +122,7 @@ def options_of(
         yield ClusterOption(
             cluster=cluster,
             node=node,
-            candidate=found,
+            candidate=best_candidate,
             workload=workload,
             duration_s=duration_s,
             cost_usd=cost,
@@ -132,22 +132,26 @@ def options_of(
 
 def smallest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The fewest GPUs that keep deadline and budget; of those the least memory, then the fastest."""
-    kept = [one for one in options if one.meets]
-    return min(kept, key=lambda one: (one.cluster.num_gpus, one.workload.memory_bytes, one.duration_s), default=None)
+    kept = [option for option in options if option.meets]
+    return min(
+        kept,
+        key=lambda option: (option.cluster.num_gpus, option.workload.memory_bytes, option.duration_s),
+        default=None,
+    )
 
 
 def cheapest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The least cost that keeps deadline and budget; of equals the fewer GPUs."""
-    kept = [one for one in options if one.meets and one.cost_usd is not None]
-    return min(kept, key=lambda one: (one.cost_usd, one.cluster.num_gpus), default=None)
+    kept = [option for option in options if option.meets and option.cost_usd is not None]
+    return min(kept, key=lambda option: (option.cost_usd, option.cluster.num_gpus), default=None)
 
 
 def fastest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The shortest time that keeps deadline and budget; of equals the fewer GPUs."""
-    kept = [one for one in options if one.meets]
-    return min(kept, key=lambda one: (one.duration_s, one.cluster.num_gpus), default=None)
+    kept = [option for option in options if option.meets]
+    return min(kept, key=lambda option: (option.duration_s, option.cluster.num_gpus), default=None)
 
 
 def nearest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """Where nothing keeps the limits: the fastest of what fits, because more time or money would make it do."""
-    return min(options, key=lambda one: one.duration_s, default=None)
+    return min(options, key=lambda option: option.duration_s, default=None)

@@ -85,10 +85,10 @@ class NodeResults:
         return "fits" if self.sure else "may fit"
 
     def _preferred(self, points: list[Point], *, sure: bool) -> Point | None:
-        known = self.preferred.get(sure)
-        if known is None or known[0] != self.walked:
-            known = self.preferred[sure] = self.walked, self._find_preferred(points)
-        return known[1]
+        cached = self.preferred.get(sure)
+        if cached is None or cached[0] != self.walked:
+            cached = self.preferred[sure] = self.walked, self._find_preferred(points)
+        return cached[1]
 
     def _find_preferred(self, points: list[Point]) -> Point | None:
         if not points or self.limits is None:
@@ -127,7 +127,7 @@ def near_fastest(points: list[Point], fraction: float, prices: Mapping[str, floa
         return [point for point in points if point.tokens_per_s >= floor]
     worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
     floor = max(worth) * (1 - fraction)
-    return [point for point, own in zip(points, worth, strict=True) if own >= floor]
+    return [point for point, speed in zip(points, worth, strict=True) if speed >= floor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ class Limits:
         if exact > limit_bytes:
             return limit_bytes
         budget = limit_bytes - exact
-        found = int((budget + 1) / ratio) + 1
-        while int(found * ratio) > budget:
-            found -= 1
-        return exact + found
+        uncorrected_bytes = int((budget + 1) / ratio) + 1
+        while int(uncorrected_bytes * ratio) > budget:
+            uncorrected_bytes -= 1
+        return exact + uncorrected_bytes
 
     def bytes_with_margin(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
@@ -211,19 +211,19 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = attention = None
     taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
-    known: dict[str, float] = {}
+    by_attention: dict[str, float] = {}
     for point in points:
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
-            node, attention, known = facts_of(shared), None, {}
+            node, attention, by_attention = facts_of(shared), None, {}
             node.limits = limits
             least = shared.least_seqs(point.micro_batch_seqs)
         if point.attention != attention:
             attention = point.attention
-            if attention not in known:
+            if attention not in by_attention:
                 setup = shared.replace_trusted(attention=attention)
-                known[attention] = limits.taken_bytes(setup)
-            taken_bytes = known[attention]
+                by_attention[attention] = limits.taken_bytes(setup)
+            taken_bytes = by_attention[attention]
         node.walked += 1 + point.beyond
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == least:
@@ -274,7 +274,7 @@ class WalkResults:
 
     def of_node(self, node: Node) -> dict[LayoutKey, NodeResults]:
         """The facts of one node by spread."""
-        return {key: known for (key, name), known in self.facts.items() if name == node}
+        return {key: results for (key, name), results in self.facts.items() if name == node}
 
     def nodes(self) -> dict[Node, NodeResults]:
         """Facts of every node over all layouts; of the points that fit those of its best spread (`best_spread`)."""
@@ -282,21 +282,21 @@ class WalkResults:
             return self.whole
         self._settle_quality()
         for node in Node:
-            known = self.of_node(node)
-            whole = self.whole[node] = merged(known.values())
-            best = best_layout(known)
-            taken = known[layout_key(best.shared)] if best is not None else NodeResults()
+            by_layout = self.of_node(node)
+            whole = self.whole[node] = merged(by_layout.values())
+            best = best_layout(by_layout)
+            taken = by_layout[layout_key(best.shared)] if best is not None else NodeResults()
             whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
         return self.whole
 
     def _settle_quality(self) -> None:
         """Of full fine-tuning, whether what has no fp32 master weights may be taken under any layout: where nothing
         else surely fits, or all else is slower by more than they are worth."""
-        known = self.of_node(Node.FULL).values()
-        worst = worst_quality((point.shared, point.tokens_per_s) for facts in known for point in facts.sure)
-        for facts in known:
-            facts.worst_quality = worst
-            facts.preferred = {}
+        full_results = self.of_node(Node.FULL).values()
+        worst = worst_quality((point.shared, point.tokens_per_s) for results in full_results for point in results.sure)
+        for results in full_results:
+            results.worst_quality = worst
+            results.preferred = {}
 
 
 def merged(parts: Collection[NodeResults]) -> NodeResults:
@@ -315,17 +315,17 @@ def merged(parts: Collection[NodeResults]) -> NodeResults:
     return whole
 
 
-def best_layout(known: Mapping[LayoutKey, NodeResults]) -> Point | None:
+def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> Point | None:
     """The best point over all layouts, None where nothing fits.
 
     DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
     way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
     simplest. A spread that surely fits goes before all that only may.
     """
-    sure = [facts for facts in known.values() if facts.best_sure() is not None]
+    sure = [results for results in by_layout.values() if results.best_sure() is not None]
     families: dict[int, list[Point]] = {}
-    for facts in sure or known.values():
-        point = facts.best()
+    for results in sure or by_layout.values():
+        point = results.best()
         if point is not None:
             families.setdefault(_family(point.shared), []).append(point)
     taken: Point | None = None
@@ -349,7 +349,7 @@ def _family(setup: TrainSetup) -> int:
 def add_layouts(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
-    facts: WalkResults,
+    results: WalkResults,
     chosen: Sequence[Layout],
     corrections: Mapping[CorrectionKey, float] | None = None,
 ) -> None:
@@ -357,21 +357,21 @@ def add_layouts(
     if not chosen:
         return
     values = planned_values(workload, values)
-    facts.walked += [one for one in chosen if one not in facts.walked]
-    facts.whole = {}
+    results.walked += [layout for layout in chosen if layout not in results.walked]
+    results.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
     points: Iterable[Point] = walk(
-        workload, values, chosen, facts.known, limits.fitting_bytes, limits.surely_fitting_bytes
+        workload, values, chosen, results.known, limits.fitting_bytes, limits.surely_fitting_bytes
     )
     limited = workload.host_bytes or "offload" not in workload.fixed
-    if limited and any(one.stage == "offload" for one in chosen):
-        points = _that_hosts_hold(workload, facts, points)
-    collect_into(corrected(points, limits), limits, facts.of)
-    _note_refusals(workload, values, facts, chosen)
+    if limited and any(layout.stage == "offload" for layout in chosen):
+        points = _that_hosts_hold(workload, results, points)
+    collect_into(corrected(points, limits), limits, results.of)
+    _note_refusals(workload, values, results, chosen)
 
 
-def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
+def _that_hosts_hold(workload: Workload, results: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
     """The points whose offloaded states the host can hold, or a usual one; the others are refused with their bytes.
 
     Who asks for offloading (--offload) and says nothing of the machine knows it: nothing is left out then.
@@ -387,16 +387,16 @@ def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Po
             yield point
             continue
         key = layout_key(point.shared)
-        facts.too_large_for_hosts[key] = min(need, facts.too_large_for_hosts.get(key, need))
+        results.too_large_for_hosts[key] = min(need, results.too_large_for_hosts.get(key, need))
         reason = (
             f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
             "(--host-memory says how much yours has)"
         )
-        facts.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
+        results.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
 
 
 def _note_refusals(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: WalkResults, chosen: Iterable[Layout]
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], results: WalkResults, chosen: Iterable[Layout]
 ) -> None:
     """Why a layout has no point of a node: the engines' reason for the first of its branches."""
     if workload.num_gpus == 1:
@@ -411,11 +411,11 @@ def _note_refusals(
             except SetupError:
                 continue
             key = (layout_key(setup), node)
-            if key in facts.facts or key in facts.refused:
+            if key in results.facts or key in results.refused:
                 continue
             reason = why_not(workload.model, setup)
             if reason:
-                facts.refused[key] = reason
+                results.refused[key] = reason
 
 
 def corrected(points: Iterable[Point], limits: Limits) -> Iterable[Point]:

@@ -28,7 +28,7 @@ QUANTIZATION_RARELY_FROM = 4
 
 def layout_answers(
     workload: Workload,
-    facts: WalkResults,
+    results: WalkResults,
     node: Node | None,
     chosen: Candidate | None,
     alone: Plan | NoPlan | None,
@@ -37,14 +37,14 @@ def layout_answers(
     """What is asked on several GPUs, around the question of the method (`methods`)."""
     if alone is not None:
         yield one_gpu_answer(workload, chosen, alone)
-    yield from _methods(facts, methods)
+    yield from _methods(results, methods)
     if node is None or chosen is None:
-        yield from _given_up(workload, facts)
+        yield from _given_up(workload, results)
         return
-    yield _replicated(workload, facts, node, chosen)
-    yield _sharded(workload, facts, node, chosen)
-    yield _split(workload, facts, node, chosen)
-    cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
+    yield _replicated(workload, results, node, chosen)
+    yield _sharded(workload, results, node, chosen)
+    yield _split(workload, results, node, chosen)
+    cuts = tuple(_cuts(workload, results, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
     else:
@@ -61,7 +61,7 @@ def layout_answers(
             reason="the layers are cut over the GPUs and one works while the others wait: room for one copy, no speed",
         )
     if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
-        yield _quantization(workload, facts, node, chosen)
+        yield _quantization(workload, results, node, chosen)
 
 
 def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | NoPlan) -> Answer:
@@ -73,17 +73,17 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
         return Answer(
             question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
-    one = alone.chosen
-    node = node_of_setup(one.setup)
-    need = one.formula.peak_device_bytes
-    fits = f"one fits {node.words} at {one.tokens_per_s:,.0f} tokens/s"
+    single = alone.chosen
+    node = node_of_setup(single.setup)
+    need = single.formula.peak_device_bytes
+    fits = f"one fits {node.words} at {single.tokens_per_s:,.0f} tokens/s"
     if chosen is None:
         choice, reason = "yes", f"{fits}; {num} GPUs do not, with the options given"
     elif (mine := node_of_setup(chosen.setup)) != node:
         choice = f"for {node.words} only" if [*Node].index(mine) < [*Node].index(node) else "yes"
         reason = f"{fits}; {num} GPUs take {mine.words} at {chosen.tokens_per_s:,.0f}"
     else:
-        ratio = chosen.tokens_per_s / one.tokens_per_s if one.tokens_per_s else 0.0
+        ratio = chosen.tokens_per_s / single.tokens_per_s if single.tokens_per_s else 0.0
         choice = "yes, but slower" if ratio > 1 else "yes, and it is faster than all together"
         reason = (
             f"{fits}; {num} GPUs run {ratio:.2f} times as fast ({percent(ratio / num)} of {num} times), "
@@ -94,9 +94,9 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     )
 
 
-def _methods(facts: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
+def _methods(results: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
     """Step 1 over all layouts: the smallest setup of each method says under which spread it is."""
-    nodes = facts.nodes()
+    nodes = results.nodes()
     walked = [name for name in Node if nodes[name].smallest is not None]
     for name, answer in zip(walked, methods, strict=True):
         smallest = nodes[name].smallest
@@ -110,36 +110,36 @@ def _methods(facts: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
         )
 
 
-def _replicated(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+def _replicated(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     question = "Do the states fit when every GPU holds them all (DDP)?"
-    for layout, key, known in _walked(facts, node, ("replicate",)):
-        if known is None:
-            return Answer(question=question, choice="cannot run", reason=facts.refused.get((key, node), "not walked"))
+    for layout, key, layout_results in _walked(results, node, ("replicate",)):
+        if layout_results is None:
+            return Answer(question=question, choice="cannot run", reason=results.refused.get((key, node), "not walked"))
         taken = key == layout_key(chosen.setup)
-        need = _need(known)
-        fits = known.best() is not None
+        need = _need(layout_results)
+        fits = layout_results.best() is not None
         if not fits:
             choice, reason = "no", f"the smallest {node.words} setup needs {gib(need)} on every GPU"
         elif taken:
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
-            choice = "yes, not taken" if known.sure else "may fit, not taken"
-            reason = _slower(workload, known, chosen, layout.name)
+            choice = "yes, not taken" if layout_results.sure else "may fit, not taken"
+            reason = _slower(workload, layout_results, chosen, layout.name)
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
     return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
 
 
-def _sharded(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+def _sharded(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
-    cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
+    cuts = tuple(_cuts(workload, results, node, chosen, ("shard",)))
     needed = None
     plain = not setup.is_split and setup.offload == "none"
     if engine_of(setup).shares and plain:
-        choice, known = layout_name(setup), facts.of_node(node)[layout_key(setup)]
-        needed = _need(known)
+        choice, layout_results = layout_name(setup), results.of_node(node)[layout_key(setup)]
+        needed = _need(layout_results)
         sends = engine_of(setup).sends if setup.reshard_after_forward else "weights are gathered once per micro-batch"
         reason = f"each of {setup.shards} GPUs keeps its part of the {engine_of(setup).shares}; {sends}"
     elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
@@ -159,10 +159,10 @@ def _sharded(workload: Workload, facts: WalkResults, node: Node, chosen: Candida
     )
 
 
-def _split(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+def _split(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     setup = chosen.setup
     question = "Tensor, pipeline or context parallelism?"
-    cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
+    cuts = tuple(_cuts(workload, results, node, chosen, ("split",)))
     share = communication_share(chosen)
     if setup.is_split:
         reason = f"{layout_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
@@ -241,13 +241,13 @@ _ONE_GPU_FIELDS = tuple(
 )
 
 
-def _quantization(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
+def _quantization(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
     num = workload.num_gpus
     question = f"Would a quantized base help on {num} GPUs?"
-    held = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
+    weights_bytes = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
     if node.quantized:
-        lora = facts.nodes()[Node.LORA]
+        lora = results.nodes()[Node.LORA]
         need = _need(lora) if lora.smallest is not None else None
         choice = "here, yes"
         unquantized = lora.best()
@@ -261,17 +261,17 @@ def _quantization(workload: Workload, facts: WalkResults, node: Node, chosen: Ca
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
-    reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
+    reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(weights_bytes)} of weights on a GPU"
     if chosen.setup.method == "full":
         return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
-    small = facts.nodes()[Node.FOUR_BIT].best()
+    small = results.nodes()[Node.FOUR_BIT].best()
     if small is not None and chosen.tokens_per_s:
         ratio = small.tokens_per_s / chosen.tokens_per_s
         reason += f"; 4-bit weights must be unpacked at every use: {ratio:.2f} times its speed"
     return Answer(question=question, choice="no", reason=reason)
 
 
-def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
+def _given_up(workload: Workload, results: WalkResults) -> Iterator[Answer]:
     """Nothing fits: what every kind of spread would need at least."""
     for question, stages in (
         ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
@@ -279,10 +279,10 @@ def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
         ("Does it fit with states in the host's memory?", ("offload",)),
     ):
         needs = [
-            (_need(known), layout.name)
+            (_need(layout_results), layout.name)
             for node in Node
-            for layout, _, known in _walked(facts, node, stages)
-            if known is not None and known.smallest is not None
+            for layout, _, layout_results in _walked(results, node, stages)
+            if layout_results is not None and layout_results.smallest is not None
         ]
         if needs:
             need, name = min(needs)
@@ -291,72 +291,72 @@ def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
                 question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
             )
             continue
-        keys = {layout_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}
-        refused = [reason for (key, _), reason in facts.refused.items() if key in keys]
+        keys = {layout_key(TrainSetup(**layout.fields)) for layout in results.walked if layout.stage in stages}
+        refused = [reason for (key, _), reason in results.refused.items() if key in keys]
         if refused:
             yield Answer(question=question, choice="no", reason=refused[0])
 
 
 def _walked(
-    facts: WalkResults, node: Node, stages: tuple[str, ...]
+    results: WalkResults, node: Node, stages: tuple[str, ...]
 ) -> Iterator[tuple[Layout, tuple[object, ...], NodeResults | None]]:
     """(spread, key, its facts of this node or None where no engine runs it) of the walked layouts of these stages."""
-    known = facts.of_node(node)
-    for layout in facts.walked:
+    by_layout = results.of_node(node)
+    for layout in results.walked:
         if layout.stage in stages:
             key = layout_key(TrainSetup(**layout.fields))
-            if key in known or (key, node) in facts.refused:
-                yield layout, key, known.get(key)
+            if key in by_layout or (key, node) in results.refused:
+                yield layout, key, by_layout.get(key)
 
 
 def _cuts(
-    workload: Workload, facts: WalkResults, node: Node, chosen: Candidate, stages: tuple[str, ...]
+    workload: Workload, results: WalkResults, node: Node, chosen: Candidate, stages: tuple[str, ...]
 ) -> Iterator[PrunedBranch]:
     """Every spread of these stages that was not taken: refused, too large, or slower."""
-    for layout, key, known in _walked(facts, node, stages):
+    for layout, key, layout_results in _walked(results, node, stages):
         if key == layout_key(chosen.setup):
             continue
-        if known is None:
-            yield PrunedBranch(branch=layout.name, reason=facts.refused[key, node], num_setups=0)
+        if layout_results is None:
+            yield PrunedBranch(branch=layout.name, reason=results.refused[key, node], num_setups=0)
             continue
-        need = _need(known)
-        slow = known.best() is not None
-        reason = _slower(workload, known, chosen, "") if slow else "does not fit"
+        need = _need(layout_results)
+        slow = layout_results.best() is not None
+        reason = _slower(workload, layout_results, chosen, "") if slow else "does not fit"
         yield PrunedBranch(
             branch=layout.name,
             reason=reason,
-            num_setups=known.walked,
+            num_setups=layout_results.walked,
             needed_bytes=need,
             budget_bytes=workload.budget_bytes,
         )
     left: dict[str, list[str]] = {}
-    asked = any(one.stage in stages for one in facts.walked) or "split" not in stages
-    for one in all_layouts(workload):
-        if asked and one.reason and one.stage in stages:
-            left.setdefault(one.reason, []).append(fields_name(one.fields))
+    tried = any(layout.stage in stages for layout in results.walked) or "split" not in stages
+    for layout in all_layouts(workload):
+        if tried and layout.reason and layout.stage in stages:
+            left.setdefault(layout.reason, []).append(fields_name(layout.fields))
     for reason, names in left.items():
         words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         yield PrunedBranch(branch=words, reason=reason, num_setups=0)
 
 
-def _slower(workload: Workload, known: NodeResults, chosen: Candidate, name: str) -> str:
+def _slower(workload: Workload, layout_results: NodeResults, chosen: Candidate, name: str) -> str:
     """What another layout that fits would cost in speed."""
-    best = known.best()
+    best = layout_results.best()
     assert best is not None
     other = candidate(workload, best.setup)
     ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
-    fit = known.fit_words
+    fit = layout_results.fit_words
     words = f"{fit} at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
     if fit == "fits" and ratio > 1 - TIE_FRACTION:
         words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {layout_name(chosen.setup)} is simpler"
     return f"{name} {words}".strip()
 
 
-def _need(known: NodeResults) -> int:
-    assert known.smallest is not None
-    return known.smallest.peak_device_bytes
+def _need(node_results: NodeResults) -> int:
+    assert node_results.smallest is not None
+    return node_results.smallest.peak_device_bytes
 
 
 def _left_out(workload: Workload, stages: tuple[str, ...]) -> str:
-    reasons = [one.reason for one in all_layouts(workload) if one.stage in stages and one.reason]
+    reasons = [layout.reason for layout in all_layouts(workload) if layout.stage in stages and layout.reason]
     return reasons[0] if reasons else "left out by the options given"

@@ -111,7 +111,7 @@ def layout_order(setup: TrainSetup) -> int:
     if setup.alone:
         return 0
     rank = engine_of(setup).tie_break
-    rank += 4 * sum(one > 1 for one in setup.degrees) + 8 * (setup.offload != "none")
+    rank += 4 * sum(degree > 1 for degree in setup.degrees) + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
 
@@ -120,7 +120,7 @@ def layouts(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[L
 
     Which of them the engines run with which method is `planner.memory.engines.why_not`'s to say, setup by setup.
     """
-    return tuple(one for one in all_layouts(workload) if one.stage in stages and not one.reason)
+    return tuple(layout for layout in all_layouts(workload) if layout.stage in stages and not layout.reason)
 
 
 def layouts_of_one(workload: Workload) -> tuple[Layout, ...]:
@@ -133,18 +133,18 @@ def all_layouts(workload: Workload) -> tuple[Layout, ...]:
     what was asked of the host's memory."""
     if workload.num_gpus == 1 and not workload.offloads:
         return ()
-    found: dict[LayoutKey, Layout] = {}
+    by_key: dict[LayoutKey, Layout] = {}
     for stage, fields in _candidates(workload):
         try:
             setup = TrainSetup(**fields)
         except SetupError as error:  # degrees that the user gave and that do not divide the GPUs
-            found[tuple(fields.items())] = Layout(stage=stage, fields=fields, data_degree=1, reason=error.message)
+            by_key[tuple(fields.items())] = Layout(stage=stage, fields=fields, data_degree=1, reason=error.message)
             continue
-        if _wanted(workload, setup) and layout_key(setup) not in found:
-            found[layout_key(setup)] = Layout(
+        if _wanted(workload, setup) and layout_key(setup) not in by_key:
+            by_key[layout_key(setup)] = Layout(
                 stage=stage, fields=fields, data_degree=setup.data_degree, reason=_why_left_out(workload, setup)
             )
-    return tuple(found.values())
+    return tuple(by_key.values())
 
 
 def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -200,11 +200,11 @@ def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
     per_node = _per_node(workload)
     degrees = _fixed(workload, "context_degree")
     if not degrees and "parallel" not in workload.fixed and workload.seq_len_tokens >= LONG_TOKENS:
-        degrees = tuple(one for one in _CONTEXT_DEGREES if per_node % one == 0)
-    asked = _fixed(workload, "parallel") or ("fsdp2", "zero3")
+        degrees = tuple(degree for degree in _CONTEXT_DEGREES if per_node % degree == 0)
+    parallels = _fixed(workload, "parallel") or ("fsdp2", "zero3")
     for degree in degrees:
         if degree > 1:
-            yield from ((degree, parallel) for parallel in asked if parallel in SHARDED)
+            yield from ((degree, parallel) for parallel in parallels if parallel in SHARDED)
 
 
 def _deals(workload: Workload) -> Iterator[int]:
@@ -216,8 +216,8 @@ def _deals(workload: Workload) -> Iterator[int]:
     if {"parallel", *SPLIT_DEGREES} & set(workload.fixed):
         return
     stacks = workload.model.expert_stacks
-    fitting = [one for one in _EXPERT_DEGREES if _per_node(workload) % one == 0]
-    yield from [one for one in fitting if stacks and not any(num % one for num in stacks)][-1:]
+    fitting = [degree for degree in _EXPERT_DEGREES if _per_node(workload) % degree == 0]
+    yield from [degree for degree in fitting if stacks and not any(num % degree for num in stacks)][-1:]
 
 
 def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:

@@ -73,7 +73,7 @@ def _choice(workload: Workload, lora: TrainSetup, row: Adapter) -> KindChoice:
 def _changes(model: ModelSpec, lora: TrainSetup, row: Adapter) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The fields in which a kind's setup differs from LoRA's, and what a person must know of them."""
     changes: dict[str, Any] = {"adapter": row.name}
-    said = []
+    notes = []
     if row.form != "low-rank":
         changes["lora_rank"] = row.usual_size
     if row.form == "scales":
@@ -84,8 +84,8 @@ def _changes(model: ModelSpec, lora: TrainSetup, row: Adapter) -> tuple[dict[str
         changes["adapter_dtype"] = "auto"
     if lora.checkpointing and not row.checkpointing:
         changes |= {"checkpointing": 0, "activation_offload": False, "selective_checkpointing": False}
-        said.append("checkpointing off")
-    return changes, tuple(said)
+        notes.append("checkpointing off")
+    return changes, tuple(notes)
 
 
 # The job around the step: optimizer steps and checkpoints on disk, what evaluating, saving and merging take.
@@ -284,7 +284,7 @@ def compile_left_out(workload: Workload, setup: TrainSetup) -> str:
         what = f" of {setup.aim.title}"
     elif setup.images is not None or model.is_encoder_decoder or model.from_tree:
         what = " of such a model"
-    elif any(one.attention is not None and one.attention.kind == "linear" for one in model.layer_kinds):
+    elif any(layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds):
         what = " with linear attention"
     elif gpu.vendor != "NVIDIA" or (gpu.compute_capability or (0, 0)) < _COMPILED_FROM:
         what = f" on a card like {gpu.name}"
@@ -330,10 +330,10 @@ def compiled_and_not(workload: Workload, setup: TrainSetup) -> tuple[float, floa
         checkpointing=0,
     )
     kernels = next(
-        (one for one in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=one))), "eager"
+        (name for name in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=name))), "eager"
     )
     both = plain.replace(compile=True), plain.replace(kernels=kernels)
-    compiled, eager = (speed_profile(model, gpu, one).at(1, workload.global_batch_seqs)[1] for one in both)
+    compiled, eager = (speed_profile(model, gpu, variant).at(1, workload.global_batch_seqs)[1] for variant in both)
     return compiled, eager
 
 
@@ -342,8 +342,8 @@ def fewer_matrices(
 ) -> dict[str, tuple[Any, ...]]:
     """What is walked before a base is quantized, where no LoRA on all matrices surely fits in 16 bits: attention's
     alone; nothing for who named the matrices, the bits or another adapter."""
-    told = {"lora_targets", "quantization", "adapter"} & set(workload.fixed)
-    if sure or told or "lora" not in values["method"] or tuple(values["lora_targets"]) != ("all-linear",):
+    fixed = {"lora_targets", "quantization", "adapter"} & set(workload.fixed)
+    if sure or fixed or "lora" not in values["method"] or tuple(values["lora_targets"]) != ("all-linear",):
         return {}
     if not any(layer.attention is not None for layer in workload.model.layer_kinds):
         return {}
@@ -372,9 +372,9 @@ def further(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterat
         return
     adapted = tuple(method for method in values["method"] if method != "full")
     for name in OBJECTIVES[workload.aim.name].targets:
-        own = [one for one in TARGET_ROWS[name].kernels if name in KERNELS[one].only]
-        if not own or not adapted or name in workload.absent_packages or not _compared(name):
+        exclusive = [family for family in TARGET_ROWS[name].kernels if name in KERNELS[family].only]
+        if not exclusive or not adapted or name in workload.absent_packages or not _compared(name):
             continue
-        theirs = {"kernels": tuple(own), "method": adapted, "kbit_fp32_cast": (False,), "compile": (False,)}
+        theirs = {"kernels": tuple(exclusive), "method": adapted, "kbit_fp32_cast": (False,), "compile": (False,)}
         theirs["lora_targets"] = values["lora_targets"]
         yield replace(workload, targets=(name,), fixed={**fixed, **theirs})

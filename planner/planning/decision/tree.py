@@ -46,7 +46,7 @@ OneGpu = Plan | NoPlan | None
 
 def answers(
     workload: Workload,
-    facts: WalkResults,
+    results: WalkResults,
     node: Node | None,
     best: Point | None,
     chosen: Candidate | None,
@@ -54,17 +54,17 @@ def answers(
 ) -> Iterator[Answer]:
     """All answers, in the order in which the questions are asked; `node`, its `best` point and `chosen` are what was
     taken, if anything fits."""
-    nodes = facts.nodes()
+    nodes = results.nodes()
     methods = method_answers(nodes, node, workload)
     if workload.num_gpus == 1:
         yield from methods
     else:
         from planner.planning.decision.layout_tree import layout_answers  # one GPU never needs it
 
-        yield from layout_answers(workload, facts, node, chosen, alone, methods)
+        yield from layout_answers(workload, results, node, chosen, alone, methods)
     if node is not None and best is not None:
         yield class_answer(nodes, node, workload)
-        mine = facts.of_node(node)[layout_key(best.shared)]
+        mine = results.of_node(node)[layout_key(best.shared)]
         yield from activation_answers(mine, best, workload, mine.ranked())
 
 
@@ -98,7 +98,7 @@ def data_too_small_for_full(workload: Workload) -> bool:
     return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
 
 
-def choose_node(facts: Mapping[Node, NodeResults], workload: Workload, *, from_host: bool = False) -> Node | None:
+def choose_node(nodes: Mapping[Node, NodeResults], workload: Workload, *, from_host: bool = False) -> Node | None:
     """The node taken: the first of `preferred_nodes` with a setup that surely fits, else the first with one that may.
 
     Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
@@ -106,12 +106,14 @@ def choose_node(facts: Mapping[Node, NodeResults], workload: Workload, *, from_h
     speed is preferred (`workload.prefer`) and predicted to gain more than that; with states in the host's memory
     (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
     """
-    speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
-    sure = [node for node in speeds if facts[node].sure]
+    speeds = {
+        node: best.tokens_per_s for node, node_results in nodes.items() if (best := node_results.best()) is not None
+    }
+    sure = [node for node in speeds if nodes[node].sure]
     taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
     if taken is not Node.LORA:
         return taken
-    full = facts[Node.FULL].best_sure()
+    full = nodes[Node.FULL].best_sure()
     as_fast = full is not None and full.tokens_per_s >= speeds[Node.LORA] * (1 - METHOD_BAND)
     if as_fast and not data_too_small_for_full(workload):
         return Node.FULL
@@ -122,18 +124,18 @@ def choose_node(facts: Mapping[Node, NodeResults], workload: Workload, *, from_h
     return taken
 
 
-def method_answers(facts: dict[Node, NodeResults], chosen: Node | None, workload: Workload) -> list[Answer]:
+def method_answers(nodes: dict[Node, NodeResults], chosen: Node | None, workload: Workload) -> list[Answer]:
     """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
     budget = workload.budget_bytes
     answers = []
     for node in Node:
-        known = facts[node]
-        if known.smallest is None:
+        node_results = nodes[node]
+        if node_results.smallest is None:
             continue
-        need = known.smallest.peak_device_bytes
+        need = node_results.smallest.peak_device_bytes
         name = node.words
         cuts: tuple[PrunedBranch, ...] = ()
-        if known.best() is None:
+        if node_results.best() is None:
             choice = "no"
             stops = never_runs(need, budget)
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
@@ -141,20 +143,20 @@ def method_answers(facts: dict[Node, NodeResults], chosen: Node | None, workload
             shown = None if stops else need
             cuts = (
                 PrunedBranch(
-                    branch=name, reason=reason, num_setups=known.walked, needed_bytes=shown, budget_bytes=budget
+                    branch=name, reason=reason, num_setups=node_results.walked, needed_bytes=shown, budget_bytes=budget
                 ),
             )
         elif node == chosen:
-            choice = "yes, taken" if known.sure else "it may, taken"
-            reason = _taken(node, facts, need, workload)
+            choice = "yes, taken" if node_results.sure else "it may, taken"
+            reason = _taken(node, nodes, need, workload)
         else:
-            choice = f"{known.fit_words}, not taken"
-            reason = _not_taken(node, facts, chosen, workload)
+            choice = f"{node_results.fit_words}, not taken"
+            reason = _not_taken(node, nodes, chosen, workload)
         answers.append(
             Answer(
                 question=f"Does {name} fit with one sequence?",
                 choice=choice,
-                reason=reason + _cast_note(workload, known),
+                reason=reason + _cast_note(workload, node_results),
                 needed_bytes=None if never_runs(need, budget) else need,
                 budget_bytes=budget,
                 cuts=cuts,
@@ -163,11 +165,11 @@ def method_answers(facts: dict[Node, NodeResults], chosen: Node | None, workload
     return answers
 
 
-def _taken(node: Node, facts: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
+def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
     """Why this node is taken, whose smallest setup needs so many bytes."""
-    known, rival, mine = facts[node], facts[Node.LORA].best(), facts[node].best()
+    node_results, rival, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
-    if not known.sure:
+    if not node_results.sure:
         reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
     if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
@@ -179,36 +181,36 @@ def _taken(node: Node, facts: Mapping[Node, NodeResults], need: int, workload: W
     return reason
 
 
-def class_answer(facts: Mapping[Node, NodeResults], chosen: Node, workload: Workload) -> Answer:
+def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Workload) -> Answer:
     """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
     why = []
     order = (Node.FULL, Node.LORA, Node.FOUR_BIT)
-    mine = facts[chosen].best()
+    mine = nodes[chosen].best()
     assert mine is not None
-    asked = "method" in workload.fixed or "quantization" in workload.fixed
+    requested = "method" in workload.fixed or "quantization" in workload.fixed
     for node in order[: order.index(chosen)] if chosen in order else ():
-        known = facts[node]
-        if known.smallest is not None and known.best() is None:
-            need = known.smallest.peak_device_bytes
+        node_results = nodes[node]
+        if node_results.smallest is not None and node_results.best() is None:
+            need = node_results.smallest.peak_device_bytes
             stops, more = never_runs(need, workload.budget_bytes), gib(need - workload.budget_bytes)
             why.append(f"{node.words} does not run" if stops else f"{node.words} needs {more} more than there is")
-        elif known.best() is not None and not known.sure and node is not Node.FULL:
+        elif node_results.best() is not None and not node_results.sure and node is not Node.FULL:
             why.append(f"{node.words} may fit, {TIGHT}")
     if chosen is Node.FULL and data_needs_full(workload):
         why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
-    lora = facts[Node.LORA].best()
+    lora = nodes[Node.LORA].best()
     if chosen is Node.FULL and lora is not None:
         why.append(
             f"it approximates nothing and runs at {mine.tokens_per_s / lora.tokens_per_s:.2f} times LoRA's speed"
         )
-    elif chosen is Node.LORA and facts[Node.FULL].best() is not None:
-        why.append(_full_passed_over(facts[Node.FULL], mine, workload))
-    elif chosen is Node.FOUR_BIT and lora is not None and facts[Node.LORA].sure:
+    elif chosen is Node.LORA and nodes[Node.FULL].best() is not None:
+        why.append(_full_passed_over(nodes[Node.FULL], mine, workload))
+    elif chosen is Node.FOUR_BIT and lora is not None and nodes[Node.LORA].sure:
         gain = mine.tokens_per_s / lora.tokens_per_s
         why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
-    if asked:
+    if requested:
         why.insert(0, "asked for")
-    rival = facts[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
+    rival = nodes[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
     if rival is not None:
         why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
     reason = "; ".join(why) or "the only class that these options leave"
@@ -227,9 +229,9 @@ def _full_passed_over(full: NodeResults, mine: Point, workload: Workload) -> str
     return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
-def _not_taken(node: Node, facts: Mapping[Node, NodeResults], chosen: Node | None, workload: Workload) -> str:
+def _not_taken(node: Node, nodes: Mapping[Node, NodeResults], chosen: Node | None, workload: Workload) -> str:
     """Why a node that fits was passed over, and what it would buy."""
-    best, taken = facts[node].best(), facts[chosen].best() if chosen else None
+    best, taken = nodes[node].best(), nodes[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
         return "fits, but another branch was taken"
     ratio = best.tokens_per_s / taken.tokens_per_s
@@ -238,10 +240,10 @@ def _not_taken(node: Node, facts: Mapping[Node, NodeResults], chosen: Node | Non
         if data_too_small_for_full(workload):
             return f"overfits {workload.data.epoch_tokens:,} tokens; {speed} (--method full)"
         when = "only when asked for (--method full), needed by the data, or as fast"
-        return f"{facts[node].fit_words}, but is taken {when}; {speed}"
+        return f"{nodes[node].fit_words}, but is taken {when}; {speed}"
     if node is Node.EIGHT_BIT:
-        return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
-    if not facts[node].sure and facts[chosen].sure:
+        return f"{nodes[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+    if not nodes[node].sure and nodes[chosen].sure:
         return f"it may fit, {TIGHT}; {speed}"
     if taken.shared.offload != "none" and chosen.quantized:
         return f"fits, but {chosen.words} leaves a quarter of its base in the host's memory; {speed}"
@@ -254,9 +256,9 @@ def _not_taken(node: Node, facts: Mapping[Node, NodeResults], chosen: Node | Non
     return f"{chosen.words} fits and is preferred; {speed}"
 
 
-def _cast_note(workload: Workload, known: NodeResults) -> str:
+def _cast_note(workload: Workload, node_results: NodeResults) -> str:
     """What peft's cast would add to the smallest setup of a quantized node, where it can be had and was left out."""
-    plain = known.smallest.setup if known.smallest is not None else None
+    plain = node_results.smallest.setup if node_results.smallest is not None else None
     if plain is None or not plain.quantized or plain.kbit_fp32_cast or "kbit_fp32_cast" in workload.fixed:
         return ""
     try:
@@ -265,7 +267,7 @@ def _cast_note(workload: Workload, known: NodeResults) -> str:
         return ""
     if why_not(workload.model, cast) or (workload.targets and variants_as_run(cast, workload) is None):
         return ""
-    less, more = (device_peak_bytes(workload.model, workload.gpu, one) for one in (plain, cast))
+    less, more = (device_peak_bytes(workload.model, workload.gpu, setup) for setup in (plain, cast))
     return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(more - less)} more"
 
 
@@ -280,8 +282,10 @@ def kernels_words(workload: Workload, setup: TrainSetup) -> str:
 def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str:
     """What one setup buys against another at the same micro-batch: "-1.90 GiB, about 13 % faster"."""
     both, fields = (setup, plain), (setup.micro_batch_seqs, setup.accumulation_steps)
-    mine, other = (predict_memory(workload.model, workload.gpu, one).peak_device_bytes for one in both)
-    fast, slow = (speed_profile(workload.model, workload.gpu, one, workload.cluster).at(*fields)[1] for one in both)
+    mine, other = (predict_memory(workload.model, workload.gpu, variant).peak_device_bytes for variant in both)
+    fast, slow = (
+        speed_profile(workload.model, workload.gpu, variant, workload.cluster).at(*fields)[1] for variant in both
+    )
     less, gain = other - mine, 100 * (fast / slow - 1)
     return f"{'-' if less >= 0 else '+'}{gib(abs(less))}, about {abs(gain):.0f} % {'faster' if gain >= 0 else 'slower'}"
 
@@ -308,7 +312,7 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
     return Answer(question="torch.compile?", choice=choice, reason=reason)
 
 
-def _program_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
+def _program_answer(workload: Workload, best: Point, results: NodeResults) -> Answer:
     """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
     setup, title = best.setup, best.shared.trainer.title
     if workload.targets:
@@ -316,15 +320,15 @@ def _program_answer(workload: Workload, best: Point, facts: NodeResults) -> Answ
     if setup.stack == DEFAULT:
         reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
         return Answer(question="Which program?", choice=title, reason=reason)
-    plain = facts.best_of(lambda one: one.stack == DEFAULT)
+    plain = results.best_of(lambda shared: shared.stack == DEFAULT)
     others = f"TRL would run at {plain.tokens_per_s / best.tokens_per_s:.2f} times the speed" if plain else "TRL cannot"
     return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
 
 
-def _generator_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
+def _generator_answer(workload: Workload, best: Point, results: NodeResults) -> Answer:
     """Who generates the completions, and what of the card a vLLM takes for it."""
     roll = best.shared.rolls
-    others = facts.best_of(lambda one: one.rolls.by_vllm != roll.by_vllm)
+    others = results.best_of(lambda shared: shared.rolls.by_vllm != roll.by_vllm)
     if roll.colocated:
         start, whole = vllm_needs(workload, roll)
         share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
@@ -372,7 +376,7 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
     return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
 
 
-def activation_answers(facts: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
+def activation_answers(results: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     family = best.family
     # What the chosen attention does on this card.
@@ -397,13 +401,15 @@ def activation_answers(facts: NodeResults, best: Point, workload: Workload, same
             reason += f": the package would be {words}"
         choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
         answers.append(Answer(question="What computes linear attention?", choice=choice, reason=reason))
-    answers.append(_program_answer(workload, best, facts))
+    answers.append(_program_answer(workload, best, results))
     if family.aim.rolls_out:
-        answers.append(_generator_answer(workload, best, facts))
+        answers.append(_generator_answer(workload, best, results))
     if family.num_gpus == 1 and family.aim.supervised and family.images is None and STACKS[family.stack].runs_trainer:
         answers.append(_compile_answer(workload, best.setup))
-    if facts.smallest_unchecked is not None:
-        answers.append(_checkpointing_answer(facts.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes))
+    if results.smallest_unchecked is not None:
+        answers.append(
+            _checkpointing_answer(results.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes)
+        )
     return [*answers, _micro_batch_answer(best, workload, same_node)]
 
 

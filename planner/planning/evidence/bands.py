@@ -93,15 +93,15 @@ def memory_band(model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None)
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
-    own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _layout_band(setup))
+    fraction = _one_gpu_band(model, setup) + (0.0 if setup.alone else _layout_band(setup))
     apple = gpu is not None and gpu.vendor == "Apple"
-    return max(own, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
+    return max(fraction, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
 
 
 def unknown_mixers(model: ModelSpec) -> bool:
     """Whether a module tree shows layers that mix tokens by no softmax: state spaces, delta rules, recurrences."""
     return model.from_tree and any(
-        one.attention is not None and one.attention.kind == "linear" for one in model.layer_kinds
+        layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds
     )
 
 
@@ -204,14 +204,14 @@ def metric_of(setup: TrainSetup) -> str:
 @lru_cache(maxsize=1)
 def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
     text = (DATA / "bands.json").read_text(encoding="utf-8")
-    found = {}
+    cells = {}
     for values in json.loads(text):
         key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))
-        found[key] = Cell(**values | {"cards": tuple(values["cards"])})
-    return found
+        cells[key] = Cell(**values | {"cards": tuple(values["cards"])})
+    return cells
 
 
-def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str, tuple[float, float]], str]:
+def evidence_bands(level: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str, tuple[float, float]], str]:
     """({metric: (below, above)} of published runs of this stack, what a person must know or "").
 
     A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
@@ -222,27 +222,29 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
     on_trainer = STACKS[stack].runs_trainer and stack not in TRAINERS and not any(name == stack for *_, name in cells)
     stack = TRAINERS[0] if on_trainer else stack
-    rung = "formula" if gpus == "several" else {"profile": "dry_run"}.get(rung, rung)
-    owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in MEMORY}
-    speed = cells.get((rung, "tokens_per_s", gpus, band_stack(stack, "tokens_per_s")))
-    owns["tokens_per_s"] = speed or _traced(stack, cells.get((rung, "tokens_per_s", gpus, TRAINERS[0])))
-    cards = {card for own in owns.values() if own is not None for card in own.cards}
-    pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}
-    known = [one for one in map(owns.get, MEMORY) if one is not None] or [one for one in map(pools.get, MEMORY) if one]
+    level = "formula" if gpus == "several" else {"profile": "dry_run"}.get(level, level)
+    owns = {metric: cells.get((level, metric, gpus, stack)) for metric in MEMORY}
+    speed = cells.get((level, "tokens_per_s", gpus, band_stack(stack, "tokens_per_s")))
+    owns["tokens_per_s"] = speed or _traced(stack, cells.get((level, "tokens_per_s", gpus, TRAINERS[0])))
+    cards = {card for stack_cell in owns.values() if stack_cell is not None for card in stack_cell.cards}
+    pools = {metric: cells.get((level, metric, gpus, "")) or cells.get((level, metric, "one", "")) for metric in owns}
+    memory_cells = [band for band in map(owns.get, MEMORY) if band is not None] or [
+        band for band in map(pools.get, MEMORY) if band
+    ]
     bands = {}
-    for metric, own in owns.items():
-        if own is None and metric in MEMORY:
-            bands[metric] = (max(one.below for one in known), max(one.above for one in known))
-        elif own is not None or pools[metric] is not None:
-            cell = own or pools[metric]
+    for metric, stack_cell in owns.items():
+        if stack_cell is None and metric in MEMORY:
+            bands[metric] = (max(band.below for band in memory_cells), max(band.above for band in memory_cells))
+        elif stack_cell is not None or pools[metric] is not None:
+            cell = stack_cell or pools[metric]
             assert cell is not None
             wider = 1.0
-            if own is not None and on_trainer and metric != "tokens_per_s":
+            if stack_cell is not None and on_trainer and metric != "tokens_per_s":
                 wider = OTHER_TRAINER
-            elif own is not None and gpu.key not in cards and metric != "allocated":
+            elif stack_cell is not None and gpu.key not in cards and metric != "allocated":
                 wider = UNSEEN_CARD
-            like = (cell, *known) if cell.num_sources == 1 and metric in MEMORY else (cell,)
-            below, above = max(one.below for one in like), max(one.above for one in like)
+            like = (cell, *memory_cells) if cell.num_sources == 1 and metric in MEMORY else (cell,)
+            below, above = max(band.below for band in like), max(band.above for band in like)
             bands[metric] = (min(0.95, below * wider), above * wider)
     if not setup.aim.supervised:
         return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
@@ -290,14 +292,14 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
         below, above = bands["tokens_per_s"]
         time = max(time, above, 1 / (1 - below) - 1)
-    found = _noted(replace(prediction, time_band_fraction=time), note)
-    own = found.memory_band_fraction
+    annotated = _noted(replace(prediction, time_band_fraction=time), note)
+    fraction = annotated.memory_band_fraction
     seen = bands.get("device") or bands["reserved"]
-    bands |= {"device": (max(own, seen[0]), max(own, seen[1]))}
+    bands |= {"device": (max(fraction, seen[0]), max(fraction, seen[1]))}
     memory = max(bands["device"])
     if planned and setup.stack in ENGINE_BANDS:
-        return replace(found, memory_band_fraction=max(found.memory_band_fraction, ENGINE_BANDS[setup.stack]))
-    return replace(found, memory_band_fraction=memory, bands=bands)
+        return replace(annotated, memory_band_fraction=max(annotated.memory_band_fraction, ENGINE_BANDS[setup.stack]))
+    return replace(annotated, memory_band_fraction=memory, bands=bands)
 
 
 def _noted(prediction: Prediction, note: str) -> Prediction:

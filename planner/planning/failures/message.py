@@ -182,7 +182,7 @@ def read_message(text: str) -> Message:
 
 def sentences_of(text: str) -> Iterator[str]:
     """Sentences in which people speak of the error, or of what ended it; what a log says of the moment before it."""
-    yield from (found[0] for found in _BEFORE.finditer(text))
+    yield from (match[0] for match in _BEFORE.finditer(text))
     for line in text.splitlines():
         if len(line) <= MAX_SENTENCE and not line.startswith(("    ", "  File", "│")):
             yield from filter(_TOLD.search, re.split(r"(?<=[.!?;])\s|(?<=[。！？])", line))
@@ -193,8 +193,8 @@ def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     device = _last(lines, _DEVICE_ERRORS)
     if device is not None and _RAISED.search(lines[device]):
         return "device", device
-    for where, said in (("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
-        at = _last(lines, said)
+    for where, pattern in (("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
+        at = _last(lines, pattern)
         if at is not None:
             return where, at
     if device is not None:
@@ -205,8 +205,8 @@ def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     if at is None:
         return "", None
     hosts = (
-        any(map(_HOST_IN_WORDS.search, told)) and not any(map(_CARD_IN_WORDS.search, told))
-        for told in (lines[at : at + 1], lines)
+        any(map(_HOST_IN_WORDS.search, passage)) and not any(map(_CARD_IN_WORDS.search, passage))
+        for passage in (lines[at : at + 1], lines)
     )
     return ("host" if any(hosts) else "device"), at
 
@@ -228,7 +228,7 @@ def _figures(lines: Sequence[str]) -> dict[str, int]:
     total, free = figures.get("total_bytes"), figures.get("free_bytes")
     if reserved is None and allocated and "unallocated_bytes" in figures:
         reserved = allocated + figures["unallocated_bytes"]
-    processes = [size for size in (_bytes(*found) for found in _OTHER.findall(spaced)) if size]
+    processes = [size for size in (_bytes(*groups) for groups in _OTHER.findall(spaced)) if size]
     if processes and ("process_bytes" in figures or reserved is not None):
         mine = min((size for size in processes if size >= (reserved or 0)), default=0)
         # in a container the message counts the process itself with the others
@@ -265,33 +265,33 @@ def frames_of(lines: Sequence[str]) -> tuple[Frame, ...]:
     """The frames of the last traceback of these lines."""
     starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     text = "\n".join(lines[starts[-1] :] if starts else lines)[-MAX_TRACEBACK:]
-    return next((found for pattern in _FRAMES if (found := tuple(_frames(pattern, text)))), ())
+    return next((frames for pattern in _FRAMES if (frames := tuple(_frames(pattern, text)))), ())
 
 
 def _frames(pattern: re.Pattern[str], text: str) -> Iterator[Frame]:
-    for found in deque(pattern.finditer(text), maxlen=MAX_FRAMES):
-        parts = found.groupdict()
+    for match in deque(pattern.finditer(text), maxlen=MAX_FRAMES):
+        parts = match.groupdict()
         line, code = parts.get("line"), parts.get("code") or ""
         if "code" not in parts:
-            marked = _ARROW.search(text, found.end(), found.end() + 4000)
+            marked = _ARROW.search(text, match.end(), match.end() + 4000)
             if marked:
                 line, code = line or marked["line"], marked["code"] or marked["boxed"]
         name = parts["name"].rpartition(".")[2]
         yield Frame(file=parts["file"].strip(), line=int(line or 0), function=name, code=code.strip())
 
 
-def _last(lines: Sequence[str], said: re.Pattern[str]) -> int | None:
+def _last(lines: Sequence[str], pattern: re.Pattern[str]) -> int | None:
     """The last line that says so, with figures where any line has them."""
-    found = [index for index, line in enumerate(lines) if said.search(line)]
-    told = [index for index in found if "Tried to allocate" in lines[index]]
-    return max(told or found, default=None)
+    indices = [index for index, line in enumerate(lines) if pattern.search(line)]
+    sized = [index for index in indices if "Tried to allocate" in lines[index]]
+    return max(sized or indices, default=None)
 
 
 def _size(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    if found is None:
+    match = pattern.search(text)
+    if match is None:
         return None
-    number, unit = (group for group in found.groups() if group is not None)
+    number, unit = (group for group in match.groups() if group is not None)
     return _bytes(number, unit)
 
 
@@ -328,8 +328,8 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTO
 LORA = "LoRA instead of full fine-tuning: no gradients and optimizer states of the base"
 
 PHASES = {
-    one.name: one
-    for one in (
+    phase.name: phase
+    for phase in (
         Phase(
             name="load",
             words="loading the weights",
@@ -625,24 +625,26 @@ def phase_of(frames: Iterable[Frame], code: str = "", words: Iterable[str] = ())
     frames = frames[inside:] or frames  # Lightning's optimizer.step() runs the forward and backward pass
     calls = (f"{frame.file.replace(chr(92), '/')}:{frame.function}" for frame in frames)
     first = min(map(_rule_of, calls), default=len(_RULES))
-    found = _RULES[first][0] if first < len(_RULES) else None
+    phase_name = _RULES[first][0] if first < len(_RULES) else None
     lines = [*(frame.code for frame in frames if frame.code and "torch/_" not in frame.file), code]
-    allowed = _REFINED.get(found, set())
-    refined = (name for name, said in _CODE_RULES if name in allowed and any(re.search(said, line) for line in lines))
-    name = next(refined, found) or _in_words(words)
+    allowed = _REFINED.get(phase_name, set())
+    refined = (
+        name for name, pattern in _CODE_RULES if name in allowed and any(re.search(pattern, line) for line in lines)
+    )
+    name = next(refined, phase_name) or _in_words(words)
     return PHASES[name] if name else None
 
 
 def _in_words(sentences: Iterable[str]) -> str | None:
     """The part of the run that the first sentence names which names any, or whose code it quotes."""
-    moments = [_WORKS.sub("", one) for one in sentences if not _NO_MOMENT.search(one)]
-    for one in moments:
-        said = (name for name, told in (*_SAID, *_CODE_RULES) if re.search(told, one, re.IGNORECASE))
+    moments = [_WORKS.sub("", sentence) for sentence in sentences if not _NO_MOMENT.search(sentence)]
+    for moment in moments:
+        matched = (name for name, pattern in (*_SAID, *_CODE_RULES) if re.search(pattern, moment, re.IGNORECASE))
         called = (
-            _RULES[at][0] for names in _NAMED.findall(one) if (at := _rule_of(f":{''.join(names)}")) < len(_RULES)
+            _RULES[at][0] for names in _NAMED.findall(moment) if (at := _rule_of(f":{''.join(names)}")) < len(_RULES)
         )
-        if found := next(said, None) or next(called, None):
-            return found
+        if phase_name := next(matched, None) or next(called, None):
+            return phase_name
     return "growth" if any(map(_GROWN.search, moments)) else None
 
 

@@ -127,11 +127,11 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
             size = _bytes(block["size"])
             allocated += size
             stacks[_calls(block)] += size
-    held: Counter[tuple[str, str]] = Counter()
+    bytes_by_place: Counter[tuple[str, str]] = Counter()
     for stack, size in stacks.most_common(MAX_STACKS):
         frames = _frames(stack)
         phase = phase_of(frames)
-        held[_place(frames), phase.name if phase else ""] += size
+        bytes_by_place[_place(frames), phase.name if phase else ""] += size
     frames, tried = _failed(document.get("device_traces") or [])
     message = Message(
         where="device",
@@ -140,7 +140,7 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
         allocated_bytes=allocated,
         unallocated_bytes=max(0, reserved - allocated),
     )
-    most = held.most_common(NUM_HOLDERS)
+    most = bytes_by_place.most_common(NUM_HOLDERS)
     holders = tuple(Holder(place=place, phase=phase, size_bytes=size) for (place, phase), size in most)
     return Snapshot(message=message, holders=holders)
 
@@ -164,7 +164,9 @@ def _failed(traces: Iterable[Any]) -> tuple[tuple[Frame, ...], int | None]:
 
 def _calls(record: Mapping[str, Any]) -> Calls:
     """The calls of a block or an event, as a key: many blocks share them."""
-    return tuple((one["filename"], one["line"], one["name"]) for one in (record.get("frames") or [])[:MAX_FRAMES])
+    return tuple(
+        (frame["filename"], frame["line"], frame["name"]) for frame in (record.get("frames") or [])[:MAX_FRAMES]
+    )
 
 
 def _frames(calls: Calls) -> tuple[Frame, ...]:
@@ -175,8 +177,8 @@ def _frames(calls: Calls) -> tuple[Frame, ...]:
 def _place(frames: Iterable[Frame]) -> str:
     """The innermost line of the user's own program; of a library's where there is none."""
     innermost = list(frames)[::-1]
-    own = [frame for frame in innermost if not any(part in frame.file for part in _LIBRARIES)]
+    user_frames = [frame for frame in innermost if not any(part in frame.file for part in _LIBRARIES)]
     python = [frame for frame in innermost if frame.file.endswith(".py")]
-    for frame in [*own[:1], *python[:1]]:
+    for frame in [*user_frames[:1], *python[:1]]:
         return f"{Path(frame.file).name}:{frame.line} ({frame.function})"
     return "no Python line was recorded"

@@ -43,12 +43,12 @@ def speed_model(
     """The (remembered) speed model of one model on one GPU."""
     used = calibration if calibration is not None else load_calibration()
     key = (id(model), id(gpu), id(used), id(conditions))
-    found = _MODELS.get(key)
-    if found is None:
+    cached = _MODELS.get(key)
+    if cached is None:
         if len(_MODELS) >= _MAX_MODELS:
             del _MODELS[next(iter(_MODELS))]
-        found = _MODELS[key] = SpeedModel(model, gpu, used, conditions), (model, gpu, used, conditions)
-    return found[0]
+        cached = _MODELS[key] = SpeedModel(model, gpu, used, conditions), (model, gpu, used, conditions)
+    return cached[0]
 
 
 def throughput_profile(

@@ -86,7 +86,7 @@ class Constants:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of all constants."""
-        return tuple(one.name for one in fields(cls))
+        return tuple(constant.name for constant in fields(cls))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class LayoutConstants:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of all constants."""
-        return tuple(one.name for one in fields(cls))
+        return tuple(constant.name for constant in fields(cls))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +152,13 @@ class Calibration:
     def constants_for(self, gpu: GpuSpec) -> Constants:
         """The constants of one GPU: general, then its architecture's, its family's, its own."""
         names = (gpu.arch, family(gpu), gpu.key)
-        found = self._by_gpu.get(names)
-        if found is None:
+        constants = self._by_gpu.get(names)
+        if constants is None:
             values = dict(self.constants)
             for name in names:
                 values.update(self.architectures.get(name, {}))
-            found = self._by_gpu[names] = Constants(**values)
-        return found
+            constants = self._by_gpu[names] = Constants(**values)
+        return constants
 
     @cached_property
     def _by_gpu(self) -> dict[tuple[str, ...], Constants]:
@@ -205,14 +205,14 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     if values.get("form") != FORM:
         raise ConfigError(f"{source}: expected calibration form {FORM}, got {values.get('form')!r}")
     hint = "fit it again with `plan calibrate`"
-    known, spread = set(Constants.names()), set(LayoutConstants.names())
+    constant_names, layout_names = set(Constants.names()), set(LayoutConstants.names())
     tables: list[tuple[str, Any, set[str] | None]] = [
-        ("constants", values.get("constants", {}), known),
-        ("spread", values.get("spread", {}), spread),
+        ("constants", values.get("constants", {}), constant_names),
+        ("spread", values.get("spread", {}), layout_names),
     ]
     tables += [(name, values.get(name, {}), None) for name in ("matmul_share", "fp32_share", "bands")]
     for name in ("architectures", "rates_flops_per_s"):
-        allowed = known if name == "architectures" else None
+        allowed = constant_names if name == "architectures" else None
         tables += [(f"{name}.{key}", table, allowed) for key, table in _table(values, name, source).items()]
     for where, table, names in tables:
         if not isinstance(table, Mapping):
@@ -225,12 +225,12 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     points = _table(values, "points", source)
     for name in ("gpus", "families"):
         if not isinstance(points.get(name, []), (list, Mapping)) or not all(
-            isinstance(one, str) for one in points.get(name, [])
+            isinstance(entry, str) for entry in points.get(name, [])
         ):
             raise ConfigError(f"{source}: points.{name} must be a list of names", hint=hint)
     if not isinstance(values.get("date", ""), str):
         raise ConfigError(f"{source}: date must be text, got {values['date']!r:.80}", hint=hint)
-    wanted = {one.name for one in fields(Calibration)}
+    wanted = {attribute.name for attribute in fields(Calibration)}
     return Calibration(**{name: value for name, value in values.items() if name in wanted})
 
 
@@ -244,9 +244,9 @@ def _table(values: Mapping[str, Any], name: str, source: str) -> Mapping[str, An
 def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
     """The calibration as the JSON values that `calibration_from_dict` reads."""
     values: dict[str, Any] = {"form": FORM}
-    for one in fields(Calibration):
-        value = getattr(calibration, one.name)
-        values[one.name] = dict(value) if isinstance(value, Mapping) else value
+    for attribute in fields(Calibration):
+        value = getattr(calibration, attribute.name)
+        values[attribute.name] = dict(value) if isinstance(value, Mapping) else value
     return values
 
 

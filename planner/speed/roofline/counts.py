@@ -185,7 +185,7 @@ class _Tally:
 
     def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int) -> None:
         """So many equal layers."""
-        self.num["tensors"] += repeats * sum(_tensors(one) for one in layer.linears)
+        self.num["tensors"] += repeats * sum(_tensors(linear) for linear in layer.linears)
         if layer.fixed_tokens:  # `planner.speed.roofline.encoder`
             self.num["apart"] += repeats
             self.num["tensors"] += 2 * repeats * len(layer.norms)
@@ -249,7 +249,7 @@ def _tensors(linear: LinearSpec) -> int:
 def _through_all(layer: LayerSpec) -> LayerSpec:
     """A layer whose every token passes through every expert."""
     mlp = layer.mlp and replace(layer.mlp, num_active_experts=layer.mlp.num_experts)
-    return replace(layer, linears=tuple(replace(one, num_active=one.num) for one in layer.linears), mlp=mlp)
+    return replace(layer, linears=tuple(replace(linear, num_active=linear.num) for linear in layer.linears), mlp=mlp)
 
 
 def _count(model: ModelSpec) -> Inventory:
@@ -411,7 +411,9 @@ def layer_traffic(
     """
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
-    sizes = _Sizes(*(SIZE_BYTES[one] for one in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual))))
+    sizes = _Sizes(
+        *(SIZE_BYTES[dtype] for dtype in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual)))
+    )
     passes = SINGLE_GATED if conditions.single_operations else (5, 9)
     forward, backward = _elementwise_bytes(inv, dtypes, sizes, fused, passes, trained=trained, drag=drag)
     mixed = inv.mixer_width * mixer.passes * SIZE_BYTES[dtypes.compute]
@@ -580,12 +582,12 @@ def _around_an_adapter(dtypes: DtypePolicy, *, dropout: bool, fused: bool) -> tu
     """Forward and backward of one adapted matrix."""
     narrow = SIZE_BYTES[dtypes.autocast or dtypes.adapter]
     wide, stream = SIZE_BYTES[dtypes.linear_out(dtypes.residual)], SIZE_BYTES[dtypes.residual]
-    held = stream if dtypes.quantized and dtypes.autocast else SIZE_BYTES[dtypes.adapter]
-    mask = (2 * held + 1) if dropout else 0
+    cast_size = stream if dtypes.quantized and dtypes.autocast else SIZE_BYTES[dtypes.adapter]
+    mask = (2 * cast_size + 1) if dropout else 0
     if fused:
         return _Around(mask + narrow, 3 * narrow, 3), _Around(2 * narrow + mask + 3 * stream, 3 * narrow, 5)
     total = max(narrow, wide)
-    cast_in = (stream + held if held != stream else 0) + (held + narrow if held != narrow else 0)
+    cast_in = (stream + cast_size if cast_size != stream else 0) + (cast_size + narrow if cast_size != narrow else 0)
     cast_out = (total + wide) if total != wide else 0
     clone = 2 * wide if dtypes.quantized else 0
     casts = bool(cast_in) + bool(cast_out) + dropout

@@ -50,20 +50,20 @@ class EncoderTime(NamedTuple):
     def seconds(self, samples: int) -> float:
         """GPU seconds of one micro-batch."""
         total = samples * self.fixed_s[0]
-        for one in self.layers:
-            rows = samples * one.rows
+        for layer in self.layers:
+            rows = samples * layer.rows
             if not self.gradients:
-                total += one.family.work.forward_s(rows, one.length)
+                total += layer.family.work.forward_s(rows, layer.length)
                 continue
-            parts = one.family.parts(rows)
+            parts = layer.family.parts(rows)
             total += sum(parts.values()) - (0.0 if self.adapts else parts["lora"])
-            total += parts["attention"] * one.both_ways
+            total += parts["attention"] * layer.both_ways
         return total
 
     @property
     def host_s(self) -> float:
         """Host seconds to issue one micro-batch's kernels."""
-        each = (one.family.host_s if self.gradients else one.family.forward_host_s for one in self.layers)
+        each = (layer.family.host_s if self.gradients else layer.family.forward_host_s for layer in self.layers)
         return self.fixed_s[1] + sum(each)
 
     def flops(self, samples: int, *, full: bool) -> float:
@@ -72,7 +72,7 @@ class EncoderTime(NamedTuple):
             return 0.0
         ((family, length, _, _),) = self.layers
         inv = family.work.speed.inv
-        weights = sum(group.weights for group in inv.groups) + sum(one.num_weights for one in inv.outer)
+        weights = sum(group.weights for group in inv.groups) + sum(linear.num_weights for linear in inv.outer)
         passes = 2.0 if not self.gradients else 6.0 if full else 4.0
         return samples * (passes * weights * length + (1 + 2 * self.gradients) * family.work.attention_flops)
 
@@ -82,8 +82,8 @@ def clips(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     model, length = _encoder_alone(speed.model), speed.model.encoder_tokens
     adapts = setup.method == "full" or _matches(model, setup)
     targets = {} if adapts else {"lora_targets": "all-linear"}
-    own = setup.replace_trusted(frozen_encoder=False, seq_len_tokens=length, **targets)
-    layers = Layers(_family(speed, model, own), length, 1, both_ways=False)
+    clip_setup = setup.replace_trusted(frozen_encoder=False, seq_len_tokens=length, **targets)
+    layers = Layers(_family(speed, model, clip_setup), length, 1, both_ways=False)
     note = (
         "No training run with sound has been compared in speed: the encoder's time is counted from the constants of "
         "text's layers, without its convolutions; reading sound on the host is not counted."
@@ -95,12 +95,12 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     """The layers of a vision encoder, each kind as a model of its own."""
     assert setup.images is not None
     encoder, adapted = encoder_of(speed.model, setup.images), encoder_adapted(speed.model, setup)
-    own, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
+    tower_setup, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
     layers = []
     for kind, num in () if encoder.convolves else encoder.model.layer_counts:
         length = min(encoder.window_patches if kind.kind == "vision-window" else encoder.patches, encoder.patches)
         part = replace(encoder.model, layer_kinds=(kind,), layer_order=(0,) * num)
-        family = _family(speed, part, own.replace_trusted(seq_len_tokens=length))
+        family = _family(speed, part, tower_setup.replace_trusted(seq_len_tokens=length))
         layers.append(Layers(family, length, images * -(-encoder.patches // length), both_ways=True))
     note = (
         "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
@@ -140,15 +140,15 @@ def _matches(model: ModelSpec, setup: TrainSetup) -> bool:
 def _encoder_alone(model: ModelSpec) -> ModelSpec:
     """The encoder as a model without a head; the decoder's matrices that take its output stand outside its layers."""
     order = model.layer_order[: model.num_encoder_layers]
-    crossed = [one for kind in model.layer_order for one in model.layer_kinds[kind].linears if one.of_encoder]
+    crossed = [linear for kind in model.layer_order for linear in model.layer_kinds[kind].linears if linear.of_encoder]
     return replace(
         model,
-        layer_kinds=tuple(replace(one, fixed_tokens=0) for one in model.layer_kinds[: max(order, default=-1) + 1]),
+        layer_kinds=tuple(replace(layer, fixed_tokens=0) for layer in model.layer_kinds[: max(order, default=-1) + 1]),
         layer_order=order,
         embeddings=(),
         head=None,
         tied=False,
-        outer_linears=tuple(replace(one, of_encoder=False) for one in crossed),
+        outer_linears=tuple(replace(linear, of_encoder=False) for linear in crossed),
         outer_norms=model.outer_norms[:1],
         is_encoder_decoder=False,
         front_end=None,

@@ -48,7 +48,7 @@ _NOT_THE_WORKS = {
     "parallel",
     *LAYOUT_FIELDS,
 } - {"context_degree", "expert_degree"}  # whose attention is longer than its tokens; whose host waits
-_SHARED = tuple(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_WORKS)
+_SHARED = tuple(attribute.name for attribute in fields(TrainSetup) if attribute.name not in _NOT_THE_WORKS)
 work_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards", "compiled")
 """What setups of one `Work` share: every field that is not named here, so that a new one cannot be forgotten, the
 forwards without gradients, which for completions follow from the global batch, those of a micro-batch's pieces, and
@@ -60,11 +60,11 @@ def family_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) ->
     if work is None:
         key = work_key(setup)
         work = speed.works.get(key) or speed.works.setdefault(key, Work(speed, setup))
-    again = (id(work), setup.checkpointing, setup.activation_offload, setup.selective_checkpointing)
-    found: Family | None = speed.families.get(again)
-    if found is None:
-        found = speed.families[again] = Family(work, setup)
-    return found
+    family_key = (id(work), setup.checkpointing, setup.activation_offload, setup.selective_checkpointing)
+    family: Family | None = speed.families.get(family_key)
+    if family is None:
+        family = speed.families[family_key] = Family(work, setup)
+    return family
 
 
 class Family:
@@ -101,33 +101,35 @@ class Family:
             self.trainer_micro_s = speed.host_scale * micro_batch_s(self.modules)
         self.trainer_s += trained.step_s * speed.host_scale
         every = setup.checkpointing
-        again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
+        recomputed = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
         self.above = 1.0 - below / max(1, inv.num_layers)
-        again_token = again * work.moved.forward_bytes * work.per_byte + again * trained.forward_token_s
-        again_micro = again * work.alone[1] + again * trained.forward_micro_s + again * work.unpacked.again_s
-        kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.dtypes)
-        attended = 0.0 if kept else again * work.attention[0]
-        offloaded = self._offloaded_token_s(again) * work.length
-        self._recompute = (again_token, attended, offloaded, again_micro, again * self.above)
+        again_token = recomputed * work.moved.forward_bytes * work.per_byte + recomputed * trained.forward_token_s
+        again_micro = (
+            recomputed * work.alone[1] + recomputed * trained.forward_micro_s + recomputed * work.unpacked.again_s
+        )
+        keeps_attention = setup.selective_checkpointing and speed.attention_is_fused(setup, work.dtypes)
+        attended = 0.0 if keeps_attention else recomputed * work.attention[0]
+        offloaded = self._offloaded_token_s(recomputed) * work.length
+        self._recompute = (again_token, attended, offloaded, again_micro, recomputed * self.above)
         self._stops = setup.method == "full" and not speed.conditions.reentrant_checkpointing
         self._kept = setup.selective_checkpointing and setup.trainer.selects_products
-        self._count_host(again)
+        self._count_host(recomputed)
 
     @property
     def dtypes(self) -> DtypePolicy:
         """Data types."""
         return self.work.dtypes
 
-    def _offloaded_token_s(self, again: float) -> float:
+    def _offloaded_token_s(self, recomputed: float) -> float:
         """Seconds per token in which checkpoints go to the host and back on the compute stream."""
         speed, setup = self.work.speed, self._setup
         if not setup.activation_offload or setup.trainer.overlaps_offload:
             return 0.0
-        inputs = SIZE_BYTES[self.dtypes.residual] * speed.inv.hidden_size * again * speed.inv.num_layers
+        inputs = SIZE_BYTES[self.dtypes.residual] * speed.inv.hidden_size * recomputed * speed.inv.num_layers
         return 2.0 * inputs / speed.host_rate
 
-    def _count_host(self, again: float) -> None:
+    def _count_host(self, recomputed: float) -> None:
         """Sets the host's time of a micro-batch and of a forward alone."""
         work, setup, speed = self.work, self._setup, self.work.speed
         moved, trained, calls = work.moved, work.trained, work.unpacked.calls
@@ -139,12 +141,12 @@ class Family:
         self.forward_host_s *= speed.host_scale
         if setup.compiled:
             forward, backward = forward + trained.forward_kernels, moved.backward_kernels + trained.backward_kernels
-            host = (forward * (1 + again) + backward + 2 * _OUTER_KERNELS) * COMPILED_LAUNCH_S
-            called = calls * (2 + again) * QUANTIZED_S + trained.calls * (1 + again) * ADAPTER_S
+            host = (forward * (1 + recomputed) + backward + 2 * _OUTER_KERNELS) * COMPILED_LAUNCH_S
+            called = calls * (2 + recomputed) * QUANTIZED_S + trained.calls * (1 + recomputed) * ADAPTER_S
             host += speed.constants.compile_host * called + speed.inv.num_layers * COMPILED_LOOKUP_S
         else:
             host = Issued(
-                again=again,
+                again=recomputed,
                 forward=forward,
                 backward=single[1] * (moved.backward_kernels + back),
                 adapter_backward=trained.backward_kernels,
@@ -153,18 +155,18 @@ class Family:
                 launches=launches(speed.inv, setup.fused_parts(speed.model.model_type)) + mixers * mixer.launches,
             ).host_s(speed.inv.num_layers)
             chunks = mixers * -(-work.length // CHUNK)
-            host += chunks * (mixer.chunk_s + again * mixer.recomputed_chunk_s)
-        host += setup.extra_forwards * host / (2.0 + again)
+            host += chunks * (mixer.chunk_s + recomputed * mixer.recomputed_chunk_s)
+        host += setup.extra_forwards * host / (2.0 + recomputed)
         if setup.selective_checkpointing:
-            host += 2.0 * again * forward * SELECTIVE_HOST * FORWARD_S
+            host += 2.0 * recomputed * forward * SELECTIVE_HOST * FORWARD_S
         self.host_s = setup.aim.forwards * host * speed.host_scale
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
-        found = self._busy.get(samples)
-        if found is None:
-            found = self._busy[samples] = sum(self.parts(samples).values())
-        return found
+        seconds = self._busy.get(samples)
+        if seconds is None:
+            seconds = self._busy[samples] = sum(self.parts(samples).values())
+        return seconds
 
     def unmeasured_s(self, samples: int) -> float:
         """Seconds of one micro-batch that an adapter costs which no measured run had; 0 for LoRA."""
@@ -177,13 +179,13 @@ class Family:
         """GPU seconds of the layers for one micro-batch by part."""
         work, setup = self.work, self._setup
         seqs, cached, layers = work.micro(samples)
-        again_token, attended, offloaded, again_micro, again = self._recompute
+        again_token, attended, offloaded, again_micro, recomputed = self._recompute
         matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
         forward, backward = work.attention
         rows = work.attending(seqs)
-        recompute = again * layers.again_s(kept=self._kept, stops=self._stops)
+        recompute = recomputed * layers.again_s(saved=self._kept, stops=self._stops)
         parts = {
             "matmul": matmul,
             "recompute": recompute + again_token * cached + attended * rows + offloaded * seqs + again_micro,

@@ -78,11 +78,11 @@ def with_microbench(calibration: Calibration, gpu: GpuSpec, bench: Microbench) -
     The matmul share is the measured rate over the data sheet's; bandwidth and host speed scale the fitted constants.
     """
     general = Constants(**calibration.constants)
-    own = dict(calibration.architectures.get(gpu.key, {}))
+    overrides = dict(calibration.architectures.get(gpu.key, {}))
     copy_share = bench.copy_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
-    own["bandwidth_share"] = general.bandwidth_share * copy_share / REFERENCE_COPY_SHARE
+    overrides["bandwidth_share"] = general.bandwidth_share * copy_share / REFERENCE_COPY_SHARE
     low, high = HOST_SCALE_LIMITS
-    own["host_scale"] = min(max(bench.issue_s / REFERENCE_ISSUE_S, low), high)
+    overrides["host_scale"] = min(max(bench.issue_s / REFERENCE_ISSUE_S, low), high)
     shares, fp32_shares = dict(calibration.matmul_share), dict(calibration.fp32_share)
     halves = [
         bench.matmul_flops_per_s[name] / nominal
@@ -101,7 +101,7 @@ def with_microbench(calibration: Calibration, gpu: GpuSpec, bench: Microbench) -
     rates[gpu.key] = absolute
     return replace(
         calibration,
-        architectures={**calibration.architectures, gpu.key: own},
+        architectures={**calibration.architectures, gpu.key: overrides},
         matmul_share=shares,
         fp32_share=fp32_shares,
         rates_flops_per_s=rates,

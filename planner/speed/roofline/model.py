@@ -102,14 +102,14 @@ class LayerMatmuls(NamedTuple):
     second_forward: float
     second_or_last: float
 
-    def again_s(self, *, kept: bool, stops: bool) -> float:
+    def again_s(self, *, saved: bool, stops: bool) -> float:
         """Seconds of those that a recomputation multiplies.
 
         Args:
-            kept: the results of every second one were.
+            saved: the results of every second one were.
             stops: before each layer's last one, whose result nobody saved.
         """
-        if kept:
+        if saved:
             return self.forward - (self.second_or_last if stops else self.second_forward)
         return self.forward - stops * self.last_forward
 
@@ -194,27 +194,27 @@ class SpeedModel:
                 Source: transformers 5.23 `integrations/moe.py` `_grouped_mm` (grouped_mm is not autocast-enabled).
         """
         key = (dtype, stacked, tokens, int8)
-        found = self._matmuls.get(key)
-        if found is not None:
-            return found
+        cached = self._matmuls.get(key)
+        if cached is not None:
+            return cached
         forward = inputs = weights = last = second = either = 0.0
         for group in self.inv.groups:
             linear, num = group.linear, max(1, group.linear.num)
-            own = stacked if linear.is_stack else dtype
-            size, rate = SIZE_BYTES[own], self.rates.matmul[own]
+            compute_dtype = stacked if linear.is_stack else dtype
+            size, rate = SIZE_BYTES[compute_dtype], self.rates.matmul[compute_dtype]
             rows = tokens * linear.num_active / num
-            one = self._one(rows, linear.out_features, linear.in_features, num, rate, size)
+            product = self._one(rows, linear.out_features, linear.in_features, num, rate, size)
             back = self._one(rows, linear.in_features, linear.out_features, num, rate, size)
             grad = self._one(linear.out_features, linear.in_features, rows, num, rate, size)
             if int8 and linear.module != "parameter":
-                one = one / self.constants.int8_rate + rows * num * int8_bytes(linear, dtype) / self.bandwidth
-            forward += group.count * one
+                product = product / self.constants.int8_rate + rows * num * int8_bytes(linear, dtype) / self.bandwidth
+            forward += group.count * product
             inputs += group.count * back
             weights += group.count * grad
-            second += group.second * one
-            either += (group.count if linear.role == "down" else group.second) * one
+            second += group.second * product
+            either += (group.count if linear.role == "down" else group.second) * product
             if linear.role == "down":
-                last += group.count * one
+                last += group.count * product
         size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
         for linear in self.inv.outer:
             forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
@@ -236,9 +236,9 @@ class SpeedModel:
     def loss_s(self, loss: str, dtype: str, tokens: int, trained: bool) -> float:
         """Seconds of the head and the loss chain, forward and backward, for one micro-batch."""
         key = (loss, dtype, tokens, trained)
-        found = self._losses.get(key)
-        if found is not None:
-            return found
+        cached = self._losses.get(key)
+        if cached is not None:
+            return cached
         head = self.inv.head
         if head is None:
             return 0.0
@@ -284,13 +284,13 @@ class SpeedModel:
         """Elementwise traffic of the layers for one data flow and a setup's kernels."""
         kernels, compiled, mixer = setup.kernels, setup.compiled, self.mixer(setup)
         key = (dtypes, trained, kernels, compiled, mixer)
-        found = self._traffic.get(key)
-        if found is None:
+        traffic = self._traffic.get(key)
+        if traffic is None:
             fused = parts_of(kernels, self.model.model_type, compiled=compiled)
-            found = self._traffic[key] = layer_traffic(
+            traffic = self._traffic[key] = layer_traffic(
                 self.inv, dtypes, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
             )
-        return found
+        return traffic
 
     def mixer(self, setup: TrainSetup) -> Mixer:
         """What a linear-attention layer does."""
@@ -301,28 +301,30 @@ class SpeedModel:
         them that run at another length than the text."""
         fused = self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
         key = (setup.lora_targets, dtypes, setup.lora_dropout > 0, fused)
-        found = self._adapters.get(key)
-        if found is None:
+        cached = self._adapters.get(key)
+        if cached is None:
             linears, params, modules, apart = adapted_linears(self.model, setup.lora_targets)
             moved = adapter_traffic(linears, dtypes, dropout=setup.lora_dropout > 0, fused=fused)
-            edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
-            found = self._adapters[key] = (moved, edges, float(params), modules, apart)
-        return found
+            edges = sum(
+                count * linear.num_active * (linear.in_features + linear.out_features) for linear, count in linears
+            )
+            cached = self._adapters[key] = (moved, edges, float(params), modules, apart)
+        return cached
 
     def attention(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
         traced = setup.compiled and setup.trainer.traces_masks
         masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
         key = (setup.attention, dtypes, setup.seq_len_tokens, setup.compiled, masks)
-        found = self._attention.get(key)
-        if found is not None:
-            return found
+        cached = self._attention.get(key)
+        if cached is not None:
+            return cached
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
-            one = self._attention_one(spec, setup, dtypes)
-            forward += count * one[0]
-            backward += count * one[1]
-            flops += count * one[2]
+            costs = self._attention_one(spec, setup, dtypes)
+            forward += count * costs[0]
+            backward += count * costs[1]
+            flops += count * costs[2]
         self._attention[key] = (forward, backward, flops)
         return forward, backward, flops
 
@@ -416,9 +418,9 @@ class SpeedModel:
         Paged states are fetched from the host and evicted again (`paging_s`): memory was planned without room for them.
         """
         key = (optimizer, num, size, tensors)
-        found = self._optimizers.get(key)
-        if found is not None:
-            return found
+        cached = self._optimizers.get(key)
+        if cached is not None:
+            return cached
         row = OPTIMIZERS[optimizer]
         constants = self.constants
         moved = num * (row.passes * size + row.extra_bytes)
@@ -431,8 +433,8 @@ class SpeedModel:
         host = tensors * ((LOOPED_TENSOR_S if row.looped else LISTED_TENSOR_S) + row.kernels_per_tensor * UPDATE_S)
         part = self.conditions.optimizer_part
         paging = self.paging_s(optimizer, num, size)
-        found = self._optimizers[key] = (gpu * part + paging, host * self.host_scale * part)
-        return found
+        cached = self._optimizers[key] = (gpu * part + paging, host * self.host_scale * part)
+        return cached
 
     def paging_s(self, optimizer: str, num: float, size: int) -> float:
         """Seconds in which all states of a paged optimizer come from the host and go back; 0 for others.

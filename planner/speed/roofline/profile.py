@@ -30,11 +30,11 @@ def profile_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -
     """The (remembered) profile of a setup; `work`: its own, where that is known."""
     family = family_of(speed, setup, work)
     alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
-    found: ThroughputProfile | None = alike.get(setup.optimizer)
-    if found is None:
+    profile: ThroughputProfile | None = alike.get(setup.optimizer)
+    if profile is None:
         times = next(iter(alike.values())).times if alike else None
-        found = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
-    return found
+        profile = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
+    return profile
 
 
 class ThroughputProfile:
@@ -112,24 +112,25 @@ class ThroughputProfile:
     def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
         seconds = self._steps_s(max(self._optimizer_s(optimizer)) + self._family.trainer_s, pairs)
-        one = self._tokens(1)
-        return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
+        sample_tokens = self._tokens(1)
+        return [micro * sample_tokens * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
 
     def _steps_s(self, step_s: float, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Seconds of each step, of which `step_s` after the last backward."""
-        times, add_s, found = self.times, self._family.add_s, []
+        times, add_s, step_times = self.times, self._family.add_s, []
         for samples, steps in pairs:
             micro = times.get(samples)
             if micro is None:
                 busy = self._family.busy_s(samples) + self._family.work.loss_s(self._setup.loss, samples)
                 busy += self._encoder.seconds(samples) if self._encoder is not None else 0.0
                 micro = times[samples] = self._with_host(busy, samples) + self._family.trainer_micro_s
-            found.append(steps * micro + (steps - 1) * add_s + step_s + self._collated_s(samples, steps))
+            step_times.append(steps * micro + (steps - 1) * add_s + step_s + self._collated_s(samples, steps))
         if self._generation is not None:
-            found = [
-                one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)
+            step_times = [
+                seconds_each + self.generation_s(samples * steps)
+                for seconds_each, (samples, steps) in zip(step_times, pairs, strict=True)
             ]
-        return found
+        return step_times
 
     def generation_s(self, step_seqs: int) -> float:
         """Seconds of generating an optimizer step's completions; 0 of objectives that are given theirs."""
@@ -155,7 +156,7 @@ class ThroughputProfile:
         full = setup.method == "full"
         tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.work.seqs_per_sample
         weights = sum(g.count * g.linear.num_active * g.linear.in_features * g.linear.out_features for g in inv.groups)
-        weights += sum(one.num_weights for one in inv.outer)
+        weights += sum(linear.num_weights for linear in inv.outer)
         head = inv.head.num_weights if inv.head is not None else 0
         share = trained_share(self._speed, setup)
         inputs = 2.0 * self._family.above  # of the activations' gradients; the weights' where they train
@@ -204,10 +205,10 @@ class ThroughputProfile:
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
         unmeasured = self._unmeasured_fraction(seqs, steps, parts) + beyond
-        own = self._with_host(busy, seqs)
+        wall_s = self._with_host(busy, seqs)
         slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
-        slow_host = steps * (self._with_host(busy, seqs, slower) - own) / total
-        faster = steps * (own - self._with_host(busy, seqs, 1 / HOST_FASTER))
+        slow_host = steps * (self._with_host(busy, seqs, slower) - wall_s) / total
+        faster = steps * (wall_s - self._with_host(busy, seqs, 1 / HOST_FASTER))
         unsure_host = max(slow_host, total / (total - faster) - 1)
         return StepTime(
             step_time_s=total,

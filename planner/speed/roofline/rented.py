@@ -76,9 +76,9 @@ class Issued(NamedTuple):
 
 def launches(inv: Inventory, parts: frozenset[str]) -> int:
     """Triton kernels of one forward of the layers, by the fused parts of a kernel family."""
-    found = inv.num_rms if "norm" in parts else 0
-    found += inv.num_layers if "rotary" in parts else 0
-    return found + (inv.num_layers if "gated" in parts else 0)
+    kernels = inv.num_rms if "norm" in parts else 0
+    kernels += inv.num_layers if "rotary" in parts else 0
+    return kernels + (inv.num_layers if "gated" in parts else 0)
 
 
 def num_modules(inv: Inventory, adapted: float) -> float:

@@ -30,7 +30,7 @@ class Generation:
     def __init__(self, speed: SpeedModel, family: Family, setup: TrainSetup) -> None:
         self._speed, self._family, self._setup = speed, family, setup
         inv, head = speed.inv, speed.inv.head
-        weights = sum(group.weights for group in inv.groups) + sum(one.num_weights for one in inv.outer)
+        weights = sum(group.weights for group in inv.groups) + sum(linear.num_weights for linear in inv.outer)
         weights += head.num_weights if head is not None else 0
         self._weights_s = weights * SIZE_BYTES[family.dtypes.compute] / speed.bandwidth
         self._host_s = 0.0

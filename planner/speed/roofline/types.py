@@ -136,7 +136,7 @@ def conditions_of(setup: TrainSetup) -> Conditions:
 @cache
 def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: int) -> Conditions:
     by = STACKS[stack]
-    found = Conditions(
+    conditions = Conditions(
         fused_norm_rope=by.fused,
         fused_loss=(by.in_place_loss and not by.shifted_loss) or (compiled and by.compiles_loss),
         padded_head=compiled and by.compiles_loss,
@@ -150,7 +150,7 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
         cudnn_attention=True,
         fsdp_1=fsdp_version == 1,
     )
-    return CURRENT if found == CURRENT else found
+    return CURRENT if conditions == CURRENT else conditions
 
 
 # What a GPU really sustains: matmul rates by data type and size, memory bandwidth.

@@ -118,13 +118,13 @@ class Work:
 
     def micro(self, samples: int) -> MicroBatch:
         """A micro-batch of so many samples."""
-        found = self._micro.get(samples)
-        if found is None:
+        micro_batch = self._micro.get(samples)
+        if micro_batch is None:
             seqs = max(1, samples * self.seqs_per_sample // self.forwards)
             tokens = seqs * self.length
             layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
-            found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
-        return found
+            micro_batch = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
+        return micro_batch
 
     def attending(self, seqs: int) -> int:
         """How many times one sequence's attention so many take: packed, they are one row, of which a kernel that is not
@@ -138,14 +138,14 @@ class Work:
 
     def loss_s(self, loss: str, samples: int) -> float:
         """GPU seconds of the head and the loss for one micro-batch, its forwards without gradients included."""
-        found = self._losses.get((loss, samples))
-        if found is None:
+        seconds = self._losses.get((loss, samples))
+        if seconds is None:
             tokens, dtype = samples * self._scored, self.head_dtype
-            found = self.speed.loss_s(loss, dtype, tokens, self._full)
+            seconds = self.speed.loss_s(loss, dtype, tokens, self._full)
             if self._extra:
-                found += self._extra * self.speed.head_forward_s(dtype, tokens)
-            self._losses[loss, samples] = found
-        return found
+                seconds += self._extra * self.speed.head_forward_s(dtype, tokens)
+            self._losses[loss, samples] = seconds
+        return seconds
 
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
@@ -163,7 +163,7 @@ def _further_kernels(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) 
     if setup.attention == "eager":
         layers = sum(count for _, count in inv.attentions)
         casts = dtypes.autocast is not None
-        forward, backward = (layers * one for one in EAGER_ATTENTION_KERNELS)
+        forward, backward = (layers * kernels for kernels in EAGER_ATTENTION_KERNELS)
         forward, backward = forward + layers * casts, backward + 3 * layers * casts
     if dtypes.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
         copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
@@ -269,22 +269,22 @@ class _Unpacked(NamedTuple):
 
 
 def _unpacked(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Unpacked:
-    dequantization = cast = again = 0.0
+    dequantization = cast = recompute = 0.0
     calls = 0
     if setup.quantized:
         once, calls = speed.dequantization_s(dtypes, setup.quantization)
         # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
         dequantization = once if setup.quantization == "int8" else 2.0 * once
-        again += 0.0 if setup.quantization == "int8" else once
+        recompute += 0.0 if setup.quantization == "int8" else once
     if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
         once = speed.experts_s(dtypes)
         once += sum(streamed_stacks(speed.model, setup)) / speed.host_rate  # copied to the card, on its own stream
         dequantization += once
-        again += once
+        recompute += once
     if dtypes.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
         once = _WEIGHT_CAST_BYTES * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
         cast = once * (2.0 if setup.method == "full" else 1.0)
-        again += once
+        recompute += once
     if speed.conditions.single_operations and setup.method == "full":
         cast += SINGLE_WEIGHT * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
-    return _Unpacked(dequantization, cast, again, calls)
+    return _Unpacked(dequantization, cast, recompute, calls)

@@ -117,7 +117,7 @@ def pipeline_s(schedule: str, forward_s: Sequence[float], backward_s: Sequence[f
     """
     if schedule == "gpipe":
         return _flow_s(forward_s, micro_batches) + _flow_s(backward_s, micro_batches)
-    return _flow_s([one + other for one, other in zip(forward_s, backward_s, strict=True)], micro_batches)
+    return _flow_s([forward + other for forward, other in zip(forward_s, backward_s, strict=True)], micro_batches)
 
 
 def _flow_s(stage_s: Sequence[float], jobs: int) -> float:

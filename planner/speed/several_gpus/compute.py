@@ -104,10 +104,12 @@ class Rank:
         busy = sum(busy_parts.values())
         power = self.profile.family.work.power
         wall = float((busy**power + (longer * self._host_s) ** power) ** (1.0 / power))
-        asked = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
-        forward = (busy - asked - busy_parts["recompute"]) * (1 / 3 if self._setup.method == "full" else 0.4)
+        without_gradients = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
+        forward = (busy - without_gradients - busy_parts["recompute"]) * (
+            1 / 3 if self._setup.method == "full" else 0.4
+        )
         scale = wall / busy if busy else 0.0
-        return Micro({**busy_parts, "host": wall - busy}, scale * forward, scale * (busy - asked - forward))
+        return Micro({**busy_parts, "host": wall - busy}, scale * forward, scale * (busy - without_gradients - forward))
 
     def _gathered_logits_s(self, seqs: int) -> float:
         """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""

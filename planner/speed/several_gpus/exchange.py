@@ -121,13 +121,13 @@ class DataParallel:
         if traffic.expert_bytes:
             gather += self._collectives.all_gather_s(traffic.expert_bytes, self._alike)
             scatter += self._scatter_s(traffic.expert_gradient_bytes, self._alike) if reduce else 0.0
-        again = gather if setup.reshard_after_forward else 0.0
+        regather = gather if setup.reshard_after_forward else 0.0
         root_again = root if setup.parallel == "zero3" else 0.0
         forwards = 1 + (setup.extra_forwards if setup.reshard_after_forward else 0)
         forward = root + forwards * (gather + (layers - 1) * max(0.0, gather - micro.forward_s / layers))
-        backward = root_again + again + (layers - 1) * max(0.0, again + scatter - micro.backward_s / layers)
+        backward = root_again + regather + (layers - 1) * max(0.0, regather + scatter - micro.backward_s / layers)
         exposed = forward + backward + scatter + scatter_root
-        total = root + root_again + layers * (forwards * gather + again + scatter) + scatter_root
+        total = root + root_again + layers * (forwards * gather + regather + scatter) + scatter_root
         return exposed + self._overlap_cost * max(total - exposed, 0.0)
 
     def _gather_s(self, size_bytes: float) -> float:
@@ -171,14 +171,14 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
     group = group_of(collectives.cluster, setup.tensor_degree)
     tokens = seqs * setup.seq_len_tokens
     size = SIZE_BYTES[dtype_policy_of(computed(setup)).compute]
-    one = collectives.all_reduce_s(tokens * part.hidden_size * size, group)
-    again = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
-    forward = _TENSOR_SUMS * part.num_layers * one
-    backward = _TENSOR_SUMS * (part.num_layers + again) * one
+    all_reduce = collectives.all_reduce_s(tokens * part.hidden_size * size, group)
+    recomputed_layers = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
+    forward = _TENSOR_SUMS * part.num_layers * all_reduce
+    backward = _TENSOR_SUMS * (part.num_layers + recomputed_layers) * all_reduce
     if part.head is not None and not part.tied:
         logits = tokens * part.head.out_features * setup.tensor_degree * size
         forward += collectives.all_gather_s(logits, group)
-        backward += one
+        backward += all_reduce
     return forward, backward
 
 
@@ -211,8 +211,8 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
             ahead = back = collectives.all_gather_s(size * (turned + pairs), group)
         forward += count * ahead
         backward += count * back
-    again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
-    return forward, backward + again * forward
+    recomputed_share = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
+    return forward, backward + recomputed_share * forward
 
 
 def experts_s(
@@ -240,13 +240,13 @@ def experts_s(
             continue
         rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[dtypes.table]
         once = 2 * collectives.all_gather_s(rows, group) + _ROW_PASSES * rows / bandwidth
-        own = sum(one.num_weights for one in layer.linears if one.dealt) / bandwidth
-        copied = own * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[dtypes.table])
-        reduced = own * _REDUCE_BYTES * (setup.shards == setup.expert_degree)
+        byte_pass_s = sum(linear.num_weights for linear in layer.linears if linear.dealt) / bandwidth
+        copied = byte_pass_s * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[dtypes.table])
+        reduced = byte_pass_s * _REDUCE_BYTES * (setup.shards == setup.expert_degree)
         forward += count * (once + copied)
         backward += count * (once + copied + reduced)
-    again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
-    return forward, backward + again * forward
+    recomputed_share = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
+    return forward, backward + recomputed_share * forward
 
 
 def hand_over_s(setup: TrainSetup, hidden_size: int, collectives: Collectives, seqs: int) -> float:

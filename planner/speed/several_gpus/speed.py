@@ -112,13 +112,13 @@ class Loop:
     ) -> None:
         self._given, self._beside = (gpu, used, stack), {_layout(setup): self}
         self._setup, self._links, self.order = setup, links, links.order
-        known = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
-        pairs = zip(links.parts, known, strict=True)
+        profiles = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
+        pairs = zip(links.parts, profiles, strict=True)
         self.ranks: list[Rank] = [Rank(part, gpu, setup, used, stack, profile) for part, profile in pairs]
         families = [rank.profile.family for rank in self.ranks]
-        self._micro_s = max(one.trainer_micro_s for one in families)
-        self._step_s = max(one.trainer_s for one in families)
-        self._collates = any(one.trainer_micro_s for one in families)
+        self._micro_s = max(family.trainer_micro_s for family in families)
+        self._step_s = max(family.trainer_s for family in families)
+        self._collates = any(family.trainer_micro_s for family in families)
         self._like = _program_beside(links.model, gpu, setup) if stack == CURRENT else None
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
@@ -126,19 +126,19 @@ class Loop:
     def beside(self, setup: TrainSetup) -> "Loop":
         """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
         key = _layout(setup)
-        found = self._beside.get(key)
-        if found is None:
+        loop = self._beside.get(key)
+        if loop is None:
             gpu, used, stack = self._given
-            found = self._beside[key] = Loop(self._links, gpu, setup, used, stack, self)
-        return found
+            loop = self._beside[key] = Loop(self._links, gpu, setup, used, stack, self)
+        return loop
 
     def at(self, seqs: int) -> list[Stage]:
         """Every distinct rank's micro-batch of so many sequences."""
-        found = self._stages.get(seqs)
-        if found is None:
+        stages = self._stages.get(seqs)
+        if stages is None:
             pairs = zip(self.ranks, self._links.wires, strict=True)
-            found = self._stages[seqs] = [self._stage(rank, wires, seqs) for rank, wires in pairs]
-        return found
+            stages = self._stages[seqs] = [self._stage(rank, wires, seqs) for rank, wires in pairs]
+        return stages
 
     def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
         setup, collectives = self._setup, self._links.collectives
@@ -174,15 +174,15 @@ class Loop:
 
     def after(self, optimizer: str) -> Mapping[str, float]:
         """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer."""
-        found = self._after.get(optimizer)
-        if found is None:
+        by_part = self._after.get(optimizer)
+        if by_part is None:
             each = [
                 self._rank_after(rank, wires, optimizer)
                 for rank, wires in zip(self.ranks, self._links.wires, strict=True)
             ]
             longest = max(reversed(each), key=lambda parts: sum(parts.values()))
-            found = self._after[optimizer] = {**longest, "trainer": self._step_s}
-        return found
+            by_part = self._after[optimizer] = {**longest, "trainer": self._step_s}
+        return by_part
 
     def _rank_after(self, rank: Rank, wires: list[DataParallel], optimizer: str) -> dict[str, float]:
         parts = {"communication": wires[0].step_s()}
@@ -237,8 +237,8 @@ class LayoutProfile:
         stages = loop.at(setup.micro_batch_seqs)
         index = _slowest(stages)
         parts: dict[str, float] = {}
-        for turn in loop.order if setup.parallel == "device-map" else (index,):
-            _add(parts, stages[turn].parts, steps)
+        for position in loop.order if setup.parallel == "device-map" else (index,):
+            _add(parts, stages[position].parts, steps)
         if setup.pipeline_degree > 1:
             parts["bubble"] = loop.total_s(stages, steps) - sum(parts.values())
         _add(parts, stages[index].reducing)
@@ -292,8 +292,8 @@ def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progra
     inner, alone = computed(setup), setup.replace_trusted(**ONE_GPU, context_degree=1)
     key = "program beside", id(gpu), inner, alone
 
-    def found(one: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
-        by_program = program_speed(one, gpu, inner) or speed_by_program(one, gpu, alone)
+    def found(spec: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
+        by_program = program_speed(spec, gpu, inner) or speed_by_program(spec, gpu, alone)
         return gpu, by_program  # held, so that no other object can take its identity
 
     return model.once(key, found)[1]
@@ -322,12 +322,12 @@ def layout_loop(
     """The loop of a setup on a cluster: the same for every optimizer, micro-batch and accumulation."""
     parties = ("spread", id(gpu), id(cluster), id(used), conditions)
 
-    def links(one: ModelSpec) -> Links:
-        one.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
-        return Links(one, setup, cluster, used, conditions)
+    def links(spec: ModelSpec) -> Links:
+        spec.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
+        return Links(spec, setup, cluster, used, conditions)
 
-    def loop(one: ModelSpec) -> Loop:
-        return Loop(one.once((*parties, _links_key(setup)), links), gpu, setup, used, conditions)
+    def loop(spec: ModelSpec) -> Loop:
+        return Loop(spec.once((*parties, _links_key(setup)), links), gpu, setup, used, conditions)
 
     return model.once((*parties, "loop", _loop_key(setup)), loop)
 

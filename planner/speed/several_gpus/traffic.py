@@ -72,29 +72,29 @@ def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURR
         setup.lora_rank, setup.lora_targets, setup.adapter, setup.adapter_dtype, conditions.fp32_reduction,
         conditions.fsdp_1,
     )  # fmt: skip
-    return part.once(key, lambda one: _count(one, setup, conditions))
+    return part.once(key, lambda spec: _count(spec, setup, conditions))
 
 
 def _quantized_weights(part: ModelSpec) -> int:
     """Of all its layers, those that a quantized base packs."""
-    linears = ((one, count) for layer, count in part.layer_counts for one in layer.linears)
-    return sum(count * one.num_weights for one, count in linears if one.quantizes)
+    linears = ((linear, count) for layer, count in part.layer_counts for linear in layer.linears)
+    return sum(count * linear.num_weights for linear, count in linears if linear.quantizes)
 
 
 def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffic:
     dtypes = dtype_policy_of(computed(setup, conditions))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
-    held = SIZE_BYTES[dtypes.autocast or dtypes.table] if setup.parallel == "fsdp2" else SIZE_BYTES[dtypes.table]
+    weight_size = SIZE_BYTES[dtypes.autocast or dtypes.table] if setup.parallel == "fsdp2" else SIZE_BYTES[dtypes.table]
     layers = part.num_layers
     quantized = _quantized_weights(part) if setup.quantized else 0
-    dealt = part.num_dealt_weights
-    in_layers = sum(layer.num_params * count for layer, count in part.layer_counts) - dealt
-    layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
-    outside = part.num_params - in_layers - dealt
+    expert_weights = part.num_dealt_weights
+    in_layers = sum(layer.num_params * count for layer, count in part.layer_counts) - expert_weights
+    layer_bytes = (in_layers - quantized) * weight_size + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
+    root_params = part.num_params - in_layers - expert_weights
     small = 0
     if setup.method == "full":
-        size = held if sharded else SIZE_BYTES[dtypes.table]
-        trained, root = float(in_layers), float(outside)
+        size = weight_size if sharded else SIZE_BYTES[dtypes.table]
+        trained, root = float(in_layers), float(root_params)
         last = float(part.num_embedding_params) * size
     else:
         size = (
@@ -112,13 +112,13 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
     return Traffic(
         layers=layers,
         layer_bytes=layer_bytes / layers if layers else 0.0,
-        root_bytes=outside * held,
+        root_bytes=root_params * weight_size,
         layer_gradient_bytes=each,
         root_gradient_bytes=root * sent,
         last_gradient_bytes=max(last, each),
         logit_bytes=float(part.vocab_size * SIZE_BYTES[dtypes.compute]),
-        trained_params=trained + root + dealt,
+        trained_params=trained + root + expert_weights,
         small_units=small,
-        expert_bytes=dealt * held / layers if layers else 0.0,
-        expert_gradient_bytes=dealt * sent / layers if layers else 0.0,
+        expert_bytes=expert_weights * weight_size / layers if layers else 0.0,
+        expert_gradient_bytes=expert_weights * sent / layers if layers else 0.0,
     )

@@ -53,7 +53,7 @@ def job(
 
 def planned(*arguments: Any, **options: Any) -> Plan:
     asked = job(*arguments, **options)
-    plan = plan_workload(asked, known=known_of(asked))
+    plan = plan_workload(asked, cache=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 

@@ -71,10 +71,10 @@ def open_loss(trainer: Made, name: str) -> str:
     loss = trainer.argument("loss")
     if loss is not None and not isinstance(loss, Made) and not (isinstance(loss, Known) and loss.data is None):
         return f"{trainer.where}: which loss it is, or several"
-    said = loss.name if isinstance(loss, Made) else DEFAULT_LOSS
-    if said not in (LOSS, CACHED_LOSS) or (isinstance(loss, Made) and loss.argument("mini_batch_num_tokens")):
+    loss_name = loss.name if isinstance(loss, Made) else DEFAULT_LOSS
+    if loss_name not in (LOSS, CACHED_LOSS) or (isinstance(loss, Made) and loss.argument("mini_batch_num_tokens")):
         raise NotPlanned(
-            f"{name} trains embeddings with {said}: not planned, its memory is not modelled",
+            f"{name} trains embeddings with {loss_name}: not planned, its memory is not modelled",
             hint=f"{LOSS} is; plan trace -- python FILE runs it on a phantom GPU and says what it needs",
         )
     return ""
@@ -101,4 +101,4 @@ def _columns(made: Made) -> int:
     first = made.argument("texts") if made.name == "InputExample" else made.positional[0] if made.positional else None
     if made.name not in ("InputExample", "from_dict", "select_columns") or first is None:
         return 0
-    return len([one for one in items_of(first) or () if plain(one) not in NO_COLUMNS])
+    return len([column for column in items_of(first) or () if plain(column) not in NO_COLUMNS])

@@ -19,9 +19,9 @@ def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, abov
     if hydra.is_open(data):
         return Unknown(f"{place}: {above.removesuffix('.')} is {data}")
     if isinstance(data, dict):
-        return Table({str(key): to_value(one, where, lines, f"{above}{key}.") for key, one in data.items()}, place)
+        return Table({str(key): to_value(value, where, lines, f"{above}{key}.") for key, value in data.items()}, place)
     if isinstance(data, list):
-        return Items([to_value(one, place) for one in data], place)
+        return Items([to_value(value, place) for value in data], place)
     return Known(data, place)
 
 

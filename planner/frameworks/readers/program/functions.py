@@ -118,8 +118,8 @@ class Expressions(Reading):
             truth = self.decided(node.test, self.place(node, scope))
         if truth is not None:
             return self.value(node.body if truth else node.orelse, scope)
-        one, other = self.value(node.body, scope), self.value(node.orelse, scope)
-        return either(one, other, f"{self.place(node, scope)}: depends on a condition")
+        first, other = self.value(node.body, scope), self.value(node.orelse, scope)
+        return either(first, other, f"{self.place(node, scope)}: depends on a condition")
 
     def element(self, node: ast.Subscript, scope: Scope) -> Value:
         """`owner[key]`, the environment's variables too."""
@@ -141,31 +141,31 @@ class Expressions(Reading):
             self.program.cuts.append(upper)
 
     def table(self, node: ast.Dict, scope: Scope) -> Table:
-        found = Table({}, self.place(node, scope))
+        table = Table({}, self.place(node, scope))
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 inner = objects.as_table(self.value(value, scope))
-                found.take(inner, f"{self.place(value, scope)}: ** of what is not known")
+                table.take(inner, f"{self.place(value, scope)}: ** of what is not known")
                 continue
             name = plain(self.value(key, scope))
             if isinstance(name, str):
-                found.entries[name] = self.value(value, scope)
+                table.entries[name] = self.value(value, scope)
             else:
                 self.value(value, scope)
-        return found
+        return table
 
     def items(self, nodes: Sequence[ast.expr], scope: Scope, place: str) -> Value:
-        found: list[Value] = []
+        items: list[Value] = []
         for node in nodes:
             value = self.value(node, scope)
             if isinstance(node, ast.Starred):
                 inner = objects.items_of(value)
                 if inner is None:
                     return Unknown(f"{place}: * of what is not known")
-                found += inner
+                items += inner
             else:
-                found.append(value)
-        return Items(found, place)
+                items.append(value)
+        return Items(items, place)
 
     def boolean(self, node: ast.BoolOp, scope: Scope) -> Value:
         stops_at = isinstance(node.op, ast.Or)
@@ -201,29 +201,29 @@ class Expressions(Reading):
         inner = Scope(parent=scope, file=file_of(scope))
         if over is None or len(node.generators) > 1 or len(over) > MAX_LISTED:
             unknown = Unknown(f"{self.place(node, scope)}: a list over what is not known")
-            for one in node.generators:
-                self.assign(one.target, unknown, inner)
+            for clause in node.generators:
+                self.assign(clause.target, unknown, inner)
             self.uncertain += 1
             self.value(node.elt, inner)  # once, for the calls in it
             self.uncertain -= 1
             return unknown
-        found: list[Value] = []
+        items: list[Value] = []
         for item in over:
             self.assign(generator.target, item, inner)
             tests = [objects.truth(self.value(test, inner)) for test in generator.ifs]
             if None in tests:
                 return Undecided(f"{self.place(node, scope)}: a list with conditions that are not known")
             if all(tests):
-                found.append(self.value(node.elt, inner))
-        return Items(found, self.place(node, scope))
+                items.append(self.value(node.elt, inner))
+        return Items(items, self.place(node, scope))
 
     def table_of(self, node: ast.DictComp, scope: Scope) -> Value:
         """A dictionary made in a comprehension: that of its pairs."""
         pairs = ast.copy_location(ast.Tuple([node.key, node.value], ast.Load()), node)
-        found = self.comprehension(ast.copy_location(ast.ListComp(pairs, node.generators), node), scope)
-        if not isinstance(found, Items):
-            return found
-        entries = [(plain(one.items[0]), one.items[1]) for one in found.items if isinstance(one, Items)]
+        listed = self.comprehension(ast.copy_location(ast.ListComp(pairs, node.generators), node), scope)
+        if not isinstance(listed, Items):
+            return listed
+        entries = [(plain(pair.items[0]), pair.items[1]) for pair in listed.items if isinstance(pair, Items)]
         if not all(isinstance(key, str) for key, _ in entries):
             return Unknown(f"{self.place(node, scope)}: a dictionary not known")
         return Table(dict(entries), self.place(node, scope))
@@ -233,17 +233,17 @@ class Expressions(Reading):
         if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
             for name, value in call.keywords.items():
                 self.note_length(name, value, call.name)
-        for one, other in PARTS_OF_LENGTH:
-            parts = (plain(call.keywords.get(one)), plain(call.keywords.get(other)))
+        for first, other in PARTS_OF_LENGTH:
+            parts = (plain(call.keywords.get(first)), plain(call.keywords.get(other)))
             if all(type(part) is int for part in parts):
-                self.program.cuts.append(Known(sum(parts), f"{call.where}, {one} + {other}"))
+                self.program.cuts.append(Known(sum(parts), f"{call.where}, {first} + {other}"))
 
     def call(self, node: ast.Call, scope: Scope) -> Value:
         callee = self.value(node.func, scope)
         call = Made(_last(node.func), where=self.place(node, scope))
-        for one in node.args:
-            value = self.value(one, scope)
-            if isinstance(one, ast.Starred):
+        for argument in node.args:
+            value = self.value(argument, scope)
+            if isinstance(argument, ast.Starred):
                 call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
             else:
                 call.positional.append(value)
@@ -316,8 +316,8 @@ class Functions(Expressions):
     def instance(self, made_by: Class, call: Made) -> Value:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
         if made_by.base and objects.is_followed(made_by.base):
-            known = () if call.more else made_by.fields
-            defaults = {name: made_by.attributes[name] for name in known if name in made_by.attributes}
+            fields = () if call.more else made_by.fields
+            defaults = {name: made_by.attributes[name] for name in fields if name in made_by.attributes}
             call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
             call.package = made_by.base.rpartition(".")[0].partition(".")[0]
             call.keywords = {**defaults, **call.keywords}
@@ -327,23 +327,23 @@ class Functions(Expressions):
             # its own code does what the base's does
             call.name = made_by.name if made_by.name in options.PARSERS else "HfArgumentParser"
             return call
-        found = Instance(self.copied(made_by.attributes), made_by)
+        instance = Instance(self.copied(made_by.attributes), made_by)
         for name, value in zip(made_by.fields, call.positional, strict=False):
-            found.attributes[name] = value
+            instance.attributes[name] = value
         init = made_by.attributes.get("__init__")
         outer, self.uncertain = self.uncertain, 0  # a new object: what its own code sets on it, it has
         if isinstance(init, Function):
-            self.called(Function(init.node, init.scope, found), call)
+            self.called(Function(init.node, init.scope, instance), call)
         else:
             if call.more:  # what is handed on may set any of them
-                found.attributes |= dict.fromkeys(made_by.fields[len(call.positional) :], Unknown(call.more))
-            found.attributes |= call.keywords
-            found.more = call.more
+                instance.attributes |= dict.fromkeys(made_by.fields[len(call.positional) :], Unknown(call.more))
+            instance.attributes |= call.keywords
+            instance.more = call.more
             after = made_by.attributes.get("__post_init__")
             if isinstance(after, Function):
-                self.called(Function(after.node, after.scope, found), Made("", where=call.where))
+                self.called(Function(after.node, after.scope, instance), Made("", where=call.where))
         self.uncertain = outer
-        return found
+        return instance
 
     def called(self, function: Function, call: Made) -> Value:
         """What a function of the program returns for these arguments."""
@@ -376,16 +376,16 @@ class Functions(Expressions):
         if isinstance(plain(result), Unknown) and _walks_modules(node):
             return Known("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
-            made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)
+            made = next((value for value in (result, *others) if isinstance(value, (Made, Instance, Items))), None)
             return made if made is not None else Undecided(f"{call.where}: depends on a condition inside the function")
         return result
 
     def goes_down(self, node: ast.AST, call: Made) -> bool:
         """Whether a function that calls itself is followed once more: certainly, into settings that are at hand (a deep
         merge, an `extends:`), so far as people nest them."""
-        last = max(at for at, one in enumerate(self.running) if one is node)
+        last = max(at for at, function in enumerate(self.running) if function is node)
         given = (*call.positional, *call.keywords.values())
-        at_hand = any(isinstance(one, (Known, Items, Table)) for one in given)
+        at_hand = any(isinstance(argument, (Known, Items, Table)) for argument in given)
         return at_hand and self.entered_at[last] == self.uncertain and self.running.count(node) < MAX_NESTED
 
     def bind(self, function: Function, call: Made, scope: Scope) -> None:
@@ -427,10 +427,12 @@ class Functions(Expressions):
             return
         for value in list(scope.names.values()):
             methods = value.attributes.values() if isinstance(value, Class) else ()
-            for one in (value, *methods):
-                if isinstance(one, Function) and id(one.node) not in self.entered:
+            for candidate in (value, *methods):
+                if isinstance(candidate, Function) and id(candidate.node) not in self.entered:
                     bound = Instance(self.copied(value.attributes), value) if isinstance(value, Class) else None
-                    self.called(Function(one.node, one.scope, bound, one.options), Made("", where=scope.file))
+                    self.called(
+                        Function(candidate.node, candidate.scope, bound, candidate.options), Made("", where=scope.file)
+                    )
 
 
 def _walks_modules(node: ast.AST) -> bool:
@@ -438,4 +440,4 @@ def _walks_modules(node: ast.AST) -> bool:
     named = isinstance(node, ast.FunctionDef) and any(
         part in node.name.lower() for part in ("linear", "target", "module", "lora")
     )
-    return named and any(isinstance(one, ast.Attribute) and one.attr == "named_modules" for one in ast.walk(node))
+    return named and any(isinstance(child, ast.Attribute) and child.attr == "named_modules" for child in ast.walk(node))

@@ -58,7 +58,7 @@ BROUGHT = ("torch", "transformers", "yaml", "numpy", "tqdm", "packaging", "regex
 """What is there wherever transformers trains. Source: transformers 5.23's metadata."""
 
 
-def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
+def run(text: str, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
     """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
 
     Raises:
@@ -70,7 +70,7 @@ def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], st
     try:
         sys.setrecursionlimit(max(usual, MAX_FRAMES))
         with size_budget():
-            return _read(tree, text, name, outside, label)
+            return _read(tree, text, name, context, label)
     except (TooLong, RecursionError) as error:
         raise ConfigError(
             f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
@@ -80,19 +80,19 @@ def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], st
 
 
 def _read(
-    tree: ast.Module, text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None
+    tree: ast.Module, text: str, name: str, context: ProgramContext, label: Callable[[int], str] | None
 ) -> Program:
-    reader = Reader(name, outside, label)
+    reader = Reader(name, context, label)
     reader.program.differentiates += [name] if ".backward(" in text else []
     reader.whole(tree)
-    if "store_true" in text and outside.arguments is None and not reader.makes_trainer():
-        again = Reader(name, replace(outside, open_switches=True), label)
-        again.whole(tree)
-        if again.makes_trainer():
-            return again.program
+    if "store_true" in text and context.arguments is None and not reader.makes_trainer():
+        retry = Reader(name, replace(context, open_switches=True), label)
+        retry.whole(tree)
+        if retry.makes_trainer():
+            return retry.program
     reader.program.starts = reader.makes_trainer()
     with suppress(TooLong, Leave):
-        if outside.uncalled:
+        if context.uncalled:
             reader.uncalled(reader.program.module)
     return reader.program
 
@@ -111,8 +111,8 @@ class Reader(Functions):
     def makes_trainer(self) -> bool:
         """Whether a trainer or its arguments were made so far."""
         made = self.program.made
-        trains = any(objects.is_trainer(one) or objects.holds_arguments(one) for one in made)
-        return trains or any(turn.loader is not None for _, turn in self.program.steps.backwards.values())
+        trains = any(objects.is_trainer(call) or objects.holds_arguments(call) for call in made)
+        return trains or any(context.loader is not None for _, context in self.program.steps.backwards.values())
 
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """Statements in order."""
@@ -205,7 +205,7 @@ class Reader(Functions):
         left_by: list[Leave] = []
         ends: list[dict[str, Value]] = []
         outer = self.turn
-        every: list[Value | None] = [self.value(one, scope) for one in loops.divisors(node.test)]
+        every: list[Value | None] = [self.value(divisor, scope) for divisor in loops.divisors(node.test)]
         every = every or [None]
         for body in (node.body, node.orelse):
             scope.names = self.copied(before)
@@ -228,8 +228,10 @@ class Reader(Functions):
 
     def attempt(self, node: ast.Try, scope: Scope) -> None:
         """What a `try` does; where that is an import with another way without it, which holds is not known."""
-        imports = [one for one in node.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-        without = next((one.body for one in node.handlers if one.type is None or _catches_import(one.type)), None)
+        imports = [statement for statement in node.body if isinstance(statement, (ast.Import, ast.ImportFrom))]
+        without = next(
+            (handler.body for handler in node.handlers if handler.type is None or _catches_import(handler.type)), None
+        )
         absent = None
         if imports and without is not None and changes([*node.body, *without]):
             place = self.place(node, scope)
@@ -246,8 +248,8 @@ class Reader(Functions):
         for case in reversed(node.cases):  # as `if`, `elif`, `else`
             fits = _fits(case.pattern, subject) if case.guard is None else None
             if fits is None:
-                said = f"{ast.unparse(node.subject)} is {ast.unparse(case.pattern)}"
-                test = ast.copy_location(ast.Name(said, ast.Load()), node)
+                condition = f"{ast.unparse(node.subject)} is {ast.unparse(case.pattern)}"
+                test = ast.copy_location(ast.Name(condition, ast.Load()), node)
                 body = [ast.copy_location(ast.If(test, case.body, body), node)]
             elif fits:
                 body = case.body
@@ -315,8 +317,8 @@ class Reader(Functions):
                 self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
                 parts = objects.unpacked(value, len(target.elts))
-                for one, part in zip(target.elts, parts, strict=True):
-                    self.assign(one.value if isinstance(one, ast.Starred) else one, part, scope)
+                for element, part in zip(target.elts, parts, strict=True):
+                    self.assign(element.value if isinstance(element, ast.Starred) else element, part, scope)
             case ast.Attribute():
                 owner = self.value(target.value, scope)
                 if isinstance(owner, (Made, Instance)):
@@ -336,23 +338,23 @@ class Reader(Functions):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
-                found = self.module(alias.name.replace(".", "/"))
+                module_scope = self.module(alias.name.replace(".", "/"))
                 name = alias.asname or top
                 path = alias.name if alias.asname else top
-                scope.names[name] = Dotted(path) if found is None else Instance(found.names)
+                scope.names[name] = Dotted(path) if module_scope is None else Instance(module_scope.names)
             return
         module = node.module or ""
         path = module.replace(".", "/")
         if node.level:
             above = [posixpath.dirname(file_of(scope)), *[".."] * (node.level - 1)]
             path = posixpath.normpath(posixpath.join(*above, path))
-        found = self.module(path) if path != "." else None
+        module_scope = self.module(path) if path != "." else None
         for alias in node.names:
             if alias.name == "*":
-                public = self.copied(found.names) if found is not None else {}
+                public = self.copied(module_scope.names) if module_scope is not None else {}
                 scope.names |= {name: value for name, value in public.items() if not name.startswith("_")}
                 continue
-            value = found.names.get(alias.name) if found is not None else None
+            value = module_scope.names.get(alias.name) if module_scope is not None else None
             if value is None:
                 inner = self.module(posixpath.normpath(posixpath.join(path, alias.name)))
                 value = Instance(inner.names) if inner is not None else Dotted(f"{module}.{alias.name}")
@@ -386,7 +388,7 @@ class Reader(Functions):
 
 def _catches_import(kind: ast.expr) -> bool:
     """Whether a handler is for a package that is absent."""
-    names = {one.id for one in ast.walk(kind) if isinstance(one, ast.Name)}
+    names = {child.id for child in ast.walk(kind) if isinstance(child, ast.Name)}
     return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})
 
 
@@ -400,32 +402,34 @@ def _fits(pattern: ast.pattern, subject: Any) -> bool | None:
         case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
             return bool(subject == value)
         case ast.MatchOr():
-            found = [_fits(one, subject) for one in pattern.patterns]
-            return True if True in found else None if None in found else False
+            fits = [_fits(alternative, subject) for alternative in pattern.patterns]
+            return True if True in fits else None if None in fits else False
     return None
 
 
-def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
-    found: dict[str, Value] = {}
-    spend(len(one) + len(other))
-    for name in {**one, **other}:
-        if name in one and name in other and not same(one[name], other[name]):
-            keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)
-            different = either(one[name], other[name], f"{place} ({name})")
+def _joined(first: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
+    merged: dict[str, Value] = {}
+    spend(len(first) + len(other))
+    for name in {**first, **other}:
+        if name in first and name in other and not same(first[name], other[name]):
+            keep = next((end[name] for end in (first, other) if isinstance(end[name], (Made, Function, Class))), None)
+            different = either(first[name], other[name], f"{place} ({name})")
             # one object or another of the same kind: which of them is used is not known
-            made = [value.name for value in (one[name], other[name]) if isinstance(value, Made)]
-            found[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
+            made = [value.name for value in (first[name], other[name]) if isinstance(value, Made)]
+            merged[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
         else:
-            found[name] = one[name] if name in one else other[name]
-    return found
+            merged[name] = first[name] if name in first else other[name]
+    return merged
 
 
 def _counters(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Names that a body makes of themselves: `step += 1`, `step = step + 1`."""
-    for one in chain.from_iterable(map(ast.walk, body)):
-        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
-            yield one.target.id
-        elif isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp) and isinstance(one.targets[0], ast.Name):
-            name = one.targets[0].id
-            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.value)):
+    for node in chain.from_iterable(map(ast.walk, body)):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.targets[0], ast.Name)
+        ):
+            name = node.targets[0].id
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node.value)):
                 yield name

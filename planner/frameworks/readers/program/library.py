@@ -55,8 +55,8 @@ def of_module(reader: Reading, callee: Dotted, made: Made) -> Value | None:
     """What a function of a module, or a built-in one, gives; None where that is not known."""
     first = made.positional[0] if made.positional else None
     for part in (_of_settings, _of_system, _of_collections, _of_start):
-        if (found := part(reader, callee, first, made)) is not None:
-            return found
+        if (value := part(reader, callee, first, made)) is not None:
+            return value
     if callee.name in NUMBERS and callee.path == callee.name and made.positional:
         return _number(callee.name, made)
     return None
@@ -87,7 +87,7 @@ def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Mad
             return _of_model_config(first, made) if first.name == "ModelConfig" and not first.more else None
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
             named = [made.keywords.get(key) for key in ("repo_id", "model_id")]
-            return next((one for one in (first, *named) if one is not None), None)
+            return next((value for value in (first, *named) if value is not None), None)
     if callee.name in ("safe_load", "load", "loads", "full_load") and callee.path.partition(".")[0] in ("yaml", "json"):
         return loaded(reader, made)
     return None
@@ -123,11 +123,11 @@ def _of_system(reader: Reading, callee: Dotted, first: Value | None, made: Made)
         case "os.getcwd" | "pathlib.Path.cwd" | "Path.cwd":
             return Known(".", made.where)
         case "os.path.join" | "pathlib.Path" | "Path" | "os.path.expanduser" | "str" if made.positional:
-            parts = [plain(one) for one in made.positional]
+            parts = [plain(argument) for argument in made.positional]
             if unknown := next((part for part in parts if isinstance(part, Unknown)), None):
                 return unknown
-            known = all(isinstance(part, (str, int, float)) for part in parts)
-            return Known("/".join(str(part) for part in parts), made.where) if known else None
+            joinable = all(isinstance(part, (str, int, float)) for part in parts)
+            return Known("/".join(str(part) for part in parts), made.where) if joinable else None
     return None
 
 
@@ -144,28 +144,28 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
         case "sorted" | "reversed" if first is not None:
             return _in_order(first, made, backwards=callee.path == "reversed")
         case "list" | "tuple" | "set" if first is not None:
-            found = items_of(first)
-            return Items(found, made.where) if found is not None else Unknown(f"{made.where}: a list not known")
+            items = items_of(first)
+            return Items(items, made.where) if items is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
             return as_table(first)
         case "any" | "all" if (parts := items_of(first) if first is not None else None) is not None:
             decides = callee.path == "any"
-            truths = [truth(one) for one in parts]
+            truths = [truth(part) for part in parts]
             if decides in truths or None not in truths:
                 return Known(decides in truths if decides else False not in truths, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "hasattr" if len(made.positional) == 2 and (has := _has(first, plain(made.positional[1]))) is not None:
             return Known(has, made.where)
         case "isinstance" | "hasattr":
-            asked = made.positional[1:] if callee.path == "isinstance" else []
-            kinds = asked[0].items if asked and isinstance(asked[0], Items) else asked
+            classes = made.positional[1:] if callee.path == "isinstance" else []
+            kinds = classes[0].items if classes and isinstance(classes[0], Items) else classes
             answers = {_is_a(first, kind) for kind in kinds} or {None}
             if True in answers or None not in answers:
                 return Known(True in answers, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "range" if first is not None:
-            bounds = [plain(one) for one in made.positional]
-            if not all(isinstance(one, int) for one in bounds) or not 0 < len(bounds) <= 3 or 0 in bounds[2:]:
+            bounds = [plain(argument) for argument in made.positional]
+            if not all(isinstance(bound, int) for bound in bounds) or not 0 < len(bounds) <= 3 or 0 in bounds[2:]:
                 return None
             # not len(): a range may be longer than C counts
             few = [Known(number, made.where) for number in islice(range(*bounds), MAX_LOOP + 1)]
@@ -201,8 +201,8 @@ def _is_a(value: Value | None, kind: Value) -> bool | None:
     path = kind.path if isinstance(kind, Dotted) else ""
     named = path.rpartition(".")[2]
     if isinstance(value, (Table, Items)):
-        own = MAPPINGS if isinstance(value, Table) else LISTS
-        return True if named in own else False if named in {*TYPES, *MAPPINGS, *LISTS} - {"tuple"} else None
+        type_names = MAPPINGS if isinstance(value, Table) else LISTS
+        return True if named in type_names else False if named in {*TYPES, *MAPPINGS, *LISTS} - {"tuple"} else None
     if isinstance(value, Known) and named in (*MAPPINGS, "ListConfig"):
         return False
     if isinstance(value, Known) and path in TYPES:
@@ -219,18 +219,20 @@ def _is_a(value: Value | None, kind: Value) -> bool | None:
     if path in TYPES:
         return False if by else None
     package, _, rest = path.partition(".")
-    asked = path if package == "torch" else f"{package}.{rest.rpartition('.')[2]}"
-    return CLASSES.get(asked, {}).get(by)
+    class_path = path if package == "torch" else f"{package}.{rest.rpartition('.')[2]}"
+    return CLASSES.get(class_path, {}).get(by)
 
 
 def _in_order(first: Value, made: Made, *, backwards: bool) -> Value:
     """A sorted list."""
-    found = items_of(first)
-    values = [plain(one) for one in found or ()]
-    alike = len({type(one) for one in values}) <= 1 and all(isinstance(one, (int, float, str)) for one in values)
-    if found is None or not alike or "key" in made.keywords or backwards:
+    items = items_of(first)
+    values = [plain(item) for item in items or ()]
+    alike = len({type(value) for value in values}) <= 1 and all(
+        isinstance(value, (int, float, str)) for value in values
+    )
+    if items is None or not alike or "key" in made.keywords or backwards:
         return Unknown(f"{made.where}: the order of a list")
-    return Items(sorted(found, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
+    return Items(sorted(items, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
 
 
 def _of_start(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
@@ -269,30 +271,33 @@ TRAINER_PARAMETERS = (
 """What `SFTTrainer` takes. Source: TRL 1.16 `trainer/sft_trainer.py`."""
 
 
-def parameters(reader: Reading, asked: Value | None, place: str) -> Value:
+def parameters(reader: Reading, callee: Value | None, place: str) -> Value:
     """The names that a class of TRL or transformers takes, for programs that hand on those alone."""
-    name = asked.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(asked, Dotted) else ""
+    name = callee.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(callee, Dotted) else ""
     if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
         return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
     names = TRAINER_PARAMETERS if name == "SFTTrainer" else schema.snapshot()["trl"]["fields"]
     kind = Known("KEYWORD_ONLY", place)
-    return Table({one: Instance({"name": Known(one, f"{name}'s parameters"), "kind": kind}) for one in names}, place)
+    return Table(
+        {parameter: Instance({"name": Known(parameter, f"{name}'s parameters"), "kind": kind}) for parameter in names},
+        place,
+    )
 
 
 def _of_model_config(model: Made, made: Made) -> Value:
     """What TRL's helpers make of its `ModelConfig`. Source: TRL 1.16 `trainer/utils.py`."""
-    said = {**argument_defaults(model), **model.keywords, **model.attributes}
+    arguments = {**argument_defaults(model), **model.keywords, **model.attributes}
     if made.name == "get_peft_config":
-        if plain(said["use_peft"]) is not True:
+        if plain(arguments["use_peft"]) is not True:
             return Known(None, made.where)
         names = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
         names |= {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
-        return Made("LoraConfig", keywords={key: said[name] for key, name in names.items()}, where=made.where)
-    bits = next((key for key in ("load_in_4bit", "load_in_8bit") if plain(said[key]) is True), "")
+        return Made("LoraConfig", keywords={key: arguments[name] for key, name in names.items()}, where=made.where)
+    bits = next((key for key in ("load_in_4bit", "load_in_8bit") if plain(arguments[key]) is True), "")
     if not bits:
         return Known(None, made.where)
-    double = {"bnb_4bit_use_double_quant": said["use_bnb_nested_quant"]} if bits == "load_in_4bit" else {}
-    return Made("BitsAndBytesConfig", keywords={bits: said[bits], **double}, where=made.where)
+    double = {"bnb_4bit_use_double_quant": arguments["use_bnb_nested_quant"]} if bits == "load_in_4bit" else {}
+    return Made("BitsAndBytesConfig", keywords={bits: arguments[bits], **double}, where=made.where)
 
 
 def above(path: str) -> str:
@@ -304,16 +309,22 @@ def above(path: str) -> str:
 def _number(name: str, made: Made) -> Value:
     # the tokenizer's own limit is at least as far as the other bound that a program gives with it
     limited = name == "min" and len(made.positional) > 1
-    kept = [one for one in made.positional if not (limited and getattr(one, "name", "") == "model_max_length")]
-    arguments = [plain(one) for one in kept]
-    missing = next((one for one in arguments if isinstance(one, Unknown)), None)
+    kept = [
+        argument
+        for argument in made.positional
+        if not (limited and getattr(argument, "name", "") == "model_max_length")
+    ]
+    arguments = [plain(argument) for argument in kept]
+    missing = next((value for value in arguments if isinstance(value, Unknown)), None)
     if missing is not None or not arguments:
         return missing or Unknown(f"{made.where}: the tokenizer's own limit")
     if limited and len(arguments) == 1:
         return Known(arguments[0], where_of(kept[0]) or made.where)
     if name == "len" and isinstance(made.positional[0], (Table, Items)):
         return Known(len(arguments[0]), made.where)
-    numbers = all(isinstance(one, (int, float)) for one in arguments[0]) if isinstance(arguments[0], list) else True
+    numbers = (
+        all(isinstance(element, (int, float)) for element in arguments[0]) if isinstance(arguments[0], list) else True
+    )
     digits = arguments[1] if name == "round" and len(arguments) > 1 else 0
     if (name == "sum" and not numbers) or (isinstance(digits, int) and abs(digits) > MAX_DIGITS):
         return Unknown(f"{made.where}: computed while the program runs")
@@ -325,20 +336,22 @@ def _number(name: str, made: Made) -> Value:
 
 def _merged(made: Made) -> Value:
     """What `OmegaConf.merge` gives: of each setting the last."""
-    found = Table({}, made.where)
-    for one in made.positional:
-        inner = as_table(one)
+    merged = Table({}, made.where)
+    for argument in made.positional:
+        inner = as_table(argument)
         if inner is None or inner.more:
-            reason = one.reason if isinstance(one, Unknown) else f"{made.where}: merged with what is not known"
-            found.take(inner, reason)
+            reason = (
+                argument.reason if isinstance(argument, Unknown) else f"{made.where}: merged with what is not known"
+            )
+            merged.take(inner, reason)
             continue
         for key, value in inner.entries.items():
-            before = found.entries.get(key)
+            before = merged.entries.get(key)
             both = isinstance(before, (Table, Instance)) and isinstance(value, (Table, Instance))
-            inside = Made("", positional=[one for one in (before, value) if one is not None], where=made.where)
-            found.entries[key] = _merged(inside) if both else value
-        found.more = found.more or inner.more
-    return found
+            inside = Made("", positional=[side for side in (before, value) if side is not None], where=made.where)
+            merged.entries[key] = _merged(inside) if both else value
+        merged.more = merged.more or inner.more
+    return merged
 
 
 MAX_PARENTS = 8
@@ -385,12 +398,12 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
         case Instance() | Class():
             if name in value.attributes:
-                found = value.attributes[name]
-                if isinstance(found, Function) and isinstance(value, Instance) and value.made_by is not None:
-                    return found.bound_to(value, value.made_by)
-                if isinstance(found, Function) and isinstance(value, Class):
-                    return found.bound_to(None, value)
-                return found
+                member = value.attributes[name]
+                if isinstance(member, Function) and isinstance(value, Instance) and value.made_by is not None:
+                    return member.bound_to(value, value.made_by)
+                if isinstance(member, Function) and isinstance(value, Class):
+                    return member.bound_to(None, value)
+                return member
             if isinstance(value, Instance) and value.more:
                 return Unknown(value.more)
             if name == "__dict__" and isinstance(value, Instance):
@@ -399,7 +412,7 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if kind is None or not kind.base:  # foreign code may have it
                 return Unknown(f"{place}: {name} is not set in the program")
         case Parent():
-            found_in = next((one for one in value.kind.parents if name in one.attributes), None)
+            found_in = next((parent for parent in value.kind.parents if name in parent.attributes), None)
             inherited = found_in.attributes[name] if found_in is not None else None
             if isinstance(inherited, Function):
                 kind = value.of.made_by if isinstance(value.of, Instance) else value.of
@@ -419,8 +432,8 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
                 return value.keywords[name]
             if value.more and is_followed(value.name):
                 return Unknown(value.more)
-            own = argument_defaults(value)
-            return own[name] if name in own else Made(name, owner=value.name, receiver=value, where=place)
+            defaults = argument_defaults(value)
+            return defaults[name] if name in defaults else Made(name, owner=value.name, receiver=value, where=place)
         case Unknown():
             return value
     return Made(name, receiver=value, where=place)
@@ -435,15 +448,15 @@ def _parent(scope: Scope | None) -> Parent | None:
 
 def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None) -> Value:
     """What a call of foreign code gives; `scope`: where it stands."""
-    outside = reader.outside
+    context = reader.outside
     if isinstance(callee, Dotted):
         if callee.path == "super" and (parent := _parent(scope)) is not None:
             return parent
         made.name, made.owner = callee.name, callee.path.rpartition(".")[0].rpartition(".")[2]
         made.package = callee.path.partition(".")[0]
-        known = _by_others(reader, callee, made) or of_module(reader, callee, made)
-        if known is not None:
-            return known
+        returned = _by_others(reader, callee, made) or of_module(reader, callee, made)
+        if returned is not None:
+            return returned
     elif isinstance(callee, Made):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
@@ -453,9 +466,9 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
                 reader.program.steps.backwards.setdefault(made.where, (given or Known(None), reader.turn))
             elif made.name == "step":
                 reader.program.steps.updates.append((made, reader.turn))
-            known = _of_object(reader, callee.receiver, made)
-            if known is not None:
-                return known
+            returned = _of_object(reader, callee.receiver, made)
+            if returned is not None:
+                return returned
         else:
             made.name, made.of = made.name or callee.name, callee
             reader.program.steps.goes_forward(made, reader.turn)
@@ -468,7 +481,7 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
     # Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
     # `fn_kwargs` or `partial` say.
     named = made.keywords.get("fn_kwargs")
-    said = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
+    keywords = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
     first = made.positional[1:] if made.name == "partial" else []
     if (config := made.argument("train_loop_config")) is not None:  # Ray hands it to each worker
         first = [config]
@@ -476,12 +489,12 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
         if isinstance(value, Function) and id(value.node) not in reader.entered:
             reader.uncertain += 1
             try:
-                reader.called(value, Made("", positional=list(first), keywords=dict(said), where=made.where))
+                reader.called(value, Made("", positional=list(first), keywords=dict(keywords), where=made.where))
             finally:
                 reader.uncertain -= 1
     reader.program.made.append(made)
     if made.name in BF16_QUESTIONS:
-        return Known(outside.bf16 or _counts_emulation(reader, made), "the card")
+        return Known(context.bf16 or _counts_emulation(reader, made), "the card")
     return made
 
 
@@ -491,11 +504,11 @@ def _counts_emulation(reader: Reading, made: Made) -> bool:
 
     Source: torch 2.9 `torch.cuda.is_bf16_supported`; unsloth/models/_utils.py.
     """
-    told = made.argument("including_emulation", 0)
-    if isinstance(told, Known):
-        return bool(told.data)
+    emulation = made.argument("including_emulation", 0)
+    if isinstance(emulation, Known):
+        return bool(emulation.data)
     names = reader.program.module.names.values()
-    unsloth = any(isinstance(one, Dotted) and one.path.split(".")[0].startswith("unsloth") for one in names)
+    unsloth = any(isinstance(value, Dotted) and value.path.split(".")[0].startswith("unsloth") for value in names)
     return made.name != "is_bfloat16_supported" and not unsloth
 
 
@@ -540,7 +553,7 @@ def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
         elif name in ("keys", "copy"):
             return owner
         elif name == "index" and first is not None:
-            data = [plain(one) for one in owner.items]
+            data = [plain(item) for item in owner.items]
             return Known(data.index(plain(first)), made.where) if plain(first) in data else None
         return None
     if not isinstance(owner, Made):
@@ -574,13 +587,13 @@ def _of_text(reader: Reading, owner: Known, made: Made) -> Value | None:
         return Known(owner.data.startswith("/"), made.where)
     if made.name in ("open", "read_text"):
         return Made("open", positional=[owner], where=made.where)
-    arguments = [plain(one) for one in made.positional]
-    if any(isinstance(one, Unknown) for one in arguments):
+    arguments = [plain(argument) for argument in made.positional]
+    if any(isinstance(argument, Unknown) for argument in arguments):
         return Unknown(f"{made.where}: text put together while the program runs")
-    if made.name == "joinpath" and all(isinstance(one, str) for one in arguments):
+    if made.name == "joinpath" and all(isinstance(argument, str) for argument in arguments):
         return Known("/".join([owner.data, *arguments]), made.where)
     if made.name == "join" and arguments and isinstance(arguments[0], list):
-        return Known(owner.data.join(str(one) for one in arguments[0])[:10_000], made.where)
+        return Known(owner.data.join(str(part) for part in arguments[0])[:10_000], made.where)
     if made.name not in TEXT_METHODS or len(owner.data) > 10_000:
         return Unknown(f"{made.where}: text put together while the program runs")
     try:
@@ -632,12 +645,16 @@ def _getattr(reader: Reading, made: Made) -> Value:
 def _copied(reader: Reading, made: Made) -> Value | None:
     """A copy of settings, with what is said anew; None of what holds none, such as a model."""
     match made.argument("obj", 0):
-        case Made() as one if is_followed(one.name) and not is_trainer(one):
-            again = replace(one, keywords={**one.keywords, **made.keywords}, attributes=reader.copied(one.attributes))
-            again.more = one.more or made.more
-            return again
-        case Instance() as one:
-            return Instance({**reader.copied(one.attributes), **made.keywords}, one.made_by, one.more or made.more)
+        case Made() as original if is_followed(original.name) and not is_trainer(original):
+            duplicate = replace(
+                original, keywords={**original.keywords, **made.keywords}, attributes=reader.copied(original.attributes)
+            )
+            duplicate.more = original.more or made.more
+            return duplicate
+        case Instance() as original:
+            return Instance(
+                {**reader.copied(original.attributes), **made.keywords}, original.made_by, original.more or made.more
+            )
         case Table() as table:
             return Table(reader.copied(table.entries), table.where, table.more)
         case Items() as items:

@@ -40,10 +40,10 @@ class Steps:
     backwards: dict[str, tuple[Value, Turn]] = field(default_factory=dict)
     updates: list[tuple[Made, Turn]] = field(default_factory=list)
 
-    def goes_forward(self, made: Made, turn: Turn) -> None:
+    def goes_forward(self, made: Made, context: Turn) -> None:
         """Notes a forward, once for each place and model."""
-        if not any(one.where == made.where and one.of is made.of for one, _ in self.forwards):
-            self.forwards.append((made, turn))
+        if not any(forward.where == made.where and forward.of is made.of for forward, _ in self.forwards):
+            self.forwards.append((made, context))
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def loader_of(value: Value) -> Made | None:
 def divisors(test: ast.expr) -> Iterator[ast.expr]:
     """What a condition counts to: `(step + 1) % every == 0`, `counter == every`."""
     parts = list(ast.walk(test))
-    divided = [one.right for one in parts if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)]
-    reached = [one.comparators[0] for one in parts if isinstance(one, ast.Compare) and _reaches(one)]
+    divided = [part.right for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]
+    reached = [part.comparators[0] for part in parts if isinstance(part, ast.Compare) and _reaches(part)]
     yield from divided or reached
 
 
@@ -97,23 +97,25 @@ def autocast_of(context: Value) -> Value | None:
 
 def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
     """The plain loop that a program trains in, None where it trains in none, in another, or in several."""
-    if len(steps.backwards) != 1 or any(one.name in SPREADS for one in made):
+    if len(steps.backwards) != 1 or any(call.name in SPREADS for call in made):
         return None
-    loss, turn = next(iter(steps.backwards.values()))
+    loss, context = next(iter(steps.backwards.values()))
     forward = _forward(loss)
-    inside = [one for one, where in steps.forwards if where.loader is turn.loader]
-    updates = [(one, where) for one, where in steps.updates if _optimizer(one) is not None]
-    if forward is None or inside != [forward] or len({id(_optimizer(one)) for one, _ in updates}) != 1:
+    inside = [call for call, where in steps.forwards if where.loader is context.loader]
+    updates = [(update, where) for update, where in steps.updates if _optimizer(update) is not None]
+    if forward is None or inside != [forward] or len({id(_optimizer(update)) for update, _ in updates}) != 1:
         return None
-    at = next(where for one, where in steps.forwards if one is forward)
-    accelerators = [one for one in made if one.name == "Accelerator"]
-    if len(accelerators) > 1 or turn.loader is None:
+    at = next(where for call, where in steps.forwards if call is forward)
+    accelerators = [call for call in made if call.name == "Accelerator"]
+    if len(accelerators) > 1 or context.loader is None:
         return None
     accelerator = accelerators[0] if accelerators else None
-    batch = turn.loader.argument("batch_size", 1) or Known(1, turn.loader.where)
+    batch = context.loader.argument("batch_size", 1) or Known(1, context.loader.where)
     keywords: dict[str, Value] = {"per_device_train_batch_size": batch, **_precision(at, accelerator)}
     keywords["gradient_accumulation_steps"] = _accumulation([where for _, where in updates], accelerator, forward.where)
-    optimizers = Items([next(one for one in map(_optimizer, (step for step, _ in updates)) if one is not None)])
+    optimizers = Items(
+        [next(optimizer for optimizer in map(_optimizer, (step for step, _ in updates)) if optimizer is not None)]
+    )
     trainer = Made(
         "Trainer",
         keywords={
@@ -126,7 +128,7 @@ def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
     keeps = "kept" in forward.attributes and "del" not in forward.called
     mixed = accelerator is not None and plain(keywords["bf16"]) is not plain(keywords["fp16"])
     stack = STACKS[mixed][keeps]
-    return Loop(trainer, stack, _evaluated(steps, turn.loader, batch))
+    return Loop(trainer, stack, _evaluated(steps, context.loader, batch))
 
 
 def _forward(loss: Value) -> Made | None:
@@ -148,10 +150,10 @@ def _optimizer(step: Made) -> Made | None:
     return given if isinstance(given, Made) and given.name in OPTIMIZER_CLASSES else None
 
 
-def _precision(turn: Turn, accelerator: Made | None) -> dict[str, Value]:
-    word: Value | None = turn.autocast
-    if accelerator is not None and (said := accelerator.argument("mixed_precision")) is not None:
-        word = said
+def _precision(context: Turn, accelerator: Made | None) -> dict[str, Value]:
+    word: Value | None = context.autocast
+    if accelerator is not None and (precision := accelerator.argument("mixed_precision")) is not None:
+        word = precision
     data = plain(word) if word is not None else None
     if isinstance(data, Unknown):
         return {"bf16": data, "fp16": data}
@@ -160,20 +162,22 @@ def _precision(turn: Turn, accelerator: Made | None) -> dict[str, Value]:
 
 def _accumulation(turns: list[Turn], accelerator: Made | None, place: str) -> Value:
     """Micro-batches of a step."""
-    said = accelerator.argument("gradient_accumulation_steps") if accelerator is not None else None
-    if said is not None:
-        return said
-    known = [one for turn in turns for one in turn.divisors if one is not None]
-    if known:
-        return known[0]
-    if any(turn.divisors for turn in turns):
+    steps = accelerator.argument("gradient_accumulation_steps") if accelerator is not None else None
+    if steps is not None:
+        return steps
+    counts = [divisor for context in turns for divisor in context.divisors if divisor is not None]
+    if counts:
+        return counts[0]
+    if any(context.divisors for context in turns):
         return Unknown(f"{place}: the condition on which the optimizer steps")
     return Known(1, place)
 
 
 def _evaluated(steps: Steps, trained: Made, batch: Value) -> int | None:
-    loaders = [turn.loader for _, turn in steps.forwards if turn.loader is not None and turn.loader is not trained]
-    sizes = [plain(one.argument("batch_size", 1) or Known(1)) for one in loaders]
+    loaders = [
+        context.loader for _, context in steps.forwards if context.loader is not None and context.loader is not trained
+    ]
+    sizes = [plain(loader.argument("batch_size", 1) or Known(1)) for loader in loaders]
     if any(isinstance(size, Unknown) for size in sizes):
         return None
     usual = plain(batch)

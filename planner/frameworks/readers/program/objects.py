@@ -68,8 +68,8 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda one, many: one in many,
-    ast.NotIn: lambda one, many: one not in many,
+    ast.In: lambda member, many: member in many,
+    ast.NotIn: lambda member, many: member not in many,
 }
 
 
@@ -98,8 +98,8 @@ def ends_well(raised: Value | None) -> bool:
 def truth(value: Value) -> bool | None:
     """Whether a value is true; None where that is not known."""
     if isinstance(value, Instance):  # true, where its class does not say when
-        own = value.made_by.attributes if value.made_by is not None else {}
-        return None if {"__bool__", "__len__"} & set(own) else True
+        attributes = value.made_by.attributes if value.made_by is not None else {}
+        return None if {"__bool__", "__len__"} & set(attributes) else True
     if isinstance(value, (Made, Function, Class)):
         return None if isinstance(value, Made) else True
     if isinstance(value, Items):
@@ -148,8 +148,8 @@ def as_table(value: Value) -> Table | None:
         return Table(dict(value.attributes), more=value.more)
     if isinstance(value, Made) and is_followed(value.name):
         more = value.more or f"{value.where}: what {value.name} itself takes for it"
-        own = {} if value.more else argument_defaults(value)
-        return Table({**own, **value.keywords, **value.attributes}, value.where, more)
+        defaults = {} if value.more else argument_defaults(value)
+        return Table({**defaults, **value.keywords, **value.attributes}, value.where, more)
     return None
 
 
@@ -214,28 +214,28 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     if isinstance(left, Items) and isinstance(right, Items) and isinstance(op, ast.Add):
         return Items([*left.items, *right.items], place)
     if isinstance(left, Table) and isinstance(right, Table) and isinstance(op, ast.BitOr):
-        found = Table(dict(left.entries), place, left.more)
-        found.take(right, "")
-        return found
+        merged = Table(dict(left.entries), place, left.more)
+        merged.take(right, "")
+        return merged
     if isinstance(op, (ast.Div, ast.Mult)) and isinstance(left, Made):
         return left  # a loss stays one
-    one, other = plain(left), plain(right)
-    for part in (one, other):
+    first, other = plain(left), plain(right)
+    for part in (first, other):
         if isinstance(part, Unknown):
             return part
     if isinstance(op, ast.Pow):
-        small = all(isinstance(part, (int, float)) and abs(part) <= 64 for part in (one, other))
-        return _checked(lambda: one**other, place) if small else Unknown(f"{place}: computed while the program runs")
-    if isinstance(op, ast.Div) and isinstance(one, str):
-        return Known(f"{one.rstrip('/')}/{other}", place)  # pathlib
-    if isinstance(op, ast.Mult) and any(isinstance(part, (str, list)) for part in (one, other)):
+        small = all(isinstance(part, (int, float)) and abs(part) <= 64 for part in (first, other))
+        return _checked(lambda: first**other, place) if small else Unknown(f"{place}: computed while the program runs")
+    if isinstance(op, ast.Div) and isinstance(first, str):
+        return Known(f"{first.rstrip('/')}/{other}", place)  # pathlib
+    if isinstance(op, ast.Mult) and any(isinstance(part, (str, list)) for part in (first, other)):
         return Unknown(f"{place}: computed while the program runs")
-    if isinstance(op, ast.Mod) and isinstance(one, str):
+    if isinstance(op, ast.Mod) and isinstance(first, str):
         return Unknown(f"{place}: text put together while the program runs")
     function = _BINARY.get(type(op))
-    if function is None or not all(isinstance(part, (int, float, str, bool)) for part in (one, other)):
+    if function is None or not all(isinstance(part, (int, float, str, bool)) for part in (first, other)):
         return Unknown(f"{place}: computed while the program runs")
-    return _checked(lambda: function(one, other), place)
+    return _checked(lambda: function(first, other), place)
 
 
 def _is_object(value: Value) -> bool:
@@ -261,12 +261,12 @@ def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
     """left op right, for one comparison."""
     if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Known) and right.data is None and _is_object(left):
         return Known(isinstance(op, ast.IsNot), place)
-    one, other = plain(left), plain(right)
+    first, other = plain(left), plain(right)
     if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Table) and not right.more:
         other = list(right.entries)
     if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Instance) and not (right.more or right.made_by):
         other = list(right.attributes)  # a namespace
-    for part in (one, other):
+    for part in (first, other):
         if isinstance(part, Unknown):
             return Undecided(f"{place}: depends on a condition ({part.reason})" if part.reason else place)
     function = _COMPARE.get(type(op))
@@ -274,7 +274,7 @@ def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
         return Unknown(f"{place}: computed while the program runs")
     if isinstance(op, (ast.Is, ast.IsNot)) and other not in (None, True, False):
         return Undecided(f"{place}: depends on a condition")
-    return _checked(lambda: bool(function(one, other)), place)
+    return _checked(lambda: bool(function(first, other)), place)
 
 
 def _checked(compute: Callable[[], Any], place: str) -> Value:

@@ -51,7 +51,7 @@ class Option:
     @classmethod
     def of(cls, made: Made) -> "Option":
         """From the call of `add_argument`, `option` or `argument`."""
-        flags = tuple(text for text in (plain(one) for one in made.positional) if isinstance(text, str))
+        flags = tuple(text for text in (plain(argument) for argument in made.positional) if isinstance(text, str))
         long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
         name = plain(made.keywords.get("dest")) or long.lstrip("-").replace("-", "_")
         action = plain(made.keywords.get("action"))
@@ -68,18 +68,18 @@ class Option:
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
         return cls(str(name), flags, default, words, switch, required, made.where)
 
-    def value(self, outside: ProgramContext) -> Value:
+    def value(self, context: ProgramContext) -> Value:
         """What the option is: the command line's word, else its default."""
-        words = list(outside.arguments or ())
+        words = list(context.arguments or ())
         for index, word in enumerate(words):
             flag, equals, rest = word.partition("=")
-            if flag.replace("_", "-") not in [one.replace("_", "-") for one in self.flags]:
+            if flag.replace("_", "-") not in [spelling.replace("_", "-") for spelling in self.flags]:
                 continue
             if self.switch is not None and not equals:
                 return Known(self.switch, "the command line")
             text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
             return _open(flag, text) or Known(_converted(text, self.kind), "the command line")
-        if self.required or (self.switch is not None and outside.open_switches):
+        if self.required or (self.switch is not None and context.open_switches):
             return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
         if isinstance(self.default, Known):
             return Known(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
@@ -119,17 +119,17 @@ def _word(text: str) -> Any:
 
 def on_command_line(arguments: Any) -> dict[str, Value]:
     """--name value pairs of a command line, for parsers whose options are a library's fields."""
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for name, given in flags(tuple(arguments or ())).items():
         if given is True:
-            found[name] = Known(True, "the command line")
+            values[name] = Known(True, "the command line")
             if name.startswith("no_"):
-                found[name[3:]] = Known(False, "the command line")
+                values[name[3:]] = Known(False, "the command line")
         else:
             texts = [given] if isinstance(given, str) else given
             data = [_open(f"--{name}", text) or Known(_word(text), "the command line") for text in texts]
-            found[name] = data[0] if len(data) == 1 else Items(list(data))
-    return found
+            values[name] = data[0] if len(data) == 1 else Items(list(data))
+    return values
 
 
 def field_default(reader: Reading, value: Value) -> Value:
@@ -185,35 +185,35 @@ def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
     }
 
 
-def _parsed(owner: Made, outside: ProgramContext) -> Instance:
+def _parsed(owner: Made, context: ProgramContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
     two of them have is not known.
     """
-    options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
-    found = Instance({option.name: option.value(outside) for option in options})
+    options = [Option.of(call) for call in owner.positional if isinstance(call, Made)]
+    namespace = Instance({option.name: option.value(context) for option in options})
     subparsers = owner.keywords.get("subparsers")
     if not isinstance(subparsers, Made):
-        found.attributes |= _in_place(options, list(outside.arguments or ()))
+        namespace.attributes |= _in_place(options, list(context.arguments or ()))
     if isinstance(subparsers, Made):
-        named = {name: one for name, one in subparsers.attributes.items() if isinstance(one, Made)}
-        words = [word for word in outside.arguments or () if word in named]
+        named = {name: parser for name, parser in subparsers.attributes.items() if isinstance(parser, Made)}
+        words = [word for word in context.arguments or () if word in named]
         trains = [name for name in named if TRAINS.search(name)]
-        chosen = words[0] if words else trains[0] if len(trains) == 1 and outside.arguments is None else ""
+        chosen = words[0] if words else trains[0] if len(trains) == 1 and context.arguments is None else ""
         where = "the command line" if words else f"{subparsers.where}, the subcommand that trains"
-        kept = {chosen: named[chosen]} if chosen else named
-        for inner in (_parsed(one, outside) for one in kept.values()):
+        subcommands = {chosen: named[chosen]} if chosen else named
+        for inner in (_parsed(parser, context) for parser in subcommands.values()):
             for name, value in inner.attributes.items():
-                differs = name in found.attributes and not same(found.attributes[name], value) and not chosen
+                differs = name in namespace.attributes and not same(namespace.attributes[name], value) and not chosen
                 came = Unknown(f"{subparsers.where}: {name} comes from the command line")
-                found.attributes[name] = came if differs else value
+                namespace.attributes[name] = came if differs else value
         dest = plain(subparsers.keywords.get("dest"))
         if isinstance(dest, str):
             open_ = Unknown(f"{subparsers.where}: {dest} comes from the command line")
-            found.attributes[dest] = Known(chosen, where) if chosen else open_
-    found.attributes |= owner.attributes
-    return found
+            namespace.attributes[dest] = Known(chosen, where) if chosen else open_
+    namespace.attributes |= owner.attributes
+    return namespace
 
 
 def _has_no_form(option: Value) -> bool:
@@ -223,23 +223,23 @@ def _has_no_form(option: Value) -> bool:
 
 def _known_flags(owner: Made) -> set[str] | None:
     """Every long option of a parser and its subcommands; None where some are not known by name."""
-    found: set[str] = set()
+    long_options: set[str] = set()
     parents = items_of(owner.keywords.get("parents", Items([])))
-    if parents is None or not all(isinstance(one, Made) for one in parents):
+    if parents is None or not all(isinstance(parent, Made) for parent in parents):
         return None
-    for one in owner.positional:
-        flags = [plain(each) for each in one.positional] if isinstance(one, Made) else [None]
+    for call in owner.positional:
+        flags = [plain(each) for each in call.positional] if isinstance(call, Made) else [None]
         if not all(isinstance(flag, str) for flag in flags):
             return None
-        found |= {str(flag) for flag in flags}
-        found |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(one)}
+        long_options |= {str(flag) for flag in flags}
+        long_options |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(call)}
     subparsers = owner.keywords.get("subparsers")
     for inner in subparsers.attributes.values() if isinstance(subparsers, Made) else ():
         below = _known_flags(inner) if isinstance(inner, Made) else None
         if below is None:
             return None
-        found |= below
-    return found
+        long_options |= below
+    return long_options
 
 
 def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
@@ -247,20 +247,20 @@ def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], 
     so; and the first option that the parser does not have, at which the program ends ("" where all are its own, or
     its options are not all known by name). DeepSpeed's and torch's launchers add theirs.
     """
-    known = _known_flags(owner)
-    if not known:
+    known_flags = _known_flags(owner)
+    if not known_flags:
         return words, ""
-    short, found, foreign = plain(owner.keywords.get("allow_abbrev")) is not False, [], ""
+    short, spelled, foreign = plain(owner.keywords.get("allow_abbrev")) is not False, [], ""
     for word in words:
         flag, equals, rest = word.partition("=")
-        if flag.startswith("--") and len(flag) > 2 and flag not in known:
-            meant = sorted(one for one in known if one.startswith(flag)) if short else []
+        if flag.startswith("--") and len(flag) > 2 and flag not in known_flags:
+            meant = sorted(candidate for candidate in known_flags if candidate.startswith(flag)) if short else []
             if len(meant) == 1:
                 word = meant[0] + equals + rest
             elif not meant and not flag.startswith(("--deepspeed", "--local", "--help")):
                 foreign = foreign or flag
-        found.append(word)
-    return tuple(found), foreign
+        spelled.append(word)
+    return tuple(spelled), foreign
 
 
 def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
@@ -282,13 +282,13 @@ def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
             return Known(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
             # What `parse_args` and `parse_known_args` make of the command line.
-            outside = reader.outside
-            words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
-            found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
+            context = reader.outside
+            words, foreign = _spelled_out(owner, tuple(context.arguments or ()))
+            namespace = _parsed(owner, replace(context, arguments=words) if context.arguments else context)
             if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
                 ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
-                found.attributes = dict.fromkeys(found.attributes, ends)
-            return Items([found, Items([])]) if made.name == "parse_known_args" else found
+                namespace.attributes = dict.fromkeys(namespace.attributes, ends)
+            return Items([namespace, Items([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
 
@@ -306,10 +306,10 @@ def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
         path = plain(on_command_line(words).get("config", Known(first)))
     if not isinstance(path, str) or not path.endswith((".yaml", ".yml", ".json")):
         return {}
-    found = as_table(
+    table = as_table(
         loaded(reader, Made("load", positional=[Made("open", positional=[Known(path)])], where=made.where))
     )
-    return {} if found is None else found.entries
+    return {} if table is None else table.entries
 
 
 def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
@@ -324,25 +324,25 @@ def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
     else:
         words |= on_command_line(reader.outside.arguments)
         more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
-    found: list[Value] = []
-    for one in classes or []:
-        if isinstance(one, Class):
-            keywords = {key: value for key, value in words.items() if key in one.fields}
-            value = reader.instance(one, Made(one.name, keywords=dict(keywords) if not one.base else dict(words)))
+    values: list[Value] = []
+    for kind in classes or []:
+        if isinstance(kind, Class):
+            keywords = {key: value for key, value in words.items() if key in kind.fields}
+            value = reader.instance(kind, Made(kind.name, keywords=dict(keywords) if not kind.base else dict(words)))
             if isinstance(value, Instance):
-                for key in one.fields:
+                for key in kind.fields:
                     if key not in words and more and isinstance(value.attributes.get(key), Known):
                         default = value.attributes[key]
                         value.attributes[key] = Known(plain(default), f"{where_of(default)}, default of --{key}")
             elif isinstance(value, Made):
                 value.more = more
-            found.append(value)
-        elif isinstance(one, Dotted):
-            library = Made(one.name, keywords=dict(words), where=made.where, more=more)
+            values.append(value)
+        elif isinstance(kind, Dotted):
+            library = Made(kind.name, keywords=dict(words), where=made.where, more=more)
             reader.program.made.append(library)
-            found.append(library)
+            values.append(library)
         else:
-            found.append(Unknown(f"{made.where}: a class that is not known"))
+            values.append(Unknown(f"{made.where}: a class that is not known"))
     if plain(made.keywords.get("return_remaining_strings")) is True:
-        found.append(Items([]))
-    return Items(found, made.where)
+        values.append(Items([]))
+    return Items(values, made.where)

@@ -49,15 +49,15 @@ def _steps(trainer: Made) -> Iterator[Function]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    for one in ast.walk(node):
-        if isinstance(one, ast.Name):
-            yield one.id
-        elif isinstance(one, ast.Attribute):
-            yield one.attr
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr
 
 
 def _calls(node: ast.AST) -> int:
     """Calls of something that is named as a model: `model(...)`, `self.model(...)`, `unwrapped_model(...)`."""
-    called = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
-    names = (one.id if isinstance(one, ast.Name) else getattr(one, "attr", "") for one in called)
+    called = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    names = (function.id if isinstance(function, ast.Name) else getattr(function, "attr", "") for function in called)
     return sum(name == "model" or name.endswith("_model") for name in names)

@@ -132,8 +132,8 @@ class Reading:
     store: Callable[[dict[str, Value], str, Value, str], None]
     instance: Callable[[Class, Made], Value]
 
-    def __init__(self, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> None:
-        self.outside = outside
+    def __init__(self, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> None:
+        self.outside = context
         self.name, self.label = name, label
         self.program = Program()
         self.modules: dict[str, Scope | None] = {}
@@ -198,7 +198,7 @@ SAYS_ONLY = frozenset({
 
 def changes(body: Sequence[ast.stmt]) -> bool:
     """Whether statements may set or call anything that a training hangs on."""
-    for node in (one for statement in body for one in ast.walk(statement)):
+    for node in (child for statement in body for child in ast.walk(statement)):
         if isinstance(
             node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Continue, ast.Break, ast.Delete)
         ):

@@ -32,10 +32,10 @@ class Source:
 
     def line(self, place: str) -> int:
         """The number of the line that a place ("t.py:7", "n.ipynb:cell 3, line 2") names; 0: none."""
-        found = _PLACE.search(place)
-        if found is None or found[1] is None:
-            return int(found[2]) if found is not None else 0
-        inner = (int(found[1]), int(found[2]))
+        match = _PLACE.search(place)
+        if match is None or match[1] is None:
+            return int(match[2]) if match is not None else 0
+        inner = (int(match[1]), int(match[2]))
         return self.origin.index(inner) + 1 if inner in self.origin else 0
 
 
@@ -60,20 +60,22 @@ def of_notebook(text: str, name: str) -> Source:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is not a notebook that can be read", hint="save it as .ipynb, format 4") from error
     other = re.compile(r"(?<!\s)\s*%%(bash|sh|html|javascript|writefile|script|file)\b")
-    kept = {number: _without_magics(code) for number, code in enumerate(codes, start=1) if not other.match(code)}
+    python_cells = {
+        number: _without_magics(code) for number, code in enumerate(codes, start=1) if not other.match(code)
+    }
     try:
-        tree_of(_joined(kept))
+        tree_of(_joined(python_cells))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         # empty lines instead of a cell that Python cannot read: other languages, broken examples
-        kept = {number: _readable(code, "\n" * code.count("\n")) for number, code in kept.items()}
-    lines = ((number, line) for number, code in kept.items() for line in range(1, len(code.splitlines()) + 1))
+        python_cells = {number: _readable(code, "\n" * code.count("\n")) for number, code in python_cells.items()}
+    lines = ((number, line) for number, code in python_cells.items() for line in range(1, len(code.splitlines()) + 1))
     origin = tuple(lines)
 
     def label(line: int) -> str:
         cell, inner = origin[line - 1] if 0 < line <= len(origin) else (0, line)
         return f"cell {cell}, line {inner}"
 
-    return Source(text=_joined(kept), label=label, pins=pins("\n".join(codes)), origin=origin)
+    return Source(text=_joined(python_cells), label=label, pins=pins("\n".join(codes)), origin=origin)
 
 
 def of_cells(text: str) -> tuple[str, dict[str, str]]:
@@ -106,18 +108,18 @@ def tree_of(text: str) -> ast.Module:
 
 def imported(text: str, package: str) -> tuple[str, ...]:
     """The names that a program takes from a package at its start, where no `try` says that it may have none."""
-    found = (node for node in tree_of(text).body if isinstance(node, ast.ImportFrom) and node.level == 0)
-    return tuple(one.name for node in found if (node.module or "").split(".")[0] == package for one in node.names)
+    imports = (node for node in tree_of(text).body if isinstance(node, ast.ImportFrom) and node.level == 0)
+    return tuple(alias.name for node in imports if (node.module or "").split(".")[0] == package for alias in node.names)
 
 
 def pins(text: str) -> tuple[tuple[str, str], ...]:
     """package -> version of the `pip install` lines (the last of each)."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         install = _INSTALL.search(line)
         if install:
-            found.update({name.lower(): version for name, version in _PIN.findall(install[1])})
-    return tuple(found.items())
+            versions.update({name.lower(): version for name, version in _PIN.findall(install[1])})
+    return tuple(versions.items())
 
 
 def of_requirements(text: str) -> tuple[tuple[str, str], ...]:
@@ -179,7 +181,7 @@ def _older(line: str, problem: str) -> str:
 
 def _requoted(line: str) -> str:
     """One line with the other kind of quote inside the braces of its f-strings."""
-    found: list[str] = []
+    pieces: list[str] = []
     quote, depth, index = "", 0, 0
     while index < len(line):
         character = line[index]
@@ -187,11 +189,11 @@ def _requoted(line: str) -> str:
             start = re.match(r"[rRbB]?[fF][rR]?(\"|')", line[index:])
             if start and (index == 0 or not (line[index - 1].isalnum() or line[index - 1] == "_")):
                 quote, depth = start[1], 0
-                found.append(start[0])
+                pieces.append(start[0])
                 index += len(start[0])
                 continue
         elif line[index : index + 2] in ("{{", "}}"):
-            found.append(character)
+            pieces.append(character)
             index += 1
         elif character in "{}":
             depth += 1 if character == "{" else -1
@@ -200,12 +202,12 @@ def _requoted(line: str) -> str:
                 character = "'" if quote == '"' else '"'
             else:
                 quote = ""
-        found.append(character)
+        pieces.append(character)
         index += 1
-    return "".join(found)
+    return "".join(pieces)
 
 
 def environment_word(text: str, given: Mapping[str, str], name: str) -> str:
     """What a program sets a variable of its environment to, else what it is given; "" where nobody sets it."""
-    said = re.search(rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']", text)
-    return said[1] if said is not None else given.get(name, "")
+    match = re.search(rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']", text)
+    return match[1] if match is not None else given.get(name, "")

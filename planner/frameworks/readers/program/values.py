@@ -250,7 +250,9 @@ def _plain(value: Value | None, num: list[int], depth: int) -> Any:
             return _all([_plain(item, num, depth + 1) for item in value.items])
         case Table():
             entries = value.entries.items()
-            return Unknown(value.more) if value.more else _all({k: _plain(one, num, depth + 1) for k, one in entries})
+            return (
+                Unknown(value.more) if value.more else _all({k: _plain(inner, num, depth + 1) for k, inner in entries})
+            )
         case Dotted():
             if value.path.partition(".")[0] in NAMING:
                 return value.name
@@ -272,24 +274,24 @@ def where_of(value: Value | None) -> str:
     return getattr(value, "where", "")
 
 
-def either(one: Value, other: Value, reason: str) -> Value:
+def either(first: Value, other: Value, reason: str) -> Value:
     """One of two values, where it is not known which: what they have in common is."""
     spend(1)
-    if same(one, other):
-        return one
-    if isinstance(one, Table) and isinstance(other, Table):
+    if same(first, other):
+        return first
+    if isinstance(first, Table) and isinstance(other, Table):
         absent = Undecided(reason)
-        names = {**one.entries, **other.entries}
-        entries = {key: either(one.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names}
-        return Table(entries, one.where, one.more or other.more)
+        names = {**first.entries, **other.entries}
+        entries = {key: either(first.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names}
+        return Table(entries, first.where, first.more or other.more)
     return Undecided(reason)
 
 
-def same(one: Value | None, other: Value | None) -> bool:
+def same(first: Value | None, other: Value | None) -> bool:
     """Whether two values are certainly the same."""
-    if one is other:
+    if first is other:
         return True
-    if isinstance(one, (Known, Items, Table, Dotted)) and isinstance(other, (Known, Items, Table, Dotted)):
-        left, right = plain(one), plain(other)
+    if isinstance(first, (Known, Items, Table, Dotted)) and isinstance(other, (Known, Items, Table, Dotted)):
+        left, right = plain(first), plain(other)
         return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
     return False
