@@ -71,32 +71,32 @@ def accuracy(
         _against_rivals(rows, rivals, out)
         return
     ask = _remembered(predict if rung == "formula" else dry_run_setup())
-    tables = [accuracy_table(rows, ask, what=one, lookup=_lookup, rung=RUNGS[rung]) for one in quantities]
+    tables = [accuracy_table(rows, ask, what=quantity, lookup=_lookup, level=RUNGS[rung]) for quantity in quantities]
     if out is not None:
-        asked = (
+        flags = (
             f"--rung {rung} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
         )
-        _write(out, rung, tables, f"python -m benchmarks.accuracy {asked} --out DIR")
+        _write(out, rung, tables, f"python -m benchmarks.accuracy {flags} --out DIR")
     if as_json:
         print_json(accuracy_json(tables), whole=True)
         return
     render_accuracy(tables, console())
 
 
-def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
+def _quantities(level: str, what: str) -> tuple[Quantity, ...]:
     """What is compared.
 
     Raises:
         UsageError: unknown words, or what the rung does not predict.
     """
-    if rung not in RUNGS:
-        raise UsageError(f"--rung must be formula or dry_run, got {rung!r}", hint="use --rung formula")
+    if level not in RUNGS:
+        raise UsageError(f"--rung must be formula or dry_run, got {level!r}", hint="use --rung formula")
     if what not in QUANTITIES:
         raise UsageError(f"--what must be one of {', '.join(QUANTITIES)}; got {what!r}", hint="use --what all")
-    found = tuple(one for one in QUANTITIES[what] if rung == "formula" or one != "tokens_per_s")
-    if not found:
+    quantities = tuple(quantity for quantity in QUANTITIES[what] if level == "formula" or quantity != "tokens_per_s")
+    if not quantities:
         raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
-    return found
+    return quantities
 
 
 def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Path | None) -> None:
@@ -109,9 +109,9 @@ def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Pa
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
     rows = load_rows()
     if group is not None:
-        known = sorted({row.group for row in rows})
-        if group not in known:
-            raise UsageError(f"no recorded measurements of {group!r}", hint=f"sources: {', '.join(known)}")
+        groups = sorted({row.group for row in rows})
+        if group not in groups:
+            raise UsageError(f"no recorded measurements of {group!r}", hint=f"sources: {', '.join(groups)}")
         rows = tuple(row for row in rows if row.group == group)
     return newest_versions(rows) if newest else rows
 
@@ -150,10 +150,10 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
     return spec, find_gpu(row.gpu)
 
 
-def _write(directory: Path, rung: str, tables: Sequence[AccuracyTable], command: str) -> None:
+def _write(directory: Path, level: str, tables: Sequence[AccuracyTable], command: str) -> None:
     """The rung's page, and per quantity a CSV of all cases and a scatter plot."""
-    name = rung.replace("_", "-")
-    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=command)
+    name = level.replace("_", "-")
+    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[level]}", command=command)
     write_text(directory / f"{name}.md", text)
     for table in tables:
         stem = f"{name}-{table.what.replace('_', '-')}"
@@ -194,29 +194,31 @@ def compare_rivals(rows: Sequence[MeasuredRow], pythons: Sequence[Path], lookup:
     Raises:
         EnvironmentProblem: a Python that does not start, or has none of them.
     """
-    asked: dict[tuple[str, str], MeasuredRow] = {}
+    first_runs: dict[tuple[str, str], MeasuredRow] = {}
     for row in rows:
         if row.status == "ok" and row.num_gpus == 1 and (row.comparable("reserved") or row.comparable("device")):
-            asked.setdefault((row.group, row.config_id), row)
-    own = {row.id: predict_memory(*lookup(row), row.setup) for row in asked.values() if row.setup is not None}
-    found: list[RivalRow] = []
+            first_runs.setdefault((row.group, row.config_id), row)
+    predictions = {
+        row.id: predict_memory(*lookup(row), row.setup) for row in first_runs.values() if row.setup is not None
+    }
+    rival_rows: list[RivalRow] = []
     for python in pythons:
-        answers = _ask(python, [_line(row, lookup) for row in asked.values()])
+        answers = _ask(python, [_line(row, lookup) for row in first_runs.values()])
         errors: dict[tuple[str, str, Quantity], list[tuple[float | None, float]]] = defaultdict(list)
-        for row, several in zip(asked.values(), answers, strict=True):
+        for row, several in zip(first_runs.values(), answers, strict=True):
             for answer in several:
                 measured = row.measured(answer["figure"])
                 if measured is None:
                     continue
                 theirs = None if answer["gib"] is None else answer["gib"] * GIB / measured - 1
                 errors[answer["name"], row.group, answer["figure"]].append(
-                    (theirs, _figure(own[row.id], answer["figure"]) / measured - 1)
+                    (theirs, _figure(predictions[row.id], answer["figure"]) / measured - 1)
                 )
         for (name, group, figure), each in sorted(errors.items()):
             answered = [(abs(theirs), abs(ours)) for theirs, ours in each if theirs is not None]
             if answered:
-                found.append(_row(name, group, figure, answered, len(each) - len(answered)))
-    return found
+                rival_rows.append(_row(name, group, figure, answered, len(each) - len(answered)))
+    return rival_rows
 
 
 def _row(
@@ -237,13 +239,13 @@ def _row(
     )
 
 
-def rivals_table(found: Sequence[RivalRow]) -> str:
+def rivals_table(rows: Sequence[RivalRow]) -> str:
     """One table: the rival's error and the formula's, on the runs that the rival answers."""
     lines = [
         "| estimator | runs of | figure | configurations | not answered | median | worst | formula here | worst |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in found:
+    for row in rows:
         shares = (row.median_error, row.worst_error, row.own_median_error, row.own_worst_error)
         words = " | ".join(f"{100 * share:.1f} %" for share in shares)
         lines.append(
@@ -270,7 +272,7 @@ def _line(row: MeasuredRow, lookup: Lookup) -> str:
 
 def _shape(model: ModelSpec) -> dict[str, Any]:
     """A dense decoder in the words that every estimator has."""
-    layer = next(one for one in model.layer_kinds if one.attention is not None)
+    layer = next(kind for kind in model.layer_kinds if kind.attention is not None)
     assert layer.attention is not None
     return {
         "num_params": model.num_params,

@@ -42,10 +42,10 @@ def summary() -> str:
         "| measured runs (configurations) | formula: median / 95th | dry run: the same | versions alone |",
         "|---|---:|---:|---:|",
     ]
-    for said, what, row in ROWS:
+    for label, what, row in ROWS:
         ours, theirs = formula[what][row], dry_run.get(what, {}).get(row)
         lines.append(
-            f"| {said} ({ours['configurations']}) | {_errors(ours)} | {_errors(theirs)} | {ours['noise median']} |"
+            f"| {label} ({ours['configurations']}) | {_errors(ours)} | {_errors(theirs)} | {ours['noise median']} |"
         )
     false_fits = (_false_fits("formula"), _false_fits("dry-run"))
     lines.append(f"| out of memory in reality, predicted to fit | {' | '.join(false_fits)} | |")
@@ -56,7 +56,7 @@ def sentences() -> str:
     """README's figures of speed and of several GPUs, each from the first table that has its row."""
     speed = _rows(ROOT / "docs" / "speed-accuracy.md")["**one GPU, complete configuration (A)**"]
     several = _rows(FOLDER / "multi-gpu.md")
-    held_out, kept = several["tokens/s, source held out"], several["peak memory of the worst rank"]
+    held_out, memory = several["tokens/s, source held out"], several["peak memory of the worst rank"]
     planned = several["the same without what FSDP 1 is known to keep"]
     num_several = re.search(r"\((\d+) configurations run by others", (FOLDER / "multi-gpu.md").read_text("utf-8"))
     assert num_several
@@ -66,7 +66,7 @@ def sentences() -> str:
 nothing was fitted on.
 
 Several GPUs, against {num_several[1]} published configurations (nearly all FSDP 1; [table](docs/accuracy/multi-gpu.md)): tokens/s of a
-held-out source {held_out[1]} / {held_out[2]} (median / 90th); memory {kept[1]} / {kept[2]} with what FSDP 1 keeps, {planned[1]} / {planned[2]} as
+held-out source {held_out[1]} / {held_out[2]} (median / 90th); memory {memory[1]} / {memory[2]} with what FSDP 1 keeps, {planned[1]} / {planned[2]} as
 planned for FSDP2. The formula of one rank against its dry run: median {ranks[1]}, 95th {ranks[3]}, worst {ranks[4]}
 ([{ranks[0]} points](docs/accuracy/spread-formula-vs-dry-run.md)).
 """  # noqa: E501
@@ -74,12 +74,12 @@ planned for FSDP2. The formula of one rank against its dry run: median {ranks[1]
 
 def _rows(path: Path) -> dict[str, list[str]]:
     """First cell -> the others, of all tables of a page; the first of several rows of one name."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("|"):
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-            found.setdefault(name, cells)
-    return found
+            by_name.setdefault(name, cells)
+    return by_name
 
 
 def _errors(cells: Cells | None) -> str:
@@ -88,29 +88,31 @@ def _errors(cells: Cells | None) -> str:
 
 def _tables(path: Path) -> dict[str, dict[str, Cells]]:
     """Section by the quantity that its heading names -> row name -> cells by column."""
-    found: dict[str, dict[str, Cells]] = {}
+    tables: dict[str, dict[str, Cells]] = {}
     for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
         what = next(word for word in ("allocated", "reserved", "device", "tokens") if word in section.lower())
         lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
         rows = [[cell.strip() for cell in line] for line in lines]
         columns = rows[0][1:]
-        found[what] = {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows if len(row) == len(columns) + 1}
-    return found
+        tables[what] = {
+            row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows if len(row) == len(columns) + 1
+        }
+    return tables
 
 
 def _false_fits(name: str) -> str:
     """Of the runs that went out of memory, those that were said to fit, as the first section counts them."""
-    found = re.search(r"of (\d+) runs that went out of memory, (\d+) were", (FOLDER / f"{name}.md").read_text("utf-8"))
-    assert found, name
-    return f"{found[2]} of {found[1]}"
+    match = re.search(r"of (\d+) runs that went out of memory, (\d+) were", (FOLDER / f"{name}.md").read_text("utf-8"))
+    assert match, name
+    return f"{match[2]} of {match[1]}"
 
 
 def written(page: Path) -> str:
     """A page with the table, and the sentences where it has them, of today."""
     text = page.read_text(encoding="utf-8")
     for start, today in ((START, summary), (START_SENTENCES, sentences)):
-        head, found, rest = text.partition(start)
-        text = head + found + today() + END + rest.partition(END)[2] if found else text
+        head, marker, rest = text.partition(start)
+        text = head + marker + today() + END + rest.partition(END)[2] if marker else text
     return text
 
 

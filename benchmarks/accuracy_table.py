@@ -116,13 +116,15 @@ class AccuracyTable:
     def worst(self, num: int) -> tuple[AccuracyCase, ...]:
         """The cases with the largest errors, one per configuration, worst first."""
         seen: dict[tuple[str, str], AccuracyCase] = {}
-        for case in sorted((one for one in self.cases if one.measured is not None), key=_absolute, reverse=True):
+        for case in sorted(
+            (candidate for candidate in self.cases if candidate.measured is not None), key=_absolute, reverse=True
+        ):
             seen.setdefault((case.row.group, case.row.config_id), case)
         return tuple(seen.values())[:num]
 
 
 def accuracy_table(
-    rows: Iterable[MeasuredRow], predict: Predict, *, what: Quantity, lookup: Lookup, rung: str
+    rows: Iterable[MeasuredRow], predict: Predict, *, what: Quantity, lookup: Lookup, level: str
 ) -> AccuracyTable:
     """Every comparable row through `predict`, and the statistics of its errors.
 
@@ -130,7 +132,7 @@ def accuracy_table(
         rows: recorded runs; those that cannot be compared on `what` are skipped.
         predict: one setup's prediction; None or a failure counts as not predicted.
         lookup: the model and the card of a row.
-        rung: the name in the headline.
+        level: the name in the headline.
     """
     rows = tuple(rows)
     cases: list[AccuracyCase] = []
@@ -160,7 +162,7 @@ def accuracy_table(
                 notes=answer.notes,
             )
         )
-    return build_table(cases, rows, what=what, rung=rung, not_predicted=tuple(missing))
+    return build_table(cases, rows, what=what, level=level, not_predicted=tuple(missing))
 
 
 def _ask(predict: Predict, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | str:
@@ -185,7 +187,7 @@ def build_table(
     rows: Iterable[MeasuredRow],
     *,
     what: Quantity,
-    rung: str,
+    level: str,
     not_predicted: tuple[tuple[str, str], ...] = (),
 ) -> AccuracyTable:
     """The statistics of cases that are there already; `rows` give the noise between versions."""
@@ -197,7 +199,7 @@ def build_table(
         by_group[case.row.group].append(case)
         by_exact["known differences of the stack" if case.row.differs else "expressed fully"].append(case)
     return AccuracyTable(
-        rung=rung,
+        rung=level,
         what=what,
         cases=tuple(cases),
         overall=_stats("all sources", measured, rows, what) if measured else None,

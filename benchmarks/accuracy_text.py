@@ -42,11 +42,11 @@ def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None
         view.add_column("source", no_wrap=True)
         for name in ("configs", "bias", "median", "90th", "95th", "worst", "noise"):
             view.add_column(name, justify="right", no_wrap=True)
-        for one in table.groups:
-            view.add_row(*_cells(one))
+        for group in table.groups:
+            view.add_row(*_cells(group))
         view.add_row(*_cells(table.overall), style="bold")
-        for one in table.exact if len(table.exact) > 1 else ():
-            view.add_row(*_cells(one))
+        for group in table.exact if len(table.exact) > 1 else ():
+            view.add_row(*_cells(group))
         console.print(view)
         if table.what != "tokens_per_s":
             fit = table.fit
@@ -59,13 +59,13 @@ def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None
         console.print()
 
 
-def _cells(one: GroupStats) -> tuple[str, ...]:
-    errors = (one.median_error, one.p90_error, one.p95_error, one.worst_error)
-    noise = "" if one.noise_median is None else f"{100 * one.noise_median:.1f} %"
+def _cells(stats: GroupStats) -> tuple[str, ...]:
+    errors = (stats.median_error, stats.p90_error, stats.p95_error, stats.worst_error)
+    noise = "" if stats.noise_median is None else f"{100 * stats.noise_median:.1f} %"
     return (
-        one.name.replace("known differences of the stack", "known differences"),
-        str(one.num_configs),
-        f"{100 * one.bias:+.1f} %",
+        stats.name.replace("known differences of the stack", "known differences"),
+        str(stats.num_configs),
+        f"{100 * stats.bias:+.1f} %",
         *(f"{100 * error:.1f} %" for error in errors),
         noise,
     )
@@ -115,11 +115,11 @@ def _stats_table(groups: Sequence[GroupStats], *, first: str) -> list[str]:
         "| noise median | noise 90th |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
     ]
-    for one in groups:
+    for row in groups:
         lines.append(
-            f"| {one.name} | {one.num_cases} | {one.num_configs} | {_signed(one.bias)} | {_percent(one.median_error)} "
-            f"| {_percent(one.p90_error)} | {_percent(one.p95_error)} | {_percent(one.worst_error)} | {one.worst_id} | "
-            f"{_percent(one.noise_median)} | {_percent(one.noise_p90)} |"
+            f"| {row.name} | {row.num_cases} | {row.num_configs} | {_signed(row.bias)} | {_percent(row.median_error)} "
+            f"| {_percent(row.p90_error)} | {_percent(row.p95_error)} | {_percent(row.worst_error)} | {row.worst_id} | "
+            f"{_percent(row.noise_median)} | {_percent(row.noise_p90)} |"
         )
     return [*lines, ""]
 
@@ -153,7 +153,7 @@ def accuracy_csv(table: AccuracyTable) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for case in sorted(table.cases, key=lambda one: one.row.id):
+    for case in sorted(table.cases, key=lambda entry: entry.row.id):
         record = case_record(case, table.what)
         writer.writerow([record[name] for name in COLUMNS])
     return out.getvalue()
@@ -197,11 +197,11 @@ def accuracy_json(tables: Sequence[AccuracyTable]) -> list[dict[str, Any]]:
             "rung": table.rung,
             "what": table.what,
             "overall": None if table.overall is None else asdict(table.overall),
-            "groups": [asdict(one) for one in table.groups],
-            "exact": [asdict(one) for one in table.exact],
+            "groups": [asdict(stats) for stats in table.groups],
+            "exact": [asdict(stats) for stats in table.exact],
             "fit": {**asdict(table.fit), "false_fit_fraction": table.fit.false_fit_fraction},
             "not_predicted": [{"id": row_id, "reason": reason} for row_id, reason in table.not_predicted],
-            "cases": [case_record(case, table.what) for case in sorted(table.cases, key=lambda one: one.row.id)],
+            "cases": [case_record(case, table.what) for case in sorted(table.cases, key=lambda entry: entry.row.id)],
         }
         for table in tables
     ]

@@ -96,11 +96,11 @@ def collect(kinds: list[str], types: list[str]) -> None:
         for cell in cells():
             if cell in done or cell[1] not in (kinds or ADAPTERS) or cell[0] not in (types or MODELS):
                 continue
-            found = dry_run(spec_of(cell[0]), find_gpu(GPU), setup_of(cell), use_cache=False)
-            if not isinstance(found, Prediction):
-                print(cell, found.message)
+            outcome = dry_run(spec_of(cell[0]), find_gpu(GPU), setup_of(cell), use_cache=False)
+            if not isinstance(outcome, Prediction):
+                print(cell, outcome.message)
                 continue
-            row = {"cell": cell, "peak_allocated_bytes": found.peak_allocated_bytes, "phase": found.peak_phase}
+            row = {"cell": cell, "peak_allocated_bytes": outcome.peak_allocated_bytes, "phase": outcome.peak_phase}
             out.write(json.dumps(row) + "\n")
             out.flush()
 
@@ -115,7 +115,7 @@ def compared() -> Iterator[tuple[Cell, dict[str, Any], MemoryBreakdown, float]]:
 def summary(errors: list[float]) -> str:
     """Median, 95th percentile and worst of absolute errors, and how many are within AIM."""
     ordered = sorted(errors)
-    inside = sum(one <= AIM for one in ordered)
+    inside = sum(error <= AIM for error in ordered)
     return (
         f"{len(ordered)} points: median {statistics.median(ordered):.2%}, 95th percentile "
         f"{ordered[int(0.95 * len(ordered))]:.2%}, worst {ordered[-1]:.2%}, within AIM: {inside}"
@@ -135,14 +135,17 @@ def tables(kinds: list[str], *, everything: bool) -> None:
                 f"{row['peak_allocated_bytes'] / 2**20:8.1f} MiB ({row['phase']}), formula {error:+.2%} "
                 f"({formula.peak_phase})"
             )
-    print("\n| adapter | median | worst | within 7 % |", *[f" {one} |" for one in MODELS], sep="")
+    print("\n| adapter | median | worst | within 7 % |", *[f" {model_type} |" for model_type in MODELS], sep="")
     print("|---|---|---|---|", "---|" * len(MODELS), sep="")
     for kind in dict.fromkeys(kind for kind, _ in errors):
-        of_kind = [one for model_type in MODELS for one in errors.get((kind, model_type), [])]
-        worst = [f" {max(errors[kind, one]):.2%} |" if (kind, one) in errors else " - |" for one in MODELS]
-        inside = f"{sum(one <= AIM for one in of_kind)} of {len(of_kind)}"
+        of_kind = [deviation for model_type in MODELS for deviation in errors.get((kind, model_type), [])]
+        worst = [
+            f" {max(errors[kind, model_type]):.2%} |" if (kind, model_type) in errors else " - |"
+            for model_type in MODELS
+        ]
+        inside = f"{sum(deviation <= AIM for deviation in of_kind)} of {len(of_kind)}"
         print(f"| `{kind}` | {statistics.median(of_kind):.2%} | {max(of_kind):.2%} | {inside} |", *worst, sep="")
-    print(f"\n{summary([one for found in errors.values() for one in found])}")
+    print(f"\n{summary([deviation for deviations in errors.values() for deviation in deviations])}")
 
 
 if __name__ == "__main__":

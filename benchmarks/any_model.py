@@ -144,9 +144,9 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
     torch.set_num_threads(1)  # a fork has none of the threads that its parent's OpenMP pool counts on, and would wait
     folder, out = answer.parent / model_type, answer.parent / "out"
     os.environ["XDG_CACHE_HOME"] = str(answer.parent / "cache")
-    said = io.StringIO()
+    stderr = io.StringIO()
     alone = mock.patch("planner.planning.refine._that_ran", return_value=())
-    with redirect_stdout(io.StringIO()), redirect_stderr(said), alone:
+    with redirect_stdout(io.StringIO()), redirect_stderr(stderr), alone:
         try:
             longest = written(model_type, folder, layers)
             length = (
@@ -162,7 +162,7 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
         plan = json.loads(document.read_text())
         line = _told(plan) | _first(folder, plan)
     elif code != -1:
-        line = {"failed": "plan", "why": said.getvalue().strip()[-400:]}
+        line = {"failed": "plan", "why": stderr.getvalue().strip()[-400:]}
     answer.write_text(json.dumps(line | {"exit": code}))
 
 
@@ -193,9 +193,9 @@ def _kind(model: Mapping[str, Any]) -> str:
     if not model["from_tree"]:
         return "adapter"
     layers = model["layer_kinds"]
-    if any(one["attention"] and one["attention"]["kind"] == "linear" for one in layers):
+    if any(layer["attention"] and layer["attention"]["kind"] == "linear" for layer in layers):
         return "mixers"
-    return "mixture" if any(one["mlp"] and one["mlp"]["kind"] == "moe" for one in layers) else "dense"
+    return "mixture" if any(layer["mlp"] and layer["mlp"]["kind"] == "moe" for layer in layers) else "dense"
 
 
 def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,9 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     formula = chosen["formula"]
     setup = {name: chosen["setup"][name] for name in ("method", "checkpointing", "micro_batch_seqs")}
     line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "rung": formula["rung"]}
-    line["written"] = [one["target"] for one in plan["launch"] if one["files"] and one["target"] != "accelerate"]
+    line["written"] = [
+        launch["target"] for launch in plan["launch"] if launch["files"] and launch["target"] != "accelerate"
+    ]
     if tried is None or tried["failure"]:
         why = str(plan["notes"]) if tried is None else tried["failure"]["message"]
         return line | {"failed": "dry run", "why": why[:300]}
@@ -236,7 +238,7 @@ def unnamed_types() -> list[str]:
         for path in (root / package).rglob("*.py")
     )
     named = set(re.findall(r"[\"']([\w-]+)[\"']", code))
-    return sorted(set(causal_types()) - named, key=lambda one: hashlib.sha256(one.encode()).hexdigest())
+    return sorted(set(causal_types()) - named, key=lambda model_type: hashlib.sha256(model_type.encode()).hexdigest())
 
 
 def depth_errors(model_type: str) -> dict[str, Any]:
@@ -253,12 +255,12 @@ def depth_errors(model_type: str) -> dict[str, Any]:
         few = report_for_config(raw, (9, 0), setup)
         between = time.perf_counter()
         every = report_for_config(raw, (9, 0), setup, full_depth=True)
-        failed = [one.message for one in (few, every) if isinstance(one, ProbeFailure)]
+        failed = [outcome.message for outcome in (few, every) if isinstance(outcome, ProbeFailure)]
         if isinstance(few, ProbeFailure) or isinstance(every, ProbeFailure):
             line[name] = failed[0][:200]
             continue
         parts = ("peak_allocated_bytes", "peak_reserved_bytes")
-        errors = [getattr(few.prediction, one) / getattr(every.prediction, one) - 1 for one in parts]
+        errors = [getattr(few.prediction, part) / getattr(every.prediction, part) - 1 for part in parts]
         seconds = [round(between - started, 2), round(time.perf_counter() - between, 2)]
         line[name] = {"layers": [few.depth, few.num_layers], "errors": errors, "seconds": seconds}
     return line
@@ -274,9 +276,9 @@ def _depths(num: int, out: Path) -> None:
         print(json.dumps(line), file=sys.stderr)
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if found := _repeated(line):
+        if repeated := _repeated(line):
             done += 1
-            worst = max(worst, *(abs(error) for value in found for error in value["errors"]))
+            worst = max(worst, *(abs(error) for value in repeated for error in value["errors"]))
     print(f"{done} families that no code names: worst {worst:.4%}")
 
 
@@ -324,11 +326,11 @@ def _why(line: Mapping[str, Any]) -> str:
 
 def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]) -> str:
     """docs/accuracy/any-model.md."""
-    passing, strangers = [one for one in lines if passes(one)], {*causal_types()} - {*model_types()}
-    cut = [one for one in passing if one["layers"] and not one.get("shortened")]
-    short = [one for one in passing if one.get("shortened")]
-    own = [one for one in passing if one["type"] in strangers]
-    slow = [one for one in lines if one["cpu_s"] > LIMIT_S]
+    passing, strangers = [line for line in lines if passes(line)], {*causal_types()} - {*model_types()}
+    cut = [line for line in passing if line["layers"] and not line.get("shortened")]
+    short = [line for line in passing if line.get("shortened")]
+    passing_strangers = [line for line in passing if line["type"] in strangers]
+    slow = [line for line in lines if line["cpu_s"] > LIMIT_S]
     return _PAGE.format(
         transformers=version("transformers"),
         torch=version("torch"),
@@ -337,20 +339,22 @@ def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]
         types=len(causal_types()),
         counted=len(lines),
         passing=len(passing),
-        own=len(own),
+        own=len(passing_strangers),
         strangers=len(strangers),
         cut=len(cut),
         short=len(short),
         limit_s=LIMIT_S,
         slow=len(slow),
-        median_s=statistics.median(one["cpu_s"] for one in lines),
-        worst_s=max(one["cpu_s"] for one in lines),
-        slow_types=", ".join(one["type"] for one in slow) or "none",
+        median_s=statistics.median(line["cpu_s"] for line in lines),
+        worst_s=max(line["cpu_s"] for line in lines),
+        slow_types=", ".join(line["type"] for line in slow) or "none",
         failing="\n".join(
-            f"| {one['type']} | {one.get('failed', 'the card')} | {_why(one)} |" for one in lines if not passes(one)
+            f"| {line['type']} | {line.get('failed', 'the card')} | {_why(line)} |"
+            for line in lines
+            if not passes(line)
         ),
         formula="\n".join(_formula_rows(passing)),
-        first=_first_row(own),
+        first=_first_row(passing_strangers),
         depths="\n".join(_depth_rows(depths)),
     )
 
@@ -419,19 +423,19 @@ def _layout(errors: Sequence[float], share: float) -> str:
 def _formula_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """By kind: how much more or less than the formula's the dry run's peak is, which is what a band means."""
     for kind, (words, band) in KINDS.items():
-        part = [one for one in lines if one["kind"] == kind]
-        errors = [1 / (1 + one["formula_error"]) - 1 for one in part]
-        bands = [band or one["formula_band"] for one in part]
-        out = [one["type"] for one, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
+        part = [line for line in lines if line["kind"] == kind]
+        errors = [1 / (1 + line["formula_error"]) - 1 for line in part]
+        bands = [band or line["formula_band"] for line in part]
+        out = [line["type"] for line, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
         shown = f"±{band:.0%}" if band else "±4 to ±10 %"
         yield f"| {words} | {len(part)} | {_layout(errors, 0.9)} | {shown} | {len(out)}: {', '.join(out)} |"
 
 
 def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:
-    known = [one for one in lines if "first" in one]
-    out = [one["type"] for one in known if abs(one["first"]["errors"][0]) > one["first"]["band"]]
-    errors = _layout([one["first"]["errors"][0] for one in known], 0.9)
-    return f"| {len(known)} | {errors} | {len(out)}: {', '.join(out)} |"
+    answered = [line for line in lines if "first" in line]
+    out = [line["type"] for line in answered if abs(line["first"]["errors"][0]) > line["first"]["band"]]
+    errors = _layout([line["first"]["errors"][0] for line in answered], 0.9)
+    return f"| {len(answered)} | {errors} | {len(out)}: {', '.join(out)} |"
 
 
 def _depth_rows(depths: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -446,7 +450,7 @@ def _depth_rows(depths: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _repeated(line: Mapping[str, Any]) -> list[Any]:
     """The setups of a family whose run of few layers stood for all."""
-    return [one for one in line.values() if isinstance(one, dict) and one["layers"][0] < one["layers"][1]]
+    return [setup for setup in line.values() if isinstance(setup, dict) and setup["layers"][0] < setup["layers"][1]]
 
 
 def main() -> None:
@@ -467,8 +471,8 @@ def main() -> None:
         PAGE.write_text(page(lines, depths))
         return
     done = {line["type"] for line in lines}
-    types = [one for one in args.types.split(",") if one] or causal_types()
-    missing = sorted((one for one in types if one not in done), key=lambda one: one in model_types())
+    types = [name for name in args.types.split(",") if name] or causal_types()
+    missing = sorted((name for name in types if name not in done), key=lambda name: name in model_types())
     load_all()
     for place, model_type in enumerate(missing, 1):
         line = planned_to_fit(model_type, args.limit_s)

@@ -53,10 +53,10 @@ def fit_cell(
     tail = round((len(ordered) + 1) * (1 - COVERAGE) / 2, 9)  # of 19 rows it is the first
     low, high = (_end(ordered, tail, others, upper=upper) for upper in (False, True))
     if 1 - low <= LEAST_SIDE:
-        spare = tail - sum(one < 1 - LEAST_SIDE for one in ordered)
+        spare = tail - sum(ratio < 1 - LEAST_SIDE for ratio in ordered)
         high = _end(ordered, tail + spare, others, upper=True)
     elif high - 1 <= LEAST_SIDE:
-        spare = tail - sum(one > 1 + LEAST_SIDE for one in ordered)
+        spare = tail - sum(ratio > 1 + LEAST_SIDE for ratio in ordered)
         low = _end(ordered, tail + spare, others, upper=False)
     return Cell(
         below=max(LEAST_SIDE, 1 - low),
@@ -72,8 +72,10 @@ def _end(ratios: Sequence[float], place: float, others: Sequence[Sequence[float]
     first, the one of the others' rows beyond it that a share of `place` of them lies beyond."""
     ordered = sorted(ratios, reverse=upper)
     if place < 1:
-        outer = [[one for one in group if one != ordered[0] and (one > ordered[0]) == upper] for group in others]
-        weighed = [(one, 1 / len(group)) for group, rows in zip(others, outer, strict=True) for one in rows]
+        outer = [
+            [ratio for ratio in group if ratio != ordered[0] and (ratio > ordered[0]) == upper] for group in others
+        ]
+        weighed = [(ratio, 1 / len(group)) for group, rows in zip(others, outer, strict=True) for ratio in rows]
         return passed_at(sorted(weighed, reverse=upper), place) if weighed else ordered[0]
     place = min(place, float(len(ordered)))
     before = math.floor(place)

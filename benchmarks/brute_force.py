@@ -21,9 +21,9 @@ from planner.memory.workload import Workload
 from planner.models.resolve import resolve_model
 from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import PREFERENCE_FRACTION
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import tie_break
+from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.evidence.bands import memory_band
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
@@ -68,12 +68,12 @@ class Found(NamedTuple):
     def preferences(self) -> list[str]:
         """What the choice has that the fastest lacks."""
         request, chosen = self.plan.workload, self.plan.chosen.setup
-        found = []
+        advantages = []
         if tie_break(chosen) < tie_break(self.fastest):
-            found.append("simpler")
+            advantages.append("simpler")
         if peak(request, chosen) < peak(request, self.fastest):
-            found.append("smaller")
-        return found
+            advantages.append("smaller")
+        return advantages
 
 
 def peak(request: Workload, setup: TrainSetup) -> int:
@@ -110,7 +110,7 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
         for pair in pairs
     ]
     may, least = None, {}
-    for speed, family, (micro, steps) in sorted(speeds, key=lambda one: -one[0]):
+    for speed, family, (micro, steps) in sorted(speeds, key=lambda candidate: -candidate[0]):
         if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)
             least[id(family)] = peak(
                 request, family.replace(micro_batch_seqs=1, accumulation_steps=request.global_batch_seqs)
@@ -128,11 +128,11 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     return Found(plan, node, setup, speed, len(speeds))
 
 
-def line(found: Found) -> str:
+def line(outcome: Found) -> str:
     """One row of the table."""
-    chosen = found.plan.chosen
+    chosen = outcome.plan.chosen
     differs = [
-        f"{name} {getattr(found.fastest, name)}"
+        f"{name} {getattr(outcome.fastest, name)}"
         for name in (
             "precision",
             "attention",
@@ -143,12 +143,12 @@ def line(found: Found) -> str:
             "micro_batch_seqs",
             "quantization",
         )
-        if getattr(found.fastest, name) != getattr(chosen.setup, name)
+        if getattr(outcome.fastest, name) != getattr(chosen.setup, name)
     ]
     return (
-        f"{found.plan.workload.model.model_id:34} {found.plan.workload.gpu.key:18} {found.node:10} "
-        f"{chosen.tokens_per_s:9,.0f} {found.tokens_per_s:9,.0f} {found.share:6.3f} {found.evaluated:6,}  "
-        f"{', '.join(found.preferences) or '-'}; the fastest: {', '.join(differs) or 'the same'}"
+        f"{outcome.plan.workload.model.model_id:34} {outcome.plan.workload.gpu.key:18} {outcome.node:10} "
+        f"{chosen.tokens_per_s:9,.0f} {outcome.tokens_per_s:9,.0f} {outcome.share:6.3f} {outcome.evaluated:6,}  "
+        f"{', '.join(outcome.preferences) or '-'}; the fastest: {', '.join(differs) or 'the same'}"
     )
 
 
@@ -160,13 +160,13 @@ def main() -> None:
     print(f"{'model':34} {'card':18} {'class':10} {'chosen':>9} {'fastest':>9} {'share':>6} {'setups':>6}")
     shares, faults, start = [], 0, time.process_time()
     for model, gpu in PAIRS[: args.pairs]:
-        found = search(model, gpu, args.global_batch)
-        if found is None:
+        outcome = search(model, gpu, args.global_batch)
+        if outcome is None:
             print(f"{model:34} {gpu:18} nothing fits")
             continue
-        print(line(found), flush=True)
-        shares.append(found.share)
-        faults += found.at_fault
+        print(line(outcome), flush=True)
+        shares.append(outcome.share)
+        faults += outcome.at_fault
     print(
         f"{len(shares)} plans: worst {min(shares):.3f}, mean {sum(shares) / len(shares):.4f}, {faults} faults; "
         f"{time.process_time() - start:.0f} CPU s"

@@ -22,7 +22,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import Limits
+from planner.planning.decision.results import Limits
 from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
 from planner.setup.interchange import setup_to_dict

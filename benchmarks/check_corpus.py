@@ -40,14 +40,14 @@ def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> s
     result = check(config, spec, card, budget, predict)
     if result.verdict is Verdict.FITS:
         return "fits already"
-    found = improve(result, spec, predict)
-    labels = found.labels
-    if found.verdict is not Verdict.FITS:
+    improvement = improve(result, spec, predict)
+    labels = improvement.labels
+    if improvement.verdict is not Verdict.FITS:
         return "no change helps"
-    if found.setup.global_batch_seqs != config.setup.global_batch_seqs:
+    if improvement.setup.global_batch_seqs != config.setup.global_batch_seqs:
         return "another effective batch"
     try:
-        text = fixed_files(path, config, found, spec, card=card).texts.get(path)
+        text = fixed_files(path, config, improvement, spec, card=card).texts.get(path)
     except PlannerError as error:
         return f"not writable ({error.message})"
     if keep is not None and text is not None:
@@ -65,10 +65,10 @@ def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> s
 
 def differences(name: str, config: Any, expected: dict[str, dict[str, Any]]) -> list[str]:
     """Where a reading is not what a person read in the file."""
-    known = expected.get(name, {})
+    reading = expected.get(name, {})
     return [
         f"{key}: {getattr(config.setup, key)} instead of {value}"
-        for key, value in known.items()
+        for key, value in reading.items()
         if key not in ("file", "model") and getattr(config.setup, key) != value
     ]
 
@@ -139,20 +139,20 @@ def main() -> None:
     files = sorted(path for path in every if path.is_file() and args.only in str(path))
     counts: Counter[str] = Counter()
     lines = []
-    facts = [json.loads(line) for line in EXPECTED.read_text().splitlines()]
-    expected = {str(place(one["file"])): one for one in facts}
+    readings = [json.loads(line) for line in EXPECTED.read_text().splitlines()]
+    expected = {str(place(reading["file"])): reading for reading in readings}
     fixes: Counter[str] = Counter()
     for path in files:
         name = str(path.relative_to(args.directory))
-        found = one(path, args.gpu, None, expected, name, fix=args.fix, keep=args.fixed)
-        if found["outcome"] == "model not at hand" and args.model:
-            found = {
+        row = one(path, args.gpu, None, expected, name, fix=args.fix, keep=args.fixed)
+        if row["outcome"] == "model not at hand" and args.model:
+            row = {
                 **one(path, args.gpu, args.model, expected, name, fix=args.fix, keep=args.fixed),
                 "stand_in": args.model,
             }
-        counts[found["outcome"]] += 1
-        fixes[found.get("fix", "").partition(" (")[0]] += 1
-        lines.append({"file": str(path.relative_to(args.directory)), **found})
+        counts[row["outcome"]] += 1
+        fixes[row.get("fix", "").partition(" (")[0]] += 1
+        lines.append({"file": str(path.relative_to(args.directory)), **row})
         print(json.dumps(lines[-1]), flush=True)
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))

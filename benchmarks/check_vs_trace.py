@@ -230,9 +230,9 @@ sdp_attention: true
 def axolotl(adapter: str, more: str = "") -> Case:
     """A file of Axolotl. With its end each row is 1,024 of the stand-in's tokens: a shorter one brings a mask, by which
     PyTorch takes other attention."""
-    beside = {"rows.jsonl": (json.dumps({"text": "a " * 511 + "a"}) + "\n") * 64}
+    extra_files = {"rows.jsonl": (json.dumps({"text": "a " * 511 + "a"}) + "\n") * 64}
     text = AXOLOTL.format(adapter=adapter, more=more)
-    return Case("axolotl.yaml", text, ("-m", "axolotl.cli.train", "{file}"), beside, "axolotl")
+    return Case("axolotl.yaml", text, ("-m", "axolotl.cli.train", "{file}"), extra_files, "axolotl")
 
 
 TORCHTUNE = """output_dir: out
@@ -295,8 +295,8 @@ recipe.train()
 def torchtune(recipe: str, name: str, **words: Any) -> Case:
     """A recipe's file; it is imported, as `tune run` starts a process."""
     usual = {"builder": "llama3_1_8b", "micro": 2, "optimizer": "bitsandbytes.optim.PagedAdamW8bit", "more": ""}
-    beside = {"run.py": TORCHTUNE_RUN.format(recipe=recipe, name=name), "parts.py": TORCHTUNE_PARTS}
-    return Case("tune.yaml", TORCHTUNE.format(**{**usual, **words}), ("run.py", "{file}"), beside, "torchtune")
+    extra_files = {"run.py": TORCHTUNE_RUN.format(recipe=recipe, name=name), "parts.py": TORCHTUNE_PARTS}
+    return Case("tune.yaml", TORCHTUNE.format(**{**usual, **words}), ("run.py", "{file}"), extra_files, "torchtune")
 
 
 FULL_RECIPE = ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice")
@@ -408,7 +408,7 @@ def row_of(name: str, gpu: str, tools: dict[str, str]) -> dict[str, Any]:
     row["band"] = read["memory_band"]
     if traced["speed"]:
         speeds = {"checked": read["prediction"], "traced": traced["speed"]}
-        row |= {f"{name}_tokens_per_s": round(one["tokens_per_s"], 1) for name, one in speeds.items()}
+        row |= {f"{name}_tokens_per_s": round(speed["tokens_per_s"], 1) for name, speed in speeds.items()}
     return row | {"result": "both", "said": [*read["approximations"], *read["notes"], *read["prediction"]["notes"]]}
 
 
@@ -422,25 +422,27 @@ def fixed(name: str, gpu: str, share: float, tools: dict[str, str]) -> dict[str,
             return {"result": "not read", "why": refused}
         needed = read["prediction"]["peak_device_bytes"]
         memory = ["--gpu", gpu, "--memory-gib", f"{share * needed / 2**30 + 0.5:.3f}"]
-        asked, refused = answered(["check", case.file, *memory, "--fix", "--json=full"], folder)
-        fix = asked["fix"] if asked is not None else {}
+        checked, refused = answered(["check", case.file, *memory, "--fix", "--json=full"], folder)
+        fix = checked["fix"] if checked is not None else {}
         row: dict[str, Any] = {"needed_bytes": needed, "changes": fix.get("changes", [])}
-        if asked is None or not fix.get("path"):
+        if checked is None or not fix.get("path"):
             row |= {"result": "no file", "why": fix.get("refused") or refused, "command": fix.get("command", "")}
             return row
-        row |= {"budget_bytes": asked["budget_bytes"], "verdict": fix["verdict"], "diff": fix["diff"]}
+        row |= {"budget_bytes": checked["budget_bytes"], "verdict": fix["verdict"], "diff": fix["diff"]}
         traced, failed = traced_file(case, fix["path"], folder, memory, tools)
-        again, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json=full"], folder)
+        rechecked, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json=full"], folder)
     row["wall_s"] = round(time.monotonic() - start)
-    if traced is None or again is None:
+    if traced is None or rechecked is None:
         return row | {"result": "does not run" if traced is None else "not read again", "why": failed or refused}
-    was, now = asked["setup"], again["setup"]
+    was, now = checked["setup"], rechecked["setup"]
     differing = [field for field in was if was[field] != now.get(field)]
-    singles = {one["label"]: one for one in asked["changes"]}
-    told = {field for label in row["changes"] for field in singles.get(label, {"fields": differing})["fields"]}
-    row["untold"] = [one for one in differing if one not in told]
-    spared = [label for label, one in singles.items() if one["verdict"] == "fits" and not one["changes_training"]]
-    row["cut_needlessly"] = spared if "seq_len_tokens" in told else []
+    singles = {change["label"]: change for change in checked["changes"]}
+    stated = {field for label in row["changes"] for field in singles.get(label, {"fields": differing})["fields"]}
+    row["untold"] = [field for field in differing if field not in stated]
+    spared = [
+        label for label, change in singles.items() if change["verdict"] == "fits" and not change["changes_training"]
+    ]
+    row["cut_needlessly"] = spared if "seq_len_tokens" in stated else []
     row["traced_bytes"] = traced["peak_device_bytes"]
     return row | {"result": "fits" if row["traced_bytes"] <= row["budget_bytes"] else "does not fit"}
 
@@ -459,7 +461,7 @@ def main() -> None:
     parser.add_argument("--fix", action="store_true", help="run what --fix writes")
     parser.add_argument("--tool", action="append", default=[], help="NAME=PYTHON: as tools/validators/NAME.sh makes it")
     arguments = parser.parse_args()
-    tools = dict(one.split("=", 1) for one in arguments.tool)
+    tools = dict(tool.split("=", 1) for tool in arguments.tool)
     names = arguments.names or [name for name, case in CASES.items() if not case.tool or tools.get(case.tool)]
     for name in names:
         if not arguments.fix:

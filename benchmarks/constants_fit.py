@@ -106,8 +106,8 @@ def fit_shift(
     member = [groups[name] for name in offsets_of]
     errors_at = lru_cache(maxsize=4)(errors)  # moving an offset alone asks for the same constants again
 
-    def residuals(found: Sequence[float]) -> list[float]:
-        shift = [float(z) for z in found]
+    def residuals(parameters: Sequence[float]) -> list[float]:
+        shift = [float(z) for z in parameters]
         clipped = [
             _soft(error - offset_noise * shift[width + group]) * weight
             for error, weight, group in zip(errors_at(tuple(shift[:width])), weights, member, strict=True)

@@ -26,15 +26,15 @@ from planner.models.resolve import resolve_model
 from planner.options.kernels import KERNELS
 from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import Limits
 from planner.planning.decision.layouts import STAGES, layout_name, layouts
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import full_quality, left_out
+from planner.planning.decision.results import Limits
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values
 from planner.planning.targets import LAUNCHERS
-from planner.planning.walk import Point, walk
+from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
 
@@ -103,8 +103,8 @@ class Found(NamedTuple):
     """A plan beside the fastest of its class: of what the policy leaves open, and of all with why it was left out."""
 
     plan: Plan
-    fastest: Point
-    beyond: Point
+    fastest: WalkedSetup
+    beyond: WalkedSetup
     reason: str
     walked: int
 
@@ -120,7 +120,7 @@ def worth(attention: str, tokens_per_s: float) -> float:
     return tokens_per_s * (1 - PACKAGE_PRICES.get(attention, 0.0))
 
 
-def worth_of(point: Point) -> float:
+def worth_of(point: WalkedSetup) -> float:
     """The same of a walked point."""
     return worth(point.attention, point.tokens_per_s)
 
@@ -132,28 +132,28 @@ def quality(workload: Workload, setup: TrainSetup) -> tuple[object, ...]:
 
 def spaces(workload: Workload) -> Iterator[Workload]:
     """The workload once for every target and its kernels, with torch.compile and without."""
-    for target in [name for name in workload.aim.targets if name not in LAUNCHERS]:
+    for target in [name for name in workload.objective_spec.targets if name not in LAUNCHERS]:
         for compiled in (False, True):
             families = {} if compiled or "kernels" in workload.fixed else {"kernels": tuple(KERNELS)}
             fixed = {**workload.fixed, **families, **({"compile": (True,)} if compiled else {})}
             yield replace(workload, targets=(target,), fixed=fixed)
 
 
-def points(workload: Workload) -> Iterator[Point]:
+def points(workload: Workload) -> Iterator[WalkedSetup]:
     """Every point of every target's space under every layout."""
     for space in spaces(workload):
         try:
             values = dimension_values(space)
-            found = layouts(space, [stage for stage in STAGES if stage != "offload"]) if space.num_gpus > 1 else ()
+            placements = layouts(space, [stage for stage in STAGES if stage != "offload"]) if space.num_gpus > 1 else ()
         except UsageError:
             continue
-        if space.num_gpus == 1 or found:
-            yield from walk(space, values, found)
+        if space.num_gpus == 1 or placements:
+            yield from walk(space, values, placements)
 
 
-def search(asked: Asked) -> Found | None:
+def search(request: Asked) -> Found | None:
     """The plan and the fastest of its class; None where nothing fits."""
-    workload = asked.workload()
+    workload = request.workload()
     plan = plan_workload(workload)
     if not isinstance(plan, Plan):
         return None
@@ -163,7 +163,7 @@ def search(asked: Asked) -> Found | None:
         quality(workload, chosen.setup),
         limits.bytes_with_margin(chosen.setup) >= chosen.formula.peak_device_bytes,
     )
-    best: dict[str, Point] = {}  # by why it is left out
+    best: dict[str, WalkedSetup] = {}  # by why it is left out
     reasons: dict[tuple[object, ...], str] = {}
     for point in points(workload):
         walked += 1
@@ -179,34 +179,34 @@ def search(asked: Asked) -> Found | None:
         if reason not in best or worth_of(point) > worth_of(best[reason]):
             best[reason] = point
     fastest = best[""]
-    reason, beyond = max(best.items(), key=lambda one: worth_of(one[1]))
+    reason, beyond = max(best.items(), key=lambda entry: worth_of(entry[1]))
     return Found(plan, fastest, beyond, reason, walked)
 
 
-def differences(found: TrainSetup, chosen: TrainSetup) -> str:
+def differences(fastest: TrainSetup, chosen: TrainSetup) -> str:
     """In what the fastest differs."""
     names = (
         "stack", "kernels", "compile", "attention", "precision", "quantization", "optimizer", "loss", "checkpointing",
         "selective_checkpointing", "micro_batch_seqs", "rollout",
     )  # fmt: skip
-    words = [f"{name} {getattr(found, name)}" for name in names if getattr(found, name) != getattr(chosen, name)]
-    if layout_name(found) != layout_name(chosen):
-        words.append(layout_name(found))
+    words = [f"{name} {getattr(fastest, name)}" for name in names if getattr(fastest, name) != getattr(chosen, name)]
+    if layout_name(fastest) != layout_name(chosen):
+        words.append(layout_name(fastest))
     return ", ".join(words) or "the same"
 
 
-def row(asked: Asked, found: Found) -> str:
+def row(request: Asked, outcome: Found) -> str:
     """One line of the table."""
-    chosen = found.plan.chosen
+    chosen = outcome.plan.chosen
     setup, speed = chosen.setup, chosen.formula.tokens_per_s or 0.0
     by = setup.trainer.title if setup.stack != DEFAULT else "TRL"
     how = f"{by}, {setup.kernels}" + ", compiled" * setup.compile
     more = ""
-    if found.beyond.tokens_per_s > found.fastest.tokens_per_s * 1.0001:
-        more = f"{found.beyond.tokens_per_s:,.0f} by {differences(found.beyond.setup, setup)}: {found.reason}"
+    if outcome.beyond.tokens_per_s > outcome.fastest.tokens_per_s * 1.0001:
+        more = f"{outcome.beyond.tokens_per_s:,.0f} by {differences(outcome.beyond.setup, setup)}: {outcome.reason}"
     return (
-        f"| {asked.title} | {node_of_setup(setup)}, {how} | {speed:,.0f} | {found.fastest.tokens_per_s:,.0f} | "
-        f"{found.share:.3f} | {differences(found.fastest.setup, setup)} | {more} |"
+        f"| {request.title} | {node_of_setup(setup)}, {how} | {speed:,.0f} | {outcome.fastest.tokens_per_s:,.0f} | "
+        f"{outcome.share:.3f} | {differences(outcome.fastest.setup, setup)} | {more} |"
     )
 
 
@@ -219,18 +219,18 @@ def main() -> None:
     lines = [head, "|---|---" * 3 + "|---|"]
     print("\n".join(lines), flush=True)
     shares, start, walked = [], time.process_time(), 0
-    for asked in WISHES:
-        if args.request.lower() not in asked.title.lower():
+    for request in WISHES:
+        if args.request.lower() not in request.title.lower():
             continue
-        found = search(asked)
-        line = row(asked, found) if found is not None else f"| {asked.title} | nothing surely fits | | | | | |"
+        outcome = search(request)
+        line = row(request, outcome) if outcome is not None else f"| {request.title} | nothing surely fits | | | | | |"
         print(line, flush=True)
         lines.append(line)
-        shares += [found.share] if found is not None else []
-        walked += found.walked if found is not None else 0
+        shares += [outcome.share] if outcome is not None else []
+        walked += outcome.walked if outcome is not None else 0
     print(
         f"{len(shares)} plans, {walked:,} setups: worst {min(shares):.3f}, mean {sum(shares) / len(shares):.3f}, "
-        f"{sum(one < LEAST_SHARE for one in shares)} below {LEAST_SHARE}; {time.process_time() - start:.0f} CPU s"
+        f"{sum(share < LEAST_SHARE for share in shares)} below {LEAST_SHARE}; {time.process_time() - start:.0f} CPU s"
     )
     if args.write:
         text = TABLE.read_text("utf-8")

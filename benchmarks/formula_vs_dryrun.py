@@ -94,7 +94,7 @@ def has_parts(setup: TrainSetup) -> bool:
 def refused(model: ModelSpec, setup: TrainSetup) -> str:
     """Why nothing trains this: attention that the flash kernels do not take, packed experts with adapters of their own,
     a quantized base of which nothing is quantized; the formula then counts what a person would have to run instead."""
-    if setup.quantized and not any(one.quantizes for layer in model.layer_kinds for one in layer.linears):
+    if setup.quantized and not any(linear.quantizes for layer in model.layer_kinds for linear in layer.linears):
         return f"transformers quantizes no matrix of {model.model_type}"
     if halves := halves_refusal(model, setup):
         return halves
@@ -149,10 +149,10 @@ def second_step(trace: Any) -> Any:
         of_optimizer = owner is not None and owner[0] == "optimizer"
         return of_optimizer or str(trace.origins[event.id].op).startswith("cuBLAS")
 
-    kept = [event for event in trace.events if stays(event)]
-    start = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "forward")
+    persistent = [event for event in trace.events if stays(event)]
+    start = next(i for i, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "forward")
     rest = [event for event in trace.events[start + 1 :] if not stays(event)]
-    return replace(trace, events=[*trace.events[: start + 1], *kept, *rest])
+    return replace(trace, events=[*trace.events[: start + 1], *persistent, *rest])
 
 
 def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) -> tuple[dict[str, Any], dict[str, int]]:
@@ -261,9 +261,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if "dry_run_allocated" not in row:
             continue
-        setup, found = setup_from_dict(row["setup"]), predicted(row)
-        error = found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
-        phases = f"{row['dry_run_phase']} | {found.peak_phase}"
+        setup, prediction = setup_from_dict(row["setup"]), predicted(row)
+        error = prediction.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
+        phases = f"{row['dry_run_phase']} | {prediction.peak_phase}"
         size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
         named.append((error, f"| {row['model']} | {row['gpu']} | {words(setup)} | {phases} | {size} |"))
         for key in (
@@ -285,7 +285,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "| error | model | card | setup | peak in the dry run | in the formula | dry run |",
         "|--:" + "|---" * 6 + "|",
     ]
-    for error, text in sorted(named, key=lambda one: -abs(one[0]))[:NAMED]:
+    for error, text in sorted(named, key=lambda entry: -abs(entry[0]))[:NAMED]:
         lines.append(f"| {100 * error:+.1f} % {text}")
     return "\n".join(lines)
 

@@ -45,7 +45,7 @@ Looks = Mapping[str, Mapping[str, float]]
 def otherwise(row: MeasuredRow, what: Quantity) -> bool:
     """Whether a figure holds what no setup says, so that no fit may learn from it."""
     head = "tokens/s:" if what == "tokens_per_s" else "memory:"
-    return any(one.startswith(head) for one in row.differs)
+    return any(difference.startswith(head) for difference in row.differs)
 
 
 def timed_figure(prediction: Prediction, what: Quantity, untimed: Collection[str]) -> float | None:
@@ -85,15 +85,15 @@ def banded_look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[flo
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         if measured is None or setup is None or not row.comparable(what):
             continue
-        found = predict(model, gpu, setup)
-        predicted = timed_figure(found, what, row.untimed)
+        prediction = predict(model, gpu, setup)
+        predicted = timed_figure(prediction, what, row.untimed)
         if predicted is None:
             continue
         ratios[what] = predicted / (setup.num_gpus if what == "tokens_per_s" else 1) / measured
-        below, above = found.bands[what]
+        below, above = prediction.bands[what]
         if what == "tokens_per_s":
-            below = max(below, 1 - 1 / (1 + (found.time_band_fraction or 0.0)))
-            above = max(above, found.time_band_fraction or 0.0)
+            below = max(below, 1 - 1 / (1 + (prediction.time_band_fraction or 0.0)))
+            above = max(above, prediction.time_band_fraction or 0.0)
         bands[what] = (below, above)
     return ratios, bands
 
@@ -106,22 +106,22 @@ def listing(groups: Collection[str]) -> str:
         if row.group not in groups or row.setup is None or row.unmapped:
             continue
         ratios, bands = banded_look(row)
-        for what in (one for one in METRICS[:3] if one in ratios):
+        for what in (metric for metric in METRICS[:3] if metric in ratios):
             measured, ratio, (below, above) = row.measured(what) or 0, ratios[what], bands[what]
             miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
-            known = row.memory_confidence in ("A", "B")
-            if known:
+            is_sure = row.memory_confidence in ("A", "B")
+            if is_sure:
                 sure["one GPU" if row.num_gpus == 1 else "several GPUs"].append((ratio, miss))
             lines.append(
-                f"{row.id:24} {'kept out' if kept_out(row) else '':8} {'' if known else 'unsure':6} {row.num_gpus:3} "
+                f"{row.id:24} {'kept out' if kept_out(row) else '':8} {'' if is_sure else 'unsure':6} {row.num_gpus:3} "
                 f"{what:9} {gib(ratio * measured):>9} (-{below:.0%} to +{above:.0%}), measured {gib(measured):>9}: "
                 f"{ratio - 1:+.1%} {miss}"
             )
-    for gpus, found in sorted(sure.items()):
-        misses = [miss for _, miss in found if miss]
-        error = statistics.median(abs(ratio - 1) for ratio, _ in found)
+    for gpus, outcomes in sorted(sure.items()):
+        misses = [miss for _, miss in outcomes if miss]
+        error = statistics.median(abs(ratio - 1) for ratio, _ in outcomes)
         lines.append(
-            f"{gpus}, sure: {len(found) - len(misses)} of {len(found)} inside their bands, median {error:.1%}; "
+            f"{gpus}, sure: {len(outcomes) - len(misses)} of {len(outcomes)} inside their bands, median {error:.1%}; "
             f"{misses.count('too low')} of {len(misses)} misses too low"
         )
     return "\n".join(lines) + "\n"
@@ -141,14 +141,14 @@ def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], di
     return ratios, inside, refused
 
 
-def dry_run_looks(known: Looks) -> dict[str, dict[str, float]]:
+def dry_run_looks(recorded: Looks) -> dict[str, dict[str, float]]:
     """Predicted over measured of memory figures by the dry run; rows of one setup share one run."""
     from probes.dryrun import dry_run
 
-    answers, found = {}, {name: dict(one) for name, one in known.items()}
+    answers, by_row = {}, {name: dict(look) for name, look in recorded.items()}
     for row in rows():
         wanted = [what for what in METRICS[:3] if row.comparable(what) and row.measured(what)]
-        if row.id in found or not wanted or row.setup is None or row.setup.compile or row.num_gpus > 1:
+        if row.id in by_row or not wanted or row.setup is None or row.setup.compile or row.num_gpus > 1:
             continue
         model, gpu = _lookup(row)
         key = (model.model_id, gpu.key, row.setup)
@@ -157,8 +157,8 @@ def dry_run_looks(known: Looks) -> dict[str, dict[str, float]]:
         answer = answers[key]
         if isinstance(answer, Prediction):
             ratios = {what: (predicted_figure(answer, what) or 0.0) / (row.measured(what) or 1.0) for what in wanted}
-            found[row.id] = {what: round(ratio, 4) for what, ratio in ratios.items()}
-    return found
+            by_row[row.id] = {what: round(ratio, 4) for what, ratio in ratios.items()}
+    return by_row
 
 
 def _share(values: Sequence[float]) -> str:
@@ -166,10 +166,10 @@ def _share(values: Sequence[float]) -> str:
     return f"{statistics.median(errors):.1%} / {max(errors):.1%}" if errors else ""
 
 
-def _configs(found: Iterable[MeasuredRow], ratios: Looks, what: str) -> list[float]:
+def _configs(runs: Iterable[MeasuredRow], ratios: Looks, what: str) -> list[float]:
     """One ratio per configuration, the median of its runs."""
     each: dict[str, list[float]] = defaultdict(list)
-    for row in found:
+    for row in runs:
         if what in ratios.get(row.id, {}):
             each[row.config_id].append(ratios[row.id][what])
     return [statistics.median(values) for values in each.values()]
@@ -197,11 +197,11 @@ def page(first: Looks, dry_runs: Looks) -> str:
             today = _configs(members, ratios, what)
             if not today:
                 continue
-            held = _configs([row for row in members if kept_out(row)], ratios, what)
+            held_out = _configs([row for row in members if kept_out(row)], ratios, what)
             flags = [inside[row.id][what] for row in members if what in inside.get(row.id, {})]
             lines.append(
                 f"| {group} | {NAMES.get(what, what)} | {len(flags)} | {len(today)} | "
-                f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held)} | "
+                f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held_out)} | "
                 f"{sum(flags) / len(flags):.0%} | {_share(_configs(members, dry_runs, what))} |"
             )
     lines += ["", *_kinds(ratios)]
@@ -236,11 +236,11 @@ def _kinds(ratios: Looks) -> list[str]:
         ("torch.compile", compiled, METRICS),
     ):
         for what in metrics:
-            found = _configs(members, ratios, what)
-            held = _configs([row for row in members if kept_out(row)], ratios, what)
-            if found:
-                number = f"{len(found)} configurations, kept out {_share(held)} of {len(held)}"
-                lines.append(f"- {name}, {NAMES.get(what, what)}: {_share(found)} of {number}")
+            config_ratios = _configs(members, ratios, what)
+            held_out = _configs([row for row in members if kept_out(row)], ratios, what)
+            if config_ratios:
+                number = f"{len(config_ratios)} configurations, kept out {_share(held_out)} of {len(held_out)}"
+                lines.append(f"- {name}, {NAMES.get(what, what)}: {_share(config_ratios)} of {number}")
     return lines
 
 
@@ -250,17 +250,17 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
     parser.add_argument("--dry-runs", action="store_true", help="dry-run what is not recorded")
     parser.add_argument("--list", nargs="+", default=(), metavar="SOURCE", help="memory of these sources, run by run")
-    asked = parser.parse_args()
-    if asked.list:
-        sys.stdout.write(listing(asked.list))
+    args = parser.parse_args()
+    if args.list:
+        sys.stdout.write(listing(args.list))
         return
     first = json.loads(FIRST.read_text())
     dry_runs = json.loads(DRY_RUNS.read_text()) if DRY_RUNS.exists() else {}
-    if asked.first:
-        new = {name: {what: round(one, 4) for what, one in found.items()} for name, found in looks()[0].items()}
+    if args.first:
+        new = {name: {what: round(ratio, 4) for what, ratio in look.items()} for name, look in looks()[0].items()}
         first = new | first
         _write(FIRST, first)
-    if asked.dry_runs:
+    if args.dry_runs:
         dry_runs = dry_run_looks(dry_runs)
         _write(DRY_RUNS, dry_runs)
     text = page(first, dry_runs)
@@ -268,8 +268,8 @@ def main() -> None:
     sys.stdout.write(text)
 
 
-def _write(path: Path, found: Looks) -> None:
-    path.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+def _write(path: Path, ratios: Looks) -> None:
+    path.write_text(json.dumps(ratios, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

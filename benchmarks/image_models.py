@@ -162,7 +162,7 @@ def configs() -> dict[str, dict[str, Any]]:
         {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
          "deepstack_visual_indexes": [8, 16, 24]},
     )  # fmt: skip
-    listed = {one.model_id.partition("/")[2]: dict(one.config) for one in catalogue.entries()}
+    listed = {entry.model_id.partition("/")[2]: dict(entry.config) for entry in catalogue.entries()}
     return {
         **small,
         **OTHERS,

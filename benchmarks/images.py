@@ -43,9 +43,9 @@ CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 3
 def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     """The formula's model."""
     for owner in ("google", "Qwen"):
-        found = catalogue.load(f"{owner}/{name}")
-        if found is not None and found.config == config:
-            return with_vision(found)
+        listed = catalogue.load(f"{owner}/{name}")
+        if listed is not None and listed.config == config:
+            return with_vision(listed)
     return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
 
 
@@ -77,20 +77,20 @@ def compared(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, case: dict[str, 
 def main() -> None:
     """Prints a row for each case, then the median and the worst."""
     named = [word for word in sys.argv[1:] if not word.startswith("-")]
-    kept = [json.loads(line) for line in OUT.read_text().splitlines()] if named else []
-    rows, gpu, turn = [row for row in kept if row["model"] not in named], find_gpu(GPU), 0
+    stored = [json.loads(line) for line in OUT.read_text().splitlines()] if named else []
+    rows, gpu, case_index = [row for row in stored if row["model"] not in named], find_gpu(GPU), 0
     for name, config in configs().items():
         if named and name not in named:
-            turn += len(METHODS)
+            case_index += len(METHODS)
             continue
         model = spec_of(name, config)
         for method, fields in METHODS.items():
-            for case in (CASES[turn % len(CASES)], CASES[(turn + 2) % len(CASES)]):
+            for case in (CASES[case_index % len(CASES)], CASES[(case_index + 2) % len(CASES)]):
                 setup = setup_of(model, fields, case)
                 if stored_refusal(setup, model):  # in 4 bits, Gemma 3n
                     continue
                 rows.append(compared(model, gpu, setup, {"model": name, "method": method, "case": case}))
-            turn += 1
+            case_index += 1
     errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)
     print(f"{len(errors)} cases: median {statistics.median(errors):.2%}, worst {errors[-1]:.2%}")
     if "--write" in sys.argv:

@@ -175,13 +175,13 @@ def tried(model: str, fields: dict[str, Any]) -> Iterator[tuple[str, TrainSetup]
 def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
-    cut, dealt = "context" in parallels, "experts" in parallels
+    cut, expert_parallel = "context" in parallels, "experts" in parallels
     lengths = LONG if cut else SEQ_LENS
     while True:
-        for strategy in CUT if cut else DEALT if dealt else STRATEGIES:
-            for model in MIXTURES if dealt else MODELS:
+        for strategy in CUT if cut else DEALT if expert_parallel else STRATEGIES:
+            for model in MIXTURES if expert_parallel else MODELS:
                 fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
-                fields |= draw.choice(METHODS[:3] if dealt else METHODS)
+                fields |= draw.choice(METHODS[:3] if expert_parallel else METHODS)
                 rank = draw.choice(RANKS)
                 if fields["method"] == "full":
                     fields["lora_targets"] = "all-linear"
@@ -189,7 +189,7 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                     fields["lora_rank"] = rank
                 fields |= {"seq_len_tokens": draw.choice(lengths), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
                 fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
-                if cut or dealt or strategy["parallel"] in parallels:
+                if cut or expert_parallel or strategy["parallel"] in parallels:
                     yield from tried(model, fields)
 
 
@@ -225,13 +225,13 @@ def measure(model_id: str, setup: TrainSetup) -> dict[str, Any]:
     report = report_for_config(spec.config, CAPABILITY, setup)
     if not isinstance(report, DryRunReport):
         return row | {"failure": report.message}
-    found = report.prediction
+    prediction = report.prediction
     return row | {
         "elapsed_s": round(report.elapsed_s, 3),
-        "phases": dict(found.phase_peaks_bytes),
-        "allocated": found.peak_allocated_bytes,
-        "reserved": found.peak_reserved_bytes,
-        "phase": found.peak_phase,
+        "phases": dict(prediction.phase_peaks_bytes),
+        "allocated": prediction.peak_allocated_bytes,
+        "reserved": prediction.peak_reserved_bytes,
+        "phase": prediction.peak_phase,
         "groups": {
             phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= 1 << 24}
             for phase, groups in report.phase_groups.items()
@@ -245,7 +245,7 @@ def formula(model_id: str, setup: TrainSetup) -> Any:
     spec = catalogue.load(model_id)
     assert spec is not None
     ranks = rank_memories(spec, find_gpu(GPU), setup)
-    return max((one.breakdown for one in ranks), key=lambda one: one.peak_allocated_bytes)
+    return max((rank.breakdown for rank in ranks), key=lambda breakdown: breakdown.peak_allocated_bytes)
 
 
 def strategy_of(setup: TrainSetup) -> str:
@@ -278,8 +278,8 @@ def markdown(rows: list[dict[str, Any]], worst: int = 4) -> str:
         if "allocated" not in row:
             continue
         setup = setup_from_dict(row["setup"])
-        found = formula(row["model"], setup)
-        error = found.peak_allocated_bytes / row["allocated"] - 1.0
+        breakdown = formula(row["model"], setup)
+        error = breakdown.peak_allocated_bytes / row["allocated"] - 1.0
         keys = (
             ("all", "all points"),
             ("strategy", strategy_of(setup)),
@@ -287,28 +287,28 @@ def markdown(rows: list[dict[str, Any]], worst: int = 4) -> str:
         )
         for key in keys:
             errors.setdefault(key, []).append(error)
-        by_error.append((error, describe(row, setup, found)))
+        by_error.append((error, describe(row, setup, breakdown)))
     lines = []
     for group in dict.fromkeys(key[0] for key in errors):
         lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
-        lines += [_line(name, found) for (kind, name), found in sorted(errors.items()) if kind == group]
+        lines += [_line(name, values) for (kind, name), values in sorted(errors.items()) if kind == group]
         lines.append("")
     lines += ["| error | dry run, formula | point |", "|--:|---|---|"]
-    lines += [text for _, text in sorted(by_error, key=lambda one: -abs(one[0]))[:worst]]
+    lines += [text for _, text in sorted(by_error, key=lambda entry: -abs(entry[0]))[:worst]]
     return "\n".join(lines) + "\n"
 
 
-def describe(row: dict[str, Any], setup: TrainSetup, found: Any) -> str:
+def describe(row: dict[str, Any], setup: TrainSetup, breakdown: Any) -> str:
     """One point as a row of a table: error, both peaks, the setup in words."""
-    error = found.peak_allocated_bytes / row["allocated"] - 1.0
+    error = breakdown.peak_allocated_bytes / row["allocated"] - 1.0
     point = (
         f"{row['model']}, {strategy_of(setup)} x {setup.num_gpus}, {setup.method} {setup.precision}, "
         f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
         f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss}"
     )
     gib = 1 << 30
-    sizes = f"{row['allocated'] / gib:.2f} GiB ({row['phase']}), {found.peak_allocated_bytes / gib:.2f} GiB"
-    return f"| {100 * error:+.1f} % | {sizes} ({found.peak_phase}) | {point} |"
+    sizes = f"{row['allocated'] / gib:.2f} GiB ({row['phase']}), {breakdown.peak_allocated_bytes / gib:.2f} GiB"
+    return f"| {100 * error:+.1f} % | {sizes} ({breakdown.peak_phase}) | {point} |"
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -37,40 +37,42 @@ def pairs() -> Iterator[tuple[ModelSpec, ModelSpec]]:
     for entry in catalogue.entries():
         fields = Fields(entry.config, "config.json")
         kind = "" if entry.model_type in ("llama", "t5", "whisper") else alike.kind_of(fields)
-        known = catalogue.load(entry.model_id)
+        adapted = catalogue.load(entry.model_id)
         if (
             kind
-            and known is not None
-            and not known.reads_both_ways
+            and adapted is not None
+            and not adapted.reads_both_ways
             and not {"vision_config", "audio_config"} & set(entry.config)
         ):
             read = alike.build(fields, kind)
-            yield replace(read, model_id=known.model_id, model_type="unknown", config=known.config), known
+            yield replace(read, model_id=adapted.model_id, model_type="unknown", config=adapted.config), adapted
 
 
-def errors(read: ModelSpec, known: ModelSpec) -> Iterator[tuple[str, float, float]]:
+def errors(read: ModelSpec, adapted: ModelSpec) -> Iterator[tuple[str, float, float]]:
     """(setup, error of the peak, error of the step time) of every setup."""
     card = find_gpu(CARD)
     for name, setup in SETUPS.items():
-        found, true = (predict(one, card, setup.replace(attention=default_attention(one))) for one in (read, known))
-        assert found.step_time_s
+        by_sizes, true = (
+            predict(spec, card, setup.replace(attention=default_attention(spec))) for spec in (read, adapted)
+        )
+        assert by_sizes.step_time_s
         assert true.step_time_s
-        yield name, true.peak_device_bytes / found.peak_device_bytes - 1, true.step_time_s / found.step_time_s - 1
+        yield name, true.peak_device_bytes / by_sizes.peak_device_bytes - 1, true.step_time_s / by_sizes.step_time_s - 1
 
 
 def main() -> None:
     """Print the medians and the worst by kind and setup."""
     for kind in alike.KINDS:
-        of_kind = [(read, known) for read, known in pairs() if read.like == kind]
-        print(f"--like {kind}: {len(of_kind)} models of {len({known.model_type for _, known in of_kind})} types")
-        params = [abs(known.num_params / read.num_params - 1) for read, known in of_kind]
+        of_kind = [(read, adapted) for read, adapted in pairs() if read.like == kind]
+        print(f"--like {kind}: {len(of_kind)} models of {len({adapted.model_type for _, adapted in of_kind})} types")
+        params = [abs(adapted.num_params / read.num_params - 1) for read, adapted in of_kind]
         print(f"  parameters: median {median(params):.1%}, worst {max(params):.1%}")
         rows = [row for pair in of_kind for row in errors(*pair)]
         for name in SETUPS:
             for what, place in (("peak", 1), ("step time", 2)):
-                found = sorted(float(row[place]) for row in rows if row[0] == name)
-                middle = median(map(abs, found))
-                print(f"  {name}: {what} median {middle:.1%}, from {found[0]:+.1%} to {found[-1]:+.1%}")
+                deviations = sorted(float(row[place]) for row in rows if row[0] == name)
+                middle = median(map(abs, deviations))
+                print(f"  {name}: {what} median {middle:.1%}, from {deviations[0]:+.1%} to {deviations[-1]:+.1%}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from planner.planning.plan_request import PlanRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "choices.md"
 BEGIN, END = "<!-- benchmarks/listed_plans.py: begin -->\n", "<!-- benchmarks/listed_plans.py: end -->\n"
-FULL, QLORA, INT8, LORA = ({"fixed": one} for one in (
+FULL, QLORA, INT8, LORA = ({"fixed": fixed} for fixed in (
     {"method": ("full",)}, {"method": ("qlora",)}, {"method": ("qlora",), "quantization": ("int8",)},
     {"method": ("lora",)},
 ))  # fmt: skip
@@ -78,14 +78,14 @@ def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
     chosen = f"{setup.method} {setup.quantization}".removesuffix(" none") + f", {setup.micro_batch_seqs} at once"
     chosen += {0: "", 1: ", checkpointing"}.get(setup.checkpointing, f", checkpointing every {setup.checkpointing}")
     figures = f"{plan.chosen.tokens_per_s:,.0f} tokens/s, {formula.peak_device_bytes / 2**30:.1f} GiB"
-    answer = next(one for one in plan.tree if one.question == "Which class?")
+    answer = next(node for node in plan.tree if node.question == "Which class?")
     return f"| {named} | {chosen} | {figures} | {answer.reason} |"
 
 
 def table() -> str:
     """All of them, with the table's head."""
     head = "| model / card, option | taken | speed, memory | because |\n|---|---|---|---|\n"
-    return head + "".join(f"{row(*one)}\n" for one in PLANS)
+    return head + "".join(f"{row(*arguments)}\n" for arguments in PLANS)
 
 
 def write() -> None:

@@ -52,9 +52,9 @@ def main() -> None:
     """Prints both columns, published and predicted."""
     for model, gpu, unsloth, plain in PUBLISHED:
         for name, setup, published in (("Unsloth", UNSLOTH, unsloth), ("HF + FA2", PLAIN, plain)):
-            found = longest(model, gpu, setup)
-            off = 100 * (found / published - 1)
-            print(f"{model:34} {gpu:10} {name:9} {published:8,} published {found:8,} {off:+6.1f} %")
+            predicted_tokens = longest(model, gpu, setup)
+            off = 100 * (predicted_tokens / published - 1)
+            print(f"{model:34} {gpu:10} {name:9} {published:8,} published {predicted_tokens:8,} {off:+6.1f} %")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup
+from planner.setup.interchange import setup_from_request
 
 Kind = Literal["all", "memory", "allocated", "reserved", "speed", "oom", "multi"]
 Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
@@ -112,8 +112,8 @@ class MeasuredRow:
         own takes."""
         if self.setup is None:
             return None
-        told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
-        return self.setup.replace(**{name: value for name, value in told.items() if value})
+        overrides = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
+        return self.setup.replace(**{name: value for name, value in overrides.items() if value})
 
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""
@@ -170,7 +170,7 @@ def read_rows(text: str) -> tuple[MeasuredRow, ...]:
 
 def _row(values: dict[str, Any]) -> MeasuredRow:
     if "setup" in values:
-        values["setup"] = asked_setup({"stack": STACK_OF.get(values["stack"], "trl"), **values["setup"]})
+        values["setup"] = setup_from_request({"stack": STACK_OF.get(values["stack"], "trl"), **values["setup"]})
     for name in ("assumed", "differs", "untimed"):
         values[name] = tuple(values.get(name, ()))
     return MeasuredRow(**values)

@@ -20,10 +20,10 @@ from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.planning.decision.choosing import choose
-from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults, merged
 from planner.planning.decision.policy import full_quality
+from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults, merged
+from planner.planning.groups import WalkCache
 from planner.planning.plan_request import PlanRequest
-from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 
 MODELS = (
@@ -77,18 +77,18 @@ def rising(
 ) -> list[Step]:
     """The choices as one thing rises, where something fits; `options` of the request."""
     model, card = resolve_model(model_name), find_gpu(key)
-    known, steps = WalkCache(), []
-    for words, own, num in wishes(along, card.memory_bytes / 2**30, num_budgets, num_gpus):
+    cache, steps = WalkCache(), []
+    for words, overrides, num in wishes(along, card.memory_bytes / 2**30, num_budgets, num_gpus):
         cluster = cluster_of(card, num, None, None) if num > 1 else None
-        facts = WalkResults(known=known)
+        results = WalkResults(cache=cache)
         try:
-            request = PlanRequest(**{**options, **own}).workload(model, card, cluster)
-            node, best = choose(request, dimension_values(request), facts)
+            request = PlanRequest(**{**options, **overrides}).workload(model, card, cluster)
+            node, best = choose(request, dimension_values(request), results)
         except PlannerError:  # less than a quarter of a GiB, a batch that is no whole groups
             continue
         if node is None or best is None:
             continue
-        whole, quality = merged(facts.of_node(node).values()), full_quality(best.shared)
+        whole, quality = merged(results.of_node(node).values()), full_quality(best.shared)
         fastest = [
             max(point.tokens_per_s for point in points if full_quality(point.shared) == quality)
             for points in (whole.sure or [best], whole.fitting)

@@ -128,61 +128,61 @@ def _worst(point: LayoutPoint, setup: TrainSetup) -> MemoryBreakdown:
 
 def memory_errors(points: Iterable[LayoutPoint]) -> list[Compared]:
     """The worst rank's peak against the measured one."""
-    found = []
+    compared = []
     for point in points:
         if point.memory_bytes is None:
             continue
         breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
         reserved = point.memory_what == "reserved"
         gap = plain.peak_reserved_bytes - plain.peak_allocated_bytes if reserved else 0
-        found.append(
+        compared.append(
             Compared(
                 point=point,
                 error=(breakdown.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
                 other=(plain.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
             )
         )
-    return found
+    return compared
 
 
 def out_of_memory(points: Iterable[LayoutPoint]) -> list[Compared]:
     """Runs that went out of memory: the worst rank's predicted device peak against what the card has."""
-    found = []
+    compared = []
     for point in points:
         if not point.oom:
             continue
         breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
-        found.append(
+        compared.append(
             Compared(
                 point=point,
                 error=breakdown.peak_device_bytes / point.gpu.memory_bytes - 1.0,
                 other=plain.peak_device_bytes / point.gpu.memory_bytes - 1.0,
             )
         )
-    return found
+    return compared
 
 
 def speed_errors(points: Sequence[LayoutPoint], used: Calibration) -> list[Compared]:
     """Every speed under the constants in use, and under those fitted without its source."""
-    known = [point for point in points if point.tokens_per_s is not None]
-    firm = [point for point in known if not point.loose_speed]
+    timed = [point for point in points if point.tokens_per_s is not None]
+    firm = [point for point in timed if not point.loose_speed]
     start = replace(used, spread={})
-    found = []
-    for source in sorted({point.source for point in known}):
+    compared = []
+    for source in sorted({point.source for point in timed}):
         fitted = fit_layout([point for point in firm if point.source != source], start)
-        for point in known:
+        for point in timed:
             if point.source == source:
-                here, held = (exp(log_error(point, one)) - 1.0 for one in (used, fitted))
-                found.append(Compared(point=point, error=here, other=held))
+                here, held_out = (exp(log_error(point, calibration)) - 1.0 for calibration in (used, fitted))
+                compared.append(Compared(point=point, error=here, other=held_out))
         print(f"held out {source}", file=sys.stderr, flush=True)
-    return found
+    return compared
 
 
-def band_of(found: Sequence[Compared]) -> float:
+def band_of(compared: Sequence[Compared]) -> float:
     """Half-width that held 90 % of the held-out errors of firm points, a source of n points counting sqrt(n)."""
-    sizes = Counter(one.point.source for one in found)
+    sizes = Counter(case.point.source for case in compared)
     ordered = sorted(
-        (max(one.other, 1.0 / (1.0 + one.other) - 1.0), 1.0 / sqrt(sizes[one.point.source])) for one in found
+        (max(case.other, 1.0 / (1.0 + case.other) - 1.0), 1.0 / sqrt(sizes[case.point.source])) for case in compared
     )
     return passed_at(ordered, BAND_LEVEL)
 
@@ -190,7 +190,7 @@ def band_of(found: Sequence[Compared]) -> float:
 def cells(errors: Sequence[float], *, worst: bool = True) -> list[str]:
     """Median and 90th percentile of the sizes; the worst and the bias."""
     sizes = [abs(error) for error in errors]
-    figures = [f"{100 * one:.1f} %" for one in (median(sizes), percentile(sizes, 0.9))]
+    figures = [f"{100 * value:.1f} %" for value in (median(sizes), percentile(sizes, 0.9))]
     return [*figures, f"{100 * max(sizes):.1f} %", f"{100 * median(errors):+.1f} %"] if worst else figures
 
 
@@ -201,47 +201,54 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
 
 
 def grouped(
-    found: Sequence[Compared], labels: Sequence[str], of: Callable[[LayoutPoint], tuple[str, ...]], other: str
+    compared: Sequence[Compared], labels: Sequence[str], of: Callable[[LayoutPoint], tuple[str, ...]], other: str
 ) -> str:
     """`cells` of every group of points, with median and 90th percentile of the other figure."""
     groups: dict[tuple[str, ...], list[Compared]] = {}
-    for one in found:
-        groups.setdefault(of(one.point), []).append(one)
+    for case in compared:
+        groups.setdefault(of(case.point), []).append(case)
     head = [*labels, "n", "median", "90th pct.", "worst", "bias", f"{other}: median", f"{other}: 90th"]
     rows = [
-        [*name, str(len(ones)), *cells([one.error for one in ones]), *cells([one.other for one in ones], worst=False)]
+        [
+            *name,
+            str(len(ones)),
+            *cells([case.error for case in ones]),
+            *cells([case.other for case in ones], worst=False),
+        ]
         for name, ones in sorted(groups.items())
     ]
     return table(head, rows, len(labels))
 
 
-def worst(found: Sequence[Compared]) -> str:
+def worst(compared: Sequence[Compared]) -> str:
     """The eight that are furthest off."""
     rows = []
-    for one in sorted(found, key=lambda one: -abs(one.error))[:8]:
-        point, setup = one.point, one.point.setup
+    for case in sorted(compared, key=lambda case: -abs(case.error))[:8]:
+        point, setup = case.point, case.point.setup
         cards = f"{setup.num_gpus} x {point.gpu.key}, {setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens"
         name = f"{point.labels['model']}, {setup.method}, {point.strategy}, {cards} ({point.source})"
-        rows.append([name, f"{100 * one.error:+.1f} %"])
+        rows.append([name, f"{100 * case.error:+.1f} %"])
     return table(["run", "error"], rows)
 
 
 def report(points: Sequence[LayoutPoint], speed: Sequence[Compared], used: Calibration) -> str:
     """The tables of the page."""
     memory, gone = memory_errors(points), out_of_memory(points)
-    firm, firm_memory = ([one for one in speed if not one.point.loose_speed],
-                         [one for one in memory if not one.point.loose_memory])  # fmt: skip
-    loose, loose_memory = ([one for one in speed if one.point.loose_speed],
-                           [one for one in memory if one.point.loose_memory])  # fmt: skip
+    firm, firm_memory = ([case for case in speed if not case.point.loose_speed],
+                         [case for case in memory if not case.point.loose_memory])  # fmt: skip
+    loose, loose_memory = ([case for case in speed if case.point.loose_speed],
+                           [case for case in memory if case.point.loose_memory])  # fmt: skip
     lines = (
-        ("tokens/s, source held out", [one.other for one in firm], "12 %"),
-        ("tokens/s, constants in use", [one.error for one in firm], ""),
-        ("peak memory of the worst rank", [one.error for one in firm_memory], "8 %"),
-        ("the same without what FSDP 1 is known to keep", [one.other for one in firm_memory], ""),
+        ("tokens/s, source held out", [case.other for case in firm], "12 %"),
+        ("tokens/s, constants in use", [case.error for case in firm], ""),
+        ("peak memory of the worst rank", [case.error for case in firm_memory], "8 %"),
+        ("the same without what FSDP 1 is known to keep", [case.other for case in firm_memory], ""),
     )
     head = ["", "configurations", "median", "90th pct.", "worst", "aim for the median"]
     stated, now = LayoutConstants(), used.layout_constants
-    constants = [[f"`{name}`", *(f"{getattr(one, name):.4g}" for one in (stated, now))] for name in stated.names()]
+    constants = [
+        [f"`{name}`", *(f"{getattr(values, name):.4g}" for values in (stated, now))] for name in stated.names()
+    ]
 
     def speed_of(point: LayoutPoint) -> tuple[str, ...]:
         return point.strategy, point.source, point.gpu.key
@@ -251,9 +258,9 @@ def report(points: Sequence[LayoutPoint], speed: Sequence[Compared], used: Calib
 
     by_card, by_method = ("strategy", "source", "card"), ("strategy", "source", "method", "figure")
     return f"""{date.today().isoformat()}; {len(points)} configurations, of which {len(gone)} went out of memory:
-{sum(one.error > 0.0 for one in gone)} of those are predicted to need more than the card has.
+{sum(case.error > 0.0 for case in gone)} of those are predicted to need more than the card has.
 
-{table(head, [[name, str(len(errors)), *cells(errors)[:3], aim] for name, errors, aim in lines])}
+{table(head, [[name, str(len(errors)), *cells(errors)[:3], goal] for name, errors, goal in lines])}
 ### Tokens/s of a GPU
 
 {grouped(firm, by_card, speed_of, "held out")}
@@ -301,7 +308,7 @@ def main() -> None:
     speed = speed_errors(points, used)
     if arguments.write_calibration:
         values: dict[str, Any] = json.loads(DATA_FILE.read_text(encoding="utf-8"))
-        values["bands"]["spread"] = round(band_of([one for one in speed if not one.point.loose_speed]), 3)
+        values["bands"]["spread"] = round(band_of([case for case in speed if not case.point.loose_speed]), 3)
         DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
     PAGE.write_text(before + BEGIN + report(points, speed, used) + END + rest.split(END)[1], "utf-8")

@@ -74,8 +74,8 @@ def load_points(file: Path = FILE) -> list[LayoutPoint]:
 
 def left_out(file: Path = LEFT_OUT_FILE) -> list[dict[str, Any]]:
     """What the builder left out: source, reason, rows."""
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return rows
 
 
 def _point(row: dict[str, Any]) -> LayoutPoint:

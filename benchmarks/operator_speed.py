@@ -64,8 +64,8 @@ class Row(NamedTuple):
 
 def reported(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> DryRunReport | None:
     """The dry run, None where it cannot follow."""
-    found = dry_run_report(model, gpu, setup)
-    return found if isinstance(found, DryRunReport) and found.program is not None else None
+    report = dry_run_report(model, gpu, setup)
+    return report if isinstance(report, DryRunReport) and report.program is not None else None
 
 
 def row_of(case: str, steps_s: Sequence[float], model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Row | None:
@@ -90,9 +90,9 @@ def h200_rows() -> Iterator[Row]:
         model = catalogue.load(row.model or "")
         if row.setup is None or not row.step_time_s or row.gpu != "h200" or model is None:
             continue
-        found = row_of(row.config_id, [row.step_time_s], model, find_gpu("h200"), row.setup)
-        if found is not None:
-            yield found
+        compared = row_of(row.config_id, [row.step_time_s], model, find_gpu("h200"), row.setup)
+        if compared is not None:
+            yield compared
 
 
 def h100_steps() -> Iterator[tuple[dict[str, Any], ModelSpec, TrainSetup]]:
@@ -108,9 +108,9 @@ def h100_steps() -> Iterator[tuple[dict[str, Any], ModelSpec, TrainSetup]]:
 def h100_rows() -> Iterator[Row]:
     """The runs on an H100."""
     for row, model, setup in h100_steps():
-        found = row_of(row["case"], row["step_s"][1:], model, find_gpu("h100-sxm"), setup)
-        if found is not None:
-            yield found
+        compared = row_of(row["case"], row["step_s"][1:], model, find_gpu("h100-sxm"), setup)
+        if compared is not None:
+            yield compared
 
 
 def published_rows() -> Iterator[tuple[str, float, float]]:
@@ -118,10 +118,10 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
     kernels of the source's own, no padding, no experts in a loop, nothing compiled."""
     plain = Conditions()
     for point in load_points():
-        asked = point.conditions
-        experts = any(one.num > 1 for kind in point.model.layer_kinds for one in kind.linears)
+        conditions = point.conditions
+        experts = any(linear.num > 1 for kind in point.model.layer_kinds for linear in kind.linears)
         like = replace(
-            asked,
+            conditions,
             reentrant_checkpointing=False,
             loop_experts=False,
             cudnn_attention=False,
@@ -131,7 +131,7 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
         if like != plain or experts or point.setup.compile or point.labels["num_gpus"] != "1":
             continue
         setup = point.setup
-        if asked.reentrant_checkpointing and setup.checkpointing:
+        if conditions.reentrant_checkpointing and setup.checkpointing:
             setup = setup.replace_trusted(reentrant_checkpointing=True)
         if point.group in ("ms_swift_benchmark", "llamafactory_wiki"):  # how long their samples were is not known
             continue
@@ -139,9 +139,9 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
         if report is None or report.program is None:
             continue
         measured = setup.tokens_per_step / point.tokens_per_s
-        formula = throughput_profile(point.model, point.gpu, setup, conditions=asked).step_time(setup).step_time_s
+        formula = throughput_profile(point.model, point.gpu, setup, conditions=conditions).step_time(setup).step_time_s
         loop = loop_of(setup)
-        if not asked.trainer_overhead:
+        if not conditions.trainer_overhead:
             loop = replace(loop, waits=False, trainer=False)
         step_s = run_speed(report.program, point.gpu, setup, loop=loop).step_s
         yield point.gpu.name, step_s / measured - 1, formula / measured - 1
@@ -167,14 +167,14 @@ FAMILIES: Mapping[str, str] = {
 
 def predicted_device_s(program: Program, gpu: GpuSpec, setup: TrainSetup) -> dict[str, float]:
     """Device seconds of a step by family of operators."""
-    rates, found = card_rates(gpu, setup.attention), defaultdict[str, float](float)
+    rates, by_family = card_rates(gpu, setup.attention), defaultdict[str, float](float)
     times = Counter({place: setup.accumulation_steps * n for place, n in Counter(program.micro_batch).items()})
     times.update(program.step)
     for place, repeats in times.items():
         for number, count in Counter(call // 5 for call in program.segments[place].calls).items():
             name = program.operators[number].name.partition(".")[2].partition(".")[0]
-            found[FAMILIES.get(name, name)] += repeats * count * price(program.operators[number], rates).seconds
-    return found
+            by_family[FAMILIES.get(name, name)] += repeats * count * price(program.operators[number], rates).seconds
+    return by_family
 
 
 def kernel_table() -> Iterator[str]:
@@ -208,7 +208,7 @@ def kernel_table() -> Iterator[str]:
     yield ""
     yield "| operators, all steps together | device ms | predicted |"
     yield "|---|---:|---:|"
-    for name, (mine_s, theirs_s) in sorted(by_family.items(), key=lambda one: -max(one[1]))[:24]:
+    for name, (mine_s, theirs_s) in sorted(by_family.items(), key=lambda entry: -max(entry[1]))[:24]:
         yield f"| {name or '(no operator)'} | {1e3 * theirs_s:.1f} | {1e3 * mine_s:.1f} |"
 
 
@@ -218,8 +218,13 @@ def table(rows: Sequence[Row]) -> str:
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         layout = f"{row.low_s:.3f} to {row.high_s:.3f}" if row.high_s > row.low_s else ""
-        errors = [None if one is None else 100 * (one / row.measured_s - 1) for one in row[4:7]]
-        cells = [row.case, f"{row.measured_s:.3f}", layout, *("" if one is None else f"{one:+.1f} %" for one in errors)]
+        errors = [None if step_s is None else 100 * (step_s / row.measured_s - 1) for step_s in row[4:7]]
+        cells = [
+            row.case,
+            f"{row.measured_s:.3f}",
+            layout,
+            *("" if error is None else f"{error:+.1f} %" for error in errors),
+        ]
         lines.append(f"| {' | '.join(cells)} | {100 * row.waits:.0f} % |")
     levels = [[abs(row[level] / row.measured_s - 1) for row in rows if row[level] is not None] for level in (4, 5, 6)]
     for name, of in (("median", median), ("worst", max)):
@@ -248,8 +253,8 @@ def page() -> str:
     for card, run, formula in published_rows():
         cards[card].append((run, formula))
     for card, errors in sorted(cards.items()):
-        runs, formulas = [abs(one) for one, _ in errors], [abs(one) for _, one in errors]
-        mean = math.fsum(one for one, _ in errors) / len(errors)
+        runs, formulas = [abs(error) for error, _ in errors], [abs(error) for _, error in errors]
+        mean = math.fsum(error for error, _ in errors) / len(errors)
         text += (
             f"| {card} | {len(errors)} | {100 * median(runs):.1f} % | {100 * mean:+.1f} % | {100 * max(runs):.1f} % | "
         )

@@ -62,20 +62,20 @@ def judge(num: int, seed: int) -> Iterator[dict[str, Any]]:
         model, gpu, setup = _loaded(row["model"]), find_gpu(row["gpu"]), setup_from_dict(row["setup"])
         if builder is None or builder[0] != row["model"]:
             builder = row["model"], ProfileBuilder(model)
-        found = {"place": place, "model": row["model"], "type": row["model_type"]}
-        found["formula"] = _errors(row, predict_memory(model, gpu, setup))
+        record = {"place": place, "model": row["model"], "type": row["model_type"]}
+        record["formula"] = _errors(row, predict_memory(model, gpu, setup))
         try:
             profile = builder[1].profile(setup, gpu) if profiled_kind(setup) else None
         except NOT_PROFILED as error:
-            yield found | {"why": f"{type(error).__name__}: {error}"[:160]}
+            yield record | {"why": f"{type(error).__name__}: {error}"[:160]}
             continue
         step = step_of(profile, model, setup) if profile is not None else None
         if step is None:
-            yield found | {"why": "no profile of such setups"}
+            yield record | {"why": "no profile of such setups"}
             continue
         state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
-        found["profile"] = _errors(row, profiled_breakdown(step, gpu, setup, state))
-        yield found | {"cpu_s": round(time.process_time() - started, 2)}
+        record["profile"] = _errors(row, profiled_breakdown(step, gpu, setup, state))
+        yield record | {"cpu_s": round(time.process_time() - started, 2)}
 
 
 def own() -> str:
@@ -98,15 +98,15 @@ def own() -> str:
         assert step is not None, row.config_id
         state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
         cells = []
-        for level, one in (
+        for level, breakdown in (
             ("profile", profiled_breakdown(step, gpu, setup, state)),
             ("formula", predict_memory(model, gpu, setup)),
         ):
-            allocated = one.peak_allocated_bytes / row.allocated_bytes - 1
+            allocated = breakdown.peak_allocated_bytes / row.allocated_bytes - 1
             seen.setdefault(("allocated", level), []).append(allocated)
             cells.append(f"{level} allocated {allocated:+.3%}")
             if row.reserved_bytes:
-                reserved = one.peak_reserved_bytes / row.reserved_bytes - 1
+                reserved = breakdown.peak_reserved_bytes / row.reserved_bytes - 1
                 seen.setdefault(("reserved", level), []).append(reserved)
                 cells.append(f"reserved {reserved:+.2%}")
         lines.append(f"{row.config_id:34} {'  '.join(cells)}")
@@ -133,12 +133,12 @@ def ranks() -> str:
                 continue
             assert step is not None, setup
             state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
-            for level, found in (
+            for level, breakdown in (
                 ("profile", profiled_breakdown(step, gpu, setup, state)),
                 ("formula", predict_memory(model, gpu, setup)),
             ):
                 for figure in ("allocated", "reserved"):
-                    off = getattr(found, f"peak_{figure}_bytes") / row[figure] - 1
+                    off = getattr(breakdown, f"peak_{figure}_bytes") / row[figure] - 1
                     seen.setdefault((figure, level), []).append(off)
     return "\n".join([*lines, *(line for key, errors in seen.items() for line in _line(", ".join(key), errors))])
 
@@ -149,13 +149,13 @@ def _loaded(name: str) -> ModelSpec:
     return spec
 
 
-def _errors(row: dict[str, Any], found: MemoryBreakdown) -> dict[str, float]:
+def _errors(row: dict[str, Any], breakdown: MemoryBreakdown) -> dict[str, float]:
     """Predicted / dry run - 1 of the peak, of each phase, and of what is reserved where that is known."""
-    errors = {"peak": found.peak_allocated_bytes / row["dry_run_allocated"] - 1}
+    errors = {"peak": breakdown.peak_allocated_bytes / row["dry_run_allocated"] - 1}
     if "dry_run_reserved" in row:
-        errors["reserved"] = found.peak_reserved_bytes / row["dry_run_reserved"] - 1
+        errors["reserved"] = breakdown.peak_reserved_bytes / row["dry_run_reserved"] - 1
     return errors | {
-        phase: found.phase_bytes[phase] / size - 1 for phase, size in row["dry_run_phases"].items() if size
+        phase: breakdown.phase_bytes[phase] / size - 1 for phase, size in row["dry_run_phases"].items() if size
     }
 
 
@@ -197,12 +197,12 @@ def refresh(path: Path, loss: str) -> None:
         for place, row in enumerate(frozen()):
             if place in done or (loss and row["setup"]["loss"] != loss):
                 continue
-            found = report_for_config(
+            report = report_for_config(
                 _loaded(row["model"]).config, CAPABILITIES[row["gpu"]], setup_from_dict(row["setup"])
             )
-            if isinstance(found, DryRunReport):
-                one = found.prediction
-                sizes = {"phases": dict(one.phase_peaks_bytes), "reserved": one.peak_reserved_bytes}
+            if isinstance(report, DryRunReport):
+                prediction = report.prediction
+                sizes = {"phases": dict(prediction.phase_peaks_bytes), "reserved": prediction.peak_reserved_bytes}
                 file.write(json.dumps({"place": place, **sizes}) + "\n")
                 file.flush()
 

@@ -49,10 +49,10 @@ def page() -> str:
         stack = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
         text += f"## {group}, {first.date}\n\n{len(rows)} runs on `{first.gpu}`: {stack}.\n\n"
         text += "\n".join(_table(rows)) + "\n"
-        said = [(row.unmapped, row.config_id) for row in rows if row.unmapped]
-        said += [(one, row.config_id) for row in rows for one in (*row.assumed, *row.differs)]
+        remarks = [(row.unmapped, row.config_id) for row in rows if row.unmapped]
+        remarks += [(remark, row.config_id) for row in rows for remark in (*row.assumed, *row.differs)]
         cases: dict[str, list[str]] = {}
-        for words, case in said:
+        for words, case in remarks:
             cases.setdefault(words, []).append(case)
         text += "\n" + "".join(f"- {', '.join(of)}: {words}.\n" for words, of in cases.items()) + "\n"
     return text.rstrip() + "\n"
@@ -60,10 +60,10 @@ def page() -> str:
 
 def _table(rows: Iterable[MeasuredRow]) -> list[str]:
     errors = {
-        (rung, what): _predicted(rung, what)
-        for rung in ("formula", "dry-run")
+        (level, what): _predicted(level, what)
+        for level in ("formula", "dry-run")
         for what in ("allocated", "reserved", "device", "tokens-per-s")
-        if (rung, what) != ("dry-run", "tokens-per-s")
+        if (level, what) != ("dry-run", "tokens-per-s")
     }
     lines, all_errors = [COLUMNS, "|---" + "|---:" * 11 + "|"], dict[tuple[str, str], list[float]]()
     for row in rows:
@@ -74,24 +74,24 @@ def _table(rows: Iterable[MeasuredRow]) -> list[str]:
             ("device", row.device_bytes),
         ):
             cells.append(f"{measured / GIB:.2f}" if measured else "")
-            for rung in ("formula", "dry-run"):
+            for level in ("formula", "dry-run"):
                 cells.append(
-                    _cell(errors[rung, what].get(row.id), measured, what, all_errors.setdefault((rung, what), []))
+                    _cell(errors[level, what].get(row.id), measured, what, all_errors.setdefault((level, what), []))
                 )
         cells.append(f"{row.tokens_per_s or 0:,.0f}")
         speeds = all_errors.setdefault(("formula", "speed"), [])
         cells.append(_cell(errors["formula", "tokens-per-s"].get(row.id), row.tokens_per_s, "speed", speeds))
         lines.append(f"| {' | '.join(cells)} |")
     for name, of in (("median", median), ("worst", max)):
-        found = [name]
+        summary = [name]
         for what in ("allocated", "reserved", "device"):
-            found += ["", *(_shown(of(all_errors[rung, what]), what, "") for rung in ("formula", "dry-run"))]
-        lines.append(f"| {' | '.join([*found, '', _shown(of(all_errors['formula', 'speed']), 'speed', '')])} |")
+            summary += ["", *(_shown(of(all_errors[level, what]), what, "") for level in ("formula", "dry-run"))]
+        lines.append(f"| {' | '.join([*summary, '', _shown(of(all_errors['formula', 'speed']), 'speed', '')])} |")
     return lines
 
 
-def _predicted(rung: str, what: str) -> dict[str, float]:
-    with open(FOLDER / f"{rung}-{what}.csv", newline="", encoding="utf-8") as file:
+def _predicted(level: str, what: str) -> dict[str, float]:
+    with open(FOLDER / f"{level}-{what}.csv", newline="", encoding="utf-8") as file:
         return {row["id"]: float(row["predicted"]) for row in csv.DictReader(file)}
 
 
@@ -117,27 +117,27 @@ def judged() -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
         model = catalogue.load(row.model or "")
         if row.setup is None or row.gpu is None or model is None:
             continue
-        card, found = find_gpu(row.gpu), dict[tuple[str, str], float]()
+        card, errors = find_gpu(row.gpu), dict[tuple[str, str], float]()
         rungs = {"formula": predict(model, card, row.setup), "dry run": dry_run_setup(model, card, row.setup)}
-        for rung, one in rungs.items():
-            if not isinstance(one, Prediction):
+        for level, prediction in rungs.items():
+            if not isinstance(prediction, Prediction):
                 continue
             for what in ("allocated", "reserved"):
                 measured = getattr(row, f"{what}_bytes")
-                found[rung, what] = getattr(one, f"peak_{what}_bytes") / measured - 1
+                errors[level, what] = getattr(prediction, f"peak_{what}_bytes") / measured - 1
             if row.device_bytes:
-                found[rung, "device"] = (one.peak_device_bytes - row.device_bytes) / GIB
-            if one.tokens_per_s and row.tokens_per_s:
-                found[rung, "speed"] = one.tokens_per_s / row.tokens_per_s - 1
-        yield row.id, found
+                errors[level, "device"] = (prediction.peak_device_bytes - row.device_bytes) / GIB
+            if prediction.tokens_per_s and row.tokens_per_s:
+                errors[level, "speed"] = prediction.tokens_per_s / row.tokens_per_s - 1
+        yield row.id, errors
 
 
 def _judge() -> None:
     """Prints every figure and what misses its aim."""
     for case, errors in judged():
-        shown = [f"{rung} {what} {_shown(error, what, '+')}" for (rung, what), error in errors.items()]
+        shown = [f"{level} {what} {_shown(error, what, '+')}" for (level, what), error in errors.items()]
         missed = [
-            f"{rung} {what}" for (rung, what), error in errors.items() if abs(error) > AIMS.get((rung, what), 9e9)
+            f"{level} {what}" for (level, what), error in errors.items() if abs(error) > AIMS.get((level, what), 9e9)
         ]
         print(f"{case}: {', '.join(shown)}" + f" MISSED: {', '.join(missed)}" * bool(missed), flush=True)
 

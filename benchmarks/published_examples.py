@@ -38,7 +38,7 @@ from planner.planning.check import Band, band_of, left_by_lengths_bytes
 from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_form, asked_setup
+from planner.setup.interchange import request_form, setup_from_request
 from planner.setup.outcome import Prediction
 
 ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
@@ -66,8 +66,8 @@ class Example(NamedTuple):
 
 def examples(checkout: Path) -> Iterator[Example]:
     """The examples with a figure."""
-    found = scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
-    yield from found
+    listed = scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
+    yield from listed
 
 
 REPOSITORIES = ("axolotl-ai-cloud/axolotl", "modelscope/ms-swift")
@@ -91,19 +91,19 @@ def scripts(checkout: Path) -> Iterator[Example]:
     says which card."""
     for script in sorted(checkout.glob("examples/**/*.sh")):
         path, now = str(script.relative_to(checkout)), script.read_text(encoding="utf-8")
-        said = _ON_GPUS.search(now)
-        if _OTHERWISE_RUN.search(path) or said is None or float(said[2]) == 80 or "\nswift sft" not in now:
+        match = _ON_GPUS.search(now)
+        if _OTHERWISE_RUN.search(path) or match is None or float(match[2]) == 80 or "\nswift sft" not in now:
             continue
-        day, commit = _git(checkout, "log", "--format=%as %h", f"-S{said[0]}", "--", path).split()[-2:]
+        day, commit = _git(checkout, "log", "--format=%as %h", f"-S{match[0]}", "--", path).split()[-2:]
         text = _of_commit(checkout, commit, path)
         of_day = [version for since, version in RELEASES.items() if since <= day]
         data = re.findall(r"[\w-]+/[\w-]+(?:#\d+)?", text.partition("--dataset")[2].partition("--")[0])
-        short = all("self-cognition" in one for one in data)
+        short = all("self-cognition" in dataset for dataset in data)
         yield Example(
             path,
             text,
-            float(said[2]),
-            int(said[1] or said[3] or 1),
+            float(match[2]),
+            int(match[1] or match[3] or 1),
             {"transformers": of_day[-1]} if day < "2026" else {},
             {"seq_len_tokens": SHORT} if short else {},
             not short and "--packing true" not in text,
@@ -132,27 +132,27 @@ def readmes(checkout: Path) -> Iterator[Example]:
             command, link = _RUN.search(line), _LINK.search(line)
             if command:
                 inline = re.search(rf"#.*?{_FIGURE}", line[command.end() :])
-                said = (inline, float(inline[1]), 0) if inline else ahead
-                before = [] if said else [*before, command[1]]
-                if said:
-                    yield _of_day(checkout, name, command[1], *said, installs)
+                figure = (inline, float(inline[1]), 0) if inline else ahead
+                before = [] if figure else [*before, command[1]]
+                if figure:
+                    yield _of_day(checkout, name, command[1], *figure, installs)
                 ahead = None
                 continue
             if link:
                 before = [str((readme.parent / (link[1] or link[2])).relative_to(checkout))]
-            if (found := _BEHIND.search(line)) and before:
+            if (match := _BEHIND.search(line)) and before:
                 gpus = 2 if "Dual" in line else int("Single" in line)
-                yield from (_of_day(checkout, name, one, found, float(found[1]), gpus, installs) for one in before)
+                yield from (_of_day(checkout, name, path, match, float(match[1]), gpus, installs) for path in before)
                 before = []
-            elif ahead is None and (found := _AHEAD.search(line)):
-                ahead = found, float(found[2]), int(found[1] or 0)
+            elif ahead is None and (match := _AHEAD.search(line)):
+                ahead = match, float(match[2]), int(match[1] or 0)
 
 
 def _of_day(
-    checkout: Path, readme: str, path: str, found: re.Match[str], gib: float, gpus: int, installs: dict[str, str]
+    checkout: Path, readme: str, path: str, match: re.Match[str], gib: float, gpus: int, installs: dict[str, str]
 ) -> Example:
     """A config as it was in the commit that wrote its figure, with what that commit pins."""
-    words = re.search(_FIGURE, found[0])
+    words = re.search(_FIGURE, match[0])
     assert words is not None
     commit = _git(checkout, "log", "--format=%h", f"-S{words[0]}", "--", readme).split()[-1]
     text, now = _of_commit(checkout, commit, path), _text(checkout, path)
@@ -235,7 +235,7 @@ OTHERWISE = {
     "were kept apart until it ended (pytorch 150398; torchtune 843 saw 78 GB for 23), up to a copy of the weights",
     "examples/train/tuners/galore/train_galore.sh": "GaLore's states are of projected gradients: counted as AdamW's",
     **dict.fromkeys(
-        (f"examples/llama-3/{one}" for one in ("fft-8b.yaml", "lora-8b.yml", "qlora-fsdp-70b.yaml")), CARD_SAID
+        (f"examples/llama-3/{name}" for name in ("fft-8b.yaml", "lora-8b.yml", "qlora-fsdp-70b.yaml")), CARD_SAID
     ),
     "examples/qwen3-next/qwen3-next-80b-a3b-qlora.yaml": "peft 0.21 moves the names of the shared expert's matrices "
     "onto all experts (utils/transformers_weight_conversion.py): with adapters there the README says ~71 GiB",
@@ -268,34 +268,34 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
     from finetune_planner.cli.checking import CheckRequest
 
     rows = []
-    for one in {example.path: example for example in examples(checkout)}.values():
+    for published in {example.path: example for example in examples(checkout)}.values():
         row: dict[str, Any] = {
-            "path": one.path,
-            "source": f"{REPOSITORIES[one.path.endswith('.sh')]}@{commit}:{one.path}",
-            "gib": one.gib,
-            "gpu": card_of(one),
+            "path": published.path,
+            "source": f"{REPOSITORIES[published.path.endswith('.sh')]}@{commit}:{published.path}",
+            "gib": published.gib,
+            "gpu": card_of(published),
         }
-        row |= {"at_most": True} if one.at_most else {}
+        row |= {"at_most": True} if published.at_most else {}
         try:
-            text = one.text
-            if not one.num_gpus and _SHARDED.search(text):
+            text = published.text
+            if not published.num_gpus and _SHARDED.search(text):
                 raise ConfigError("sharded, over how many GPUs is not said")
-            around = FileContext(num_gpus=one.num_gpus or 1)
-            named = read_text(text, one.path, around=around).model_id or ""
-            asked = CheckRequest(
-                num_gpus=one.num_gpus or 1,
+            around = FileContext(num_gpus=published.num_gpus or 1)
+            named = read_text(text, published.path, around=around).model_id or ""
+            request = CheckRequest(
+                num_gpus=published.num_gpus or 1,
                 says_gpus=True,
                 model=known_as(named, folder),
-                versions=one.versions,
-                sets=one.sets,
+                versions=published.versions,
+                sets=published.sets,
             )
-            place = folder / one.path
+            place = folder / published.path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
-            config, spec, card = load(place, row["gpu"], asked)
-            row |= {"model": named, "setup": asked_form(config.setup)}
+            config, spec, card = load(place, row["gpu"], request)
+            row |= {"model": named, "setup": request_form(config.setup)}
             row |= {"approximations": len(config.approximations)} if config.approximations else {}
-            row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / one.gib, 4)
+            row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / published.gib, 4)
         except (PlannerError, OSError) as problem:
             row["refused"] = str(problem)[:160]
         rows.append(row)
@@ -304,20 +304,24 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
 
 def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction, Band]:
     """The prediction of a row and its band, as `plan check` has them."""
-    model, card, setup = resolve_model(known_as(row["model"], folder)), find_gpu(row["gpu"]), asked_setup(row["setup"])
-    found = predict(model, card, setup)
-    left = left_by_lengths_bytes(found, setup)[1]
+    model, card, setup = (
+        resolve_model(known_as(row["model"], folder)),
+        find_gpu(row["gpu"]),
+        setup_from_request(row["setup"]),
+    )
+    prediction = predict(model, card, setup)
+    left = left_by_lengths_bytes(prediction, setup)[1]
     if dry:
         from probes.dryrun import dry_run
 
         ran = dry_run(model, card, setup)
-        found = ran if isinstance(ran, Prediction) else found
+        prediction = ran if isinstance(ran, Prediction) else prediction
         if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
             more = _lengths_bytes(model, card, setup.replace(transformers_version=""))
-            found, left = replace(found, peak_reserved_bytes=found.peak_reserved_bytes + more), 0
-    below, above = band_of(found)
+            prediction, left = replace(prediction, peak_reserved_bytes=prediction.peak_reserved_bytes + more), 0
+    below, above = band_of(prediction)
     more = 0.1 * row.get("approximations", 0)
-    return found, Band(below + more, above + more + left / found.peak_reserved_bytes)
+    return prediction, Band(below + more, above + more + left / prediction.peak_reserved_bytes)
 
 
 def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:
@@ -342,19 +346,19 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
     for row in rows:
         if "setup" not in row:
             continue
-        found, (below, above) = judged(row, folder, dry=dry)
-        ratio = found.peak_reserved_bytes / GIB / row["gib"]
+        answer, (below, above) = judged(row, folder, dry=dry)
+        ratio = answer.peak_reserved_bytes / GIB / row["gib"]
         miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
         apart = OTHERWISE.get(row["path"], "its data decide how long" if row.get("at_most") else "")
         if not apart:
             ratios[row["path"]] = ratio, miss
         print(
             f"{row['path'].removeprefix('examples/'):52} {'kept out' if kept_out(row['path']) else '':8} "
-            f"{found.peak_reserved_bytes / GIB:6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
+            f"{answer.peak_reserved_bytes / GIB:6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
             f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
-    alone = {row["path"] for row in rows if "setup" in row and asked_setup(row["setup"]).alone}
+    alone = {row["path"] for row in rows if "setup" in row and setup_from_request(row["setup"]).alone}
     halves = {
         "all": list(ratios),
         "kept out": [path for path in ratios if kept_out(path)],
@@ -381,10 +385,10 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
 
 def _whole_loss(row: dict[str, Any], folder: Path) -> str:
     """What a run without the plugin that cuts the loss would take: the READMEs leave open whether theirs had it."""
-    setup = asked_setup(row["setup"])
+    setup = setup_from_request(row["setup"])
     if setup.loss == "full":
         return ""
-    whole, _ = judged({**row, "setup": asked_form(setup.replace(loss="full"))}, folder, dry=False)
+    whole, _ = judged({**row, "setup": request_form(setup.replace(loss="full"))}, folder, dry=False)
     return f" (without cut cross-entropy {whole.peak_reserved_bytes / GIB / row['gib'] - 1:+.1%})"
 
 
@@ -396,24 +400,24 @@ def main() -> None:
     )
     parser.add_argument("--commit", default="", help="of the checkout")
     parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run(asked, Path(folder))
+        run(args, Path(folder))
 
 
-def run(asked: argparse.Namespace, folder: Path) -> None:
+def run(args: argparse.Namespace, folder: Path) -> None:
     """As `main`, with a folder for configurations."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    if asked.read:
+    if args.read:
         first = {row["path"]: row["first"] for row in rows if "first" in row}
-        found = read(asked.read, asked.commit, folder)
-        for row in found:
+        read_rows = read(args.read, args.commit, folder)
+        for row in read_rows:
             row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
-        told = {row["source"].partition("@")[0] for row in found}
-        others = [row for row in rows if row["source"].partition("@")[0] not in told]
-        rows = sorted((*others, *found), key=lambda row: str(row["source"]))
+        repositories = {row["source"].partition("@")[0] for row in read_rows}
+        others = [row for row in rows if row["source"].partition("@")[0] not in repositories]
+        rows = sorted((*others, *read_rows), key=lambda row: str(row["source"]))
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    league(rows, folder, dry=asked.dry_run)
+    league(rows, folder, dry=args.dry_run)
 
 
 if __name__ == "__main__":

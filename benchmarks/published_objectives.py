@@ -40,8 +40,8 @@ def model_of(row: dict[str, Any]) -> ModelSpec | None:
     name = row["picture_model"]
     listed = next(filter(None, (load(f"{owner}/{name}") for owner in ("google", "Qwen"))), None)
     config = dict(configs()[name] if listed is None else listed.config)
-    if kept := row.get("kept"):
-        config["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": kept}
+    if kept_modules := row.get("kept"):
+        config["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": kept_modules}
         config["quantization_config"] |= {"quant_method": "bitsandbytes", "bnb_4bit_use_double_quant": True}
     return with_vision(spec_from_config(config, model_id=row["model"], source=row["source"]))
 
@@ -51,30 +51,32 @@ def error(row: dict[str, Any]) -> float | None:
     model = model_of(row) if "setup" in row else None
     if model is None:
         return None
-    found = predict_memory(model, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
+    breakdown = predict_memory(model, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
     if "allocated_gb" in row:
-        return found.peak_allocated_bytes / (row["allocated_gb"] * 1e9) - 1
+        return breakdown.peak_allocated_bytes / (row["allocated_gb"] * 1e9) - 1
     if "reserved_gib" in row:
-        return found.peak_reserved_bytes / (row["reserved_gib"] * GIB) - 1
-    return found.peak_device_bytes / (row["device_gib"] * GIB) - 1
+        return breakdown.peak_reserved_bytes / (row["reserved_gib"] * GIB) - 1
+    return breakdown.peak_device_bytes / (row["device_gib"] * GIB) - 1
 
 
 def main() -> None:
     """Prints what is open, each error, and their median."""
     rows = read()
-    errors = {row["source"]: found for row in rows if (found := error(row)) is not None}
+    errors = {row["source"]: deviation for row in rows if (deviation := error(row)) is not None}
     print(f"{len(rows)} rows, {sum(row['held_out'] for row in rows)} held out; {len(errors)} predicted")
     for why, number in Counter(row["open"] for row in rows if "open" in row).most_common():
         print(f"{number:3d} open: {why}")
     for row in rows:
         if row["source"] in errors:
-            held = "held out" if row["held_out"] else ""
-            print(f"{100 * errors[row['source']]:+6.1f} % {row['objective']:14s} {row['model']} {held}")
+            note = "held out" if row["held_out"] else ""
+            print(f"{100 * errors[row['source']]:+6.1f} % {row['objective']:14s} {row['model']} {note}")
             print(f"         {row['source']}: {row['assumed']}")
     enough = [row["source"] for row in rows if row.get("enough") and row["source"] in errors]
     for what, some in (("all", list(errors)), ("which say enough", enough)):
         if some:
-            print(f"median {100 * statistics.median(abs(errors[one]) for one in some):.1f} % of {len(some)} {what}")
+            print(
+                f"median {100 * statistics.median(abs(errors[source]) for source in some):.1f} % of {len(some)} {what}"
+            )
 
 
 if __name__ == "__main__":

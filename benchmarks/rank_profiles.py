@@ -60,7 +60,7 @@ TOO_MUCH = 300e9
 def points(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model, setup) of those that have a profile."""
     draw, gpu = random.Random(seed), find_gpu(GPU)
-    models = [(name, one) for name in names if (one := catalogue.load(name)) and rank_profiles_of(one)]
+    models = [(name, spec) for name in names if (spec := catalogue.load(name)) and rank_profiles_of(spec)]
     while True:
         name, model = draw.choice(models)
         fields: dict[str, Any] = {field: draw.choice(values) for field, values in OTHER.items()}
@@ -78,14 +78,14 @@ def points(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
 def run(out: Path, names: list[str], runs: int, seed: int) -> None:
     """Adds points to the file until it has so many."""
     rows = rows_of(out)
-    known = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
+    keys = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
     with out.open("a") as file:
         for name, setup in points(names, seed):
-            if len(known) >= runs:
+            if len(keys) >= runs:
                 return
             key = json.dumps([name, json.loads(json.dumps(setup_to_dict(setup)))], sort_keys=True)
-            if key not in known:
-                known.add(key)
+            if key not in keys:
+                keys.add(key)
                 file.write(json.dumps(measure(name, setup)) + "\n")
                 file.flush()
 
@@ -103,7 +103,7 @@ class _Made:
         from probes.tracing.profile_builder import ProfileBuilder
 
         self._builder, self._found = ProfileBuilder(model, of_rank=True), dict[str, Any]()
-        self.passed_on: dict[int, Any] = {}
+        self.without_gradients: dict[int, Any] = {}
         self.setup: TrainSetup | None = None
 
     def get(self, key: str, every: int) -> Any:
@@ -123,14 +123,14 @@ class _Made:
 def frozen() -> str:
     """The table of the frozen runs."""
     rows = [row for row in rows_of(FROZEN) if "allocated" in row and row["setup"]["parallel"] in SHARDED]
-    found: list[tuple[str, dict[str, Any]]] = []
+    named_errors: list[tuple[str, dict[str, Any]]] = []
     for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
         made = _Made(_loaded(name))
         with mock.patch.object(ranks, "rank_profiles_of", lambda _, made=made: made):
             for row in group:
                 made.setup = setup_from_dict(row["setup"])
-                found += errors(row)
-    return table(found)
+                named_errors += errors(row)
+    return table(named_errors)
 
 
 def errors(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,23 +140,23 @@ def errors(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "allocated" not in row or not levels["profile"].profiled:
         return
     for figure in ("allocated", "reserved"):
-        off = {name: getattr(one, f"peak_{figure}_bytes") / row[figure] - 1 for name, one in levels.items()}
+        off = {name: getattr(memory, f"peak_{figure}_bytes") / row[figure] - 1 for name, memory in levels.items()}
         yield f"{setup.parallel}, {figure}", off | {"point": f"{row['model']} {strategy_of(setup)} {row['setup']}"}
 
 
-def table(found: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str:
+def table(named_errors: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str:
     """Errors by strategy and level, and the worst of the profiles by name."""
     lines = ["| | points | | median | 95th | lowest | highest |", "|---|--:|---|--:|--:|--:|--:|"]
-    for group in sorted({name for name, _ in found}):
-        own = [one for name, one in found if name == group]
+    for group in sorted({name for name, _ in named_errors}):
+        of_group = [by_level for name, by_level in named_errors if name == group]
         for level in ("profile", "closed forms"):
-            far, off = sorted(abs(one[level]) for one in own), [one[level] for one in own]
+            far, off = sorted(abs(by_level[level]) for by_level in of_group), [by_level[level] for by_level in of_group]
             high = far[min(len(far) - 1, int(0.95 * len(far)))]
             cells = f"{statistics.median(far):.4%} | {high:.2%} | {min(off):+.2%} | {max(off):+.2%}"
-            lines.append(f"| {group} | {len(own)} | {level} | {cells} |")
-    allocated = [one for name, one in found if name.endswith("allocated")]
-    for one in sorted(allocated, key=lambda one: -abs(one["profile"]))[:worst]:
-        lines.append(f"{one['profile']:+.2%} (closed forms {one['closed forms']:+.2%}) {one['point']}")
+            lines.append(f"| {group} | {len(of_group)} | {level} | {cells} |")
+    allocated = [by_level for name, by_level in named_errors if name.endswith("allocated")]
+    for by_level in sorted(allocated, key=lambda point: -abs(point["profile"]))[:worst]:
+        lines.append(f"{by_level['profile']:+.2%} (closed forms {by_level['closed forms']:+.2%}) {by_level['point']}")
     return "\n".join(lines)
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     else:
         if args.runs:
             run(args.out, args.names or list(catalogue.names()), args.runs, args.seed)
-        print(table([one for row in rows_of(args.out) for one in errors(row)]))
+        print(table([named for row in rows_of(args.out) for named in errors(row)]))
 
 
 if __name__ == "__main__":

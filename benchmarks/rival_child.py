@@ -32,7 +32,7 @@ def canifinetune(model: str, shape: Mapping[str, Any], setup: Mapping[str, Any])
     """canifinetune 0.4: knows models by name."""
     memory = import_module("canifinetune.estimator.memory")
     quantization = {"none": "none", "nf4": "nf4", "nf4-double": "nf4_double_quant", "int8": "int8"}
-    asked = memory.EstimateRequest(
+    request = memory.EstimateRequest(
         model_id=model,
         method=setup["method"],
         seq_len=setup["seq_len_tokens"],
@@ -47,8 +47,8 @@ def canifinetune(model: str, shape: Mapping[str, Any], setup: Mapping[str, Any])
         gpu_vram_gb=shape["memory_gib"],
         use_network=False,
     )
-    found = memory.estimate(asked).memory
-    return float(found.total_estimated_gb - found.safety_margin_gb)
+    memory_use = memory.estimate(request).memory
+    return float(memory_use.total_estimated_gb - memory_use.safety_margin_gb)
 
 
 def fitcheck(model: str, shape: Mapping[str, Any], setup: Mapping[str, Any]) -> float:
@@ -81,7 +81,7 @@ def fitscout(model: str, shape: Mapping[str, Any], setup: Mapping[str, Any]) -> 
     profile = import_module("fitscout.model.profile").ModelProfile(
         params=shape["num_params"], **{name: shape[name] for name in SHAPE}
     )
-    found = import_module("fitscout.memory.estimator").estimate_memory(
+    estimate = import_module("fitscout.memory.estimator").estimate_memory(
         profile,
         method=setup["method"],
         micro_batch=setup["micro_batch_seqs"],
@@ -90,7 +90,7 @@ def fitscout(model: str, shape: Mapping[str, Any], setup: Mapping[str, Any]) -> 
         opt_8bit="8bit" in setup["optimizer"],
         lora_rank=setup["lora_rank"] or 16,
     )
-    return float(found.total_gb)
+    return float(estimate.total_gb)
 
 
 RIVALS: dict[str, tuple[str, str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], float]]] = {
@@ -110,12 +110,12 @@ def main() -> None:
         except PackageNotFoundError:
             continue
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         answers = []
         for name, figure, ask in here:
             answer: dict[str, Any] = {"name": name, "figure": figure, "gib": None, "why": ""}
             try:
-                answer["gib"] = ask(asked["model"], asked["shape"], asked["setup"])
+                answer["gib"] = ask(request["model"], request["shape"], request["setup"])
             except Exception as error:  # another project's program: whatever it stumbles over is its answer
                 answer["why"] = f"{type(error).__name__}: {error}"[:200]
             answers.append(answer)

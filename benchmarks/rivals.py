@@ -86,8 +86,8 @@ def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | Non
     """The rival's setup on this work, None where one sequence does not fit; what was changed."""
     budget = gpu.memory_bytes - default_headroom_bytes(gpu.memory_bytes)
     for bits, name in zip((16, 4), RIVALS[rival], strict=True):
-        one = PUBLISHED[name]
-        setup, remarks = _on(read_text(one.text("m", SEQ_LEN), one.file, model=model).setup, gpu)
+        config = PUBLISHED[name]
+        setup, remarks = _on(read_text(config.text("m", SEQ_LEN), config.file, model=model).setup, gpu)
         if bits == 4:
             remarks.append("4-bit")
         micro = setup.micro_batch_seqs
@@ -121,11 +121,11 @@ def ours(
     packed too where SDPA has no flash kernel: with packing's mask it takes one that holds no scores."""
     methods = ("qlora", "lora") if rival.method == "qlora" else (rival.method,)
     packings = (False,) if gpu.flash_attention_2 else (False, True)
-    found = []
+    plans = []
     for method, packing, engine in product(methods, packings, ENGINES):
         fixed = {"method": method, "packing": packing, "lora_rank": rival.lora_rank, "lora_targets": rival.lora_targets}
-        found.append(_planned(model, gpu, engine, tuple(fixed.items()), dry_run))
-    return max((one for one in found if one is not None), key=lambda one: one[0], default=None)
+        plans.append(_planned(model, gpu, engine, tuple(fixed.items()), dry_run))
+    return max((plan for plan in plans if plan is not None), key=lambda plan: plan[0], default=None)
 
 
 @cache
@@ -161,7 +161,7 @@ def bound(model: ModelSpec, gpu: GpuSpec, rival: TrainSetup) -> float:
 
 def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> list[Row]:
     """Every pair against every of these rivals that fits."""
-    found = []
+    compared = []
     for name, key in PAIRS:
         model, gpu = catalogue.load(name), find_gpu(key)
         assert model is not None, name
@@ -181,8 +181,8 @@ def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> lis
             if mine[2].method != setup.method:
                 remarks = (*remarks, f"planned as {mine[2].method}")
             most = bound(model, gpu, setup)
-            found.append(Row(name, key, rival, mine[0], mine[1], speed, most, remarks))
-    return found
+            compared.append(Row(name, key, rival, mine[0], mine[1], speed, most, remarks))
+    return compared
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -197,22 +197,22 @@ def main() -> None:
     parser.add_argument("--rival", choices=RIVALS, action="append", help="repeatable; default all")
     parser.add_argument("--dry-run", action="store_true", help="prove every plan by a dry run, as `plan` does")
     arguments = parser.parse_args()
-    asked = arguments.rival or list(RIVALS)
-    found = rows(asked, dry_run=arguments.dry_run)
+    rivals = arguments.rival or list(RIVALS)
+    compared = rows(rivals, dry_run=arguments.dry_run)
     if arguments.json:
-        print(json.dumps([{**one._asdict(), "ratio": one.ratio} for one in found], indent=1))
+        print(json.dumps([{**row._asdict(), "ratio": row.ratio} for row in compared], indent=1))
         return
-    for one in found:
+    for row in compared:
         print(
-            f"{one.model:36} {one.gpu:18} {one.rival:14} {one.planned:8.0f} ({one.engine:7}) / {one.theirs:8.0f} = "
-            f"{one.ratio:5.2f} of {one.bound:4.2f}  {', '.join(one.remarks)}"
+            f"{row.model:36} {row.gpu:18} {row.rival:14} {row.planned:8.0f} ({row.engine:7}) / {row.theirs:8.0f} = "
+            f"{row.ratio:5.2f} of {row.bound:4.2f}  {', '.join(row.remarks)}"
         )
-    for rival in asked:
-        ratios = [one.ratio for one in found if one.rival == rival]
+    for rival in rivals:
+        ratios = [row.ratio for row in compared if row.rival == rival]
         print(
             f"over {rival}: {geometric_mean(ratios):.2f} (geometric mean of {len(ratios)} pairs, "
             f"{min(ratios):.2f} to {max(ratios):.2f}); bound "
-            f"{geometric_mean([one.bound for one in found if one.rival == rival]):.2f}"
+            f"{geometric_mean([row.bound for row in compared if row.rival == rival]):.2f}"
         )
     print("Speeds are the formula's predictions: no GPU has run these.", file=sys.stderr)
 

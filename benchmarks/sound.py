@@ -78,9 +78,9 @@ def published() -> None:
             report = dry_run_report(model, gpu, setup)
             assert isinstance(report, DryRunReport), report
             peaks.append(report.prediction.peak_device_bytes / GIB)
-        said, shown = "fits" if fits else "does not", " and ".join(f"{one:.1f}" for one in peaks)
+        observed, shown = "fits" if fits else "does not", " and ".join(f"{peak:.1f}" for peak in peaks)
         of = f"{shown} of {gpu.memory_bytes / GIB:.1f}"
-        print(f"| {name} | {method} | {gpu.name} | {micro} | {said} | {of} | {source} |")
+        print(f"| {name} | {method} | {gpu.name} | {micro} | {observed} | {of} | {source} |")
 
 
 def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> TrainSetup:
@@ -99,13 +99,13 @@ def main() -> None:
         published()
         return
     named = [word for word in sys.argv[1:] if not word.startswith("-")] or MODELS
-    rows, turn = [], 0
+    rows, case_index = [], 0
     for name in named:
         model = catalogue.load(name)
         assert model is not None, name
         for method, fields in METHODS.items():
-            case = CASES[turn % len(CASES)]
-            turn += 1
+            case = CASES[case_index % len(CASES)]
+            case_index += 1
             gpu, setup = find_gpu(case[0]), setup_of(fields, case)
             rows.append(compared(model, gpu, setup, {"model": name, "method": method, "case": case}))
     for name in (*named, ""):

@@ -71,8 +71,8 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 class Held:
     """One prediction of a point that was not fitted on: ours and the baselines'."""
 
-    def __init__(self, point: Point, error: float, known: str, mfu: float, boosted: float) -> None:
-        self.point, self.error, self.known = point, error, known
+    def __init__(self, point: Point, error: float, band_class: str, mfu: float, boosted: float) -> None:
+        self.point, self.error, self.known = point, error, band_class
         self.mfu, self.boosted = log(mfu / point.tokens_per_s), log(boosted / point.tokens_per_s)
 
 
@@ -98,17 +98,19 @@ def predict_held(points: Sequence[Point], start: Calibration) -> dict[str, list[
     """Every held-out prediction by kind of split."""
     answers: dict[str, list[Held]] = defaultdict(list)
     for kind, source, held_out in splits(points):
-        held = [p for p in points if held_out(p)]
+        holdout = [p for p in points if held_out(p)]
         train = [p for p in points if not held_out(p) and p.group not in NOT_FITTED]
         fitted = fit_constants(train, start, names=FITTED)
         gpus, archs = {p.gpu.key for p in train}, {family(p.gpu) for p in train}
-        errors = log_errors(held, fitted)
+        errors = log_errors(holdout, fitted)
         for point, error, mfu, boosted in zip(
-            held, errors, constant_mfu(train, held), boosted_regression(train, held), strict=True
+            holdout, errors, constant_mfu(train, holdout), boosted_regression(train, holdout), strict=True
         ):
-            known = "gpu" if point.gpu.key in gpus else "architecture" if family(point.gpu) in archs else "default"
-            answers[kind].append(Held(point, error, known, mfu, boosted))
-        print(f"{kind:7s} {source:20s} held {len(held):4d}  median {_median(errors):.3f}", file=sys.stderr, flush=True)
+            band_class = "gpu" if point.gpu.key in gpus else "architecture" if family(point.gpu) in archs else "default"
+            answers[kind].append(Held(point, error, band_class, mfu, boosted))
+        print(
+            f"{kind:7s} {source:20s} held {len(holdout):4d}  median {_median(errors):.3f}", file=sys.stderr, flush=True
+        )
     return answers
 
 
@@ -125,34 +127,34 @@ BAND_LEVEL = 0.95
 level was chosen looking at the coverage below: 0.90 held 82 %)."""
 
 
-def weighted_band(held: Sequence[Held], coverage: float = BAND_LEVEL) -> float:
+def weighted_band(predictions: Sequence[Held], coverage: float = BAND_LEVEL) -> float:
     """The half-width that held `coverage` of the held-out errors, a source of n points counting sqrt(n)."""
     sizes: dict[str, int] = defaultdict(int)
-    for one in held:
-        sizes[one.point.group] += 1
-    ordered = sorted((abs(one.error), 1.0 / sqrt(sizes[one.point.group])) for one in held)
+    for prediction in predictions:
+        sizes[prediction.point.group] += 1
+    ordered = sorted((abs(prediction.error), 1.0 / sqrt(sizes[prediction.point.group])) for prediction in predictions)
     return exp(passed_at(ordered, coverage)) - 1.0
 
 
-def bands_of(held: Sequence[Held]) -> dict[str, float]:
+def bands_of(predictions: Sequence[Held]) -> dict[str, float]:
     """The band per class, never narrower where less is known."""
     bands: dict[str, float] = {}
     widest = 0.0
     for name in BAND_CLASSES:
-        mine = [one for one in held if one.known == name]
+        mine = [prediction for prediction in predictions if prediction.known == name]
         widest = max(widest, weighted_band(mine)) if len(mine) >= 5 else widest * 1.25
         bands[name] = widest
     return bands
 
 
-def coverage(held: Sequence[Held], makers: Sequence[Held]) -> dict[str, Any]:
+def coverage(predictions: Sequence[Held], makers: Sequence[Held]) -> dict[str, Any]:
     """Share of held-out points inside bands made from the held-out errors of other sources."""
     inside: dict[str, list[bool]] = defaultdict(list)
-    for source in sorted({one.point.group for one in held}):
-        bands = bands_of([one for one in makers if one.point.group != source])
-        for one in held:
-            if one.point.group == source:
-                inside[source].append(abs(one.error) <= log(1.0 + bands[one.known]))
+    for source in sorted({prediction.point.group for prediction in predictions}):
+        bands = bands_of([prediction for prediction in makers if prediction.point.group != source])
+        for prediction in predictions:
+            if prediction.point.group == source:
+                inside[source].append(abs(prediction.error) <= log(1.0 + bands[prediction.known]))
     every = [value for values in inside.values() for value in values]
     return {
         "points": sum(every) / len(every),
@@ -165,34 +167,35 @@ def noise(points: Sequence[Point]) -> list[float]:
     return [abs(value / median(p.repeats) - 1.0) for p in points if len(p.repeats) > 1 for value in p.repeats]
 
 
-def row(held: Sequence[Held]) -> dict[str, Any]:
+def row(predictions: Sequence[Held]) -> dict[str, Any]:
     """The figures of one table row."""
-    errors = _absolute(one.error for one in held)
+    errors = _absolute(prediction.error for prediction in predictions)
     cells: dict[tuple[str, str], list[Held]] = defaultdict(list)
-    for one in held:
-        cells[one.point.labels["model"], one.point.gpu.key].append(one)
+    for prediction in predictions:
+        cells[prediction.point.labels["model"], prediction.point.gpu.key].append(prediction)
     ranks = [
         (
             spearman(
-                [one.point.tokens_per_s for one in cell], [one.point.tokens_per_s * exp(one.error) for one in cell]
+                [prediction.point.tokens_per_s for prediction in cell],
+                [prediction.point.tokens_per_s * exp(prediction.error) for prediction in cell],
             ),
             len(cell),
         )
         for cell in cells.values()
         if len(cell) >= 4
     ]
-    floor = noise([one.point for one in held])
+    floor = noise([prediction.point for prediction in predictions])
     return {
-        "n": len(held),
+        "n": len(predictions),
         "median": median(errors),
         "p90": percentile(errors, 0.9),
-        "bias": median(one.error for one in held),
+        "bias": median(prediction.error for prediction in predictions),
         "rank_mean": sum(rank * num for rank, num in ranks) / sum(num for _, num in ranks) if ranks else None,
         "rank_worst": min(rank for rank, _ in ranks) if ranks else None,
-        "mfu_median": _median(one.mfu for one in held),
-        "mfu_p90": percentile(_absolute(one.mfu for one in held), 0.9),
-        "boosted_median": _median(one.boosted for one in held),
-        "boosted_p90": percentile(_absolute(one.boosted for one in held), 0.9),
+        "mfu_median": _median(prediction.mfu for prediction in predictions),
+        "mfu_p90": percentile(_absolute(prediction.mfu for prediction in predictions), 0.9),
+        "boosted_median": _median(prediction.boosted for prediction in predictions),
+        "boosted_p90": percentile(_absolute(prediction.boosted for prediction in predictions), 0.9),
         "noise_median": median(floor) if floor else None,
         "noise_p90": percentile(floor, 0.9) if floor else None,
     }
@@ -208,21 +211,28 @@ def main() -> None:
     shipped = load_calibration()
     start = replace(shipped, constants=kept_apart(shipped), date="", bands={}, points={})
     answers = predict_held(points, start)
-    usable = {kind: [one for one in held if one.point.group not in NOT_FITTED] for kind, held in answers.items()}
-    every = [one for held in usable.values() for one in held]
-    predicted = {one.point.key: one.point.tokens_per_s * exp(one.error) for one in answers["source"]}
-    single = [one for one in usable["source"] if one.point.labels["num_gpus"] == "1"]
+    usable = {
+        kind: [prediction for prediction in predictions if prediction.point.group not in NOT_FITTED]
+        for kind, predictions in answers.items()
+    }
+    every = [prediction for predictions in usable.values() for prediction in predictions]
+    predicted = {
+        prediction.point.key: prediction.point.tokens_per_s * exp(prediction.error) for prediction in answers["source"]
+    }
+    single = [prediction for prediction in usable["source"] if prediction.point.labels["num_gpus"] == "1"]
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
         "rows": {
             kind: {
-                source: row([one for one in held if one.point.group == source])
-                for source in sorted({one.point.group for one in held})
+                source: row([prediction for prediction in predictions if prediction.point.group == source])
+                for source in sorted({prediction.point.group for prediction in predictions})
             }
-            for kind, held in answers.items()
+            for kind, predictions in answers.items()
         },
         "single_gpu": row(single),
-        "single_gpu_confidence_a": row([one for one in single if one.point.labels["confidence"] == "A"]),
+        "single_gpu_confidence_a": row(
+            [prediction for prediction in single if prediction.point.labels["confidence"] == "A"]
+        ),
         "ratios": {},
         "bands": bands_of(usable["source"]),
         "coverage": coverage(every, usable["source"]),
@@ -251,10 +261,10 @@ def tables(report: Mapping[str, Any]) -> str:
             rows["**one GPU, all sources**"] = report["single_gpu"]
             rows["**one GPU, complete configuration (A)**"] = report["single_gpu_confidence_a"]
         text += f"\n## {title}\n\n{HEAD}" + "".join(line(name, figures) for name, figures in rows.items())
-    text += f"\n## Sample lengths not stated\n\n{HEAD}" + "".join(line(*one) for one in unknown.items())
+    text += f"\n## Sample lengths not stated\n\n{HEAD}" + "".join(line(*entry) for entry in unknown.items())
     text += "\n## Ratios\n\n| ratio | pairs | median error | 90th pct. |\n|---|--:|--:|--:|\n"
-    for name, one in report["ratios"].items():
-        text += f"| {name} | {one['pairs']} | {percent(one['median'])} | {percent(one['p90'])} |\n"
+    for name, summary in report["ratios"].items():
+        text += f"| {name} | {summary['pairs']} | {percent(summary['median'])} | {percent(summary['p90'])} |\n"
     text += "\n## Bands\n\n| known | band |\n|---|--:|\n"
     text += "".join(f"| {name} | x or / {1 + width:.2f} |\n" for name, width in report["bands"].items())
     inside = {"all": report["coverage_source_split"]["points"], **report["coverage_source_split"]["by_source"]}
@@ -266,11 +276,11 @@ def percent(*values: float | None) -> str:
     return " / ".join(f"{100 * value:.1f} %" for value in values if value is not None)
 
 
-def line(name: str, one: Mapping[str, Any]) -> str:
+def line(name: str, figures: Mapping[str, Any]) -> str:
     """A row of `HEAD`."""
-    rank = "" if one["rank_mean"] is None else f"{one['rank_mean']:.2f} ({one['rank_worst']:.2f})"
-    pairs = (percent(one[f"{what}_median"], one[f"{what}_p90"]) for what in ("noise", "mfu", "boosted"))
-    cells = [name, str(one["n"]), percent(one["median"]), percent(one["p90"]), rank, *pairs]
+    rank = "" if figures["rank_mean"] is None else f"{figures['rank_mean']:.2f} ({figures['rank_worst']:.2f})"
+    pairs = (percent(figures[f"{what}_median"], figures[f"{what}_p90"]) for what in ("noise", "mfu", "boosted"))
+    cells = [name, str(figures["n"]), percent(figures["median"]), percent(figures["p90"]), rank, *pairs]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -14,10 +14,10 @@ def peak(point: Point) -> float:
     return half if point.setup.compute_dtype != "fp32" else gpu.fp32_flops_per_s or half
 
 
-def constant_mfu(train: Sequence[Point], held: Sequence[Point]) -> list[float]:
+def constant_mfu(train: Sequence[Point], holdout: Sequence[Point]) -> list[float]:
     """tokens/s = MFU x peak / (6 x active parameters), the MFU that fits the training points best (median)."""
     mfu = median(p.tokens_per_s * 6 * p.model.num_active_params / peak(p) for p in train)
-    return [mfu * peak(p) / (6 * p.model.num_active_params) for p in held]
+    return [mfu * peak(p) / (6 * p.model.num_active_params) for p in holdout]
 
 
 def features(point: Point) -> list[float]:
@@ -36,10 +36,10 @@ def features(point: Point) -> list[float]:
     ]  # fmt: skip
 
 
-def boosted_regression(train: Sequence[Point], held: Sequence[Point]) -> list[float]:
+def boosted_regression(train: Sequence[Point], holdout: Sequence[Point]) -> list[float]:
     """Gradient-boosted trees on log(tokens/s): scikit-learn's histogram form, default depth, 300 rounds."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     machine = HistGradientBoostingRegressor(max_iter=300, learning_rate=0.08, min_samples_leaf=5, random_state=0)
     machine.fit([features(p) for p in train], [log(p.tokens_per_s) for p in train])
-    return [exp(value) for value in machine.predict([features(p) for p in held])]
+    return [exp(value) for value in machine.predict([features(p) for p in holdout])]

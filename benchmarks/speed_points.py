@@ -61,10 +61,10 @@ def _kept_trees() -> dict[str, Any]:
 def inline_model(config: dict[str, Any], model_id: str) -> ModelSpec:
     """The model of a row that brings its configuration: a module tree is kept, which a child would take five seconds
     to build."""
-    kept = _kept_trees().get(tree_digest(config))
-    if kept is None:
+    stored = _kept_trees().get(tree_digest(config))
+    if stored is None:
         return spec_from_config(config, model_id=model_id, source="inline")
-    spec = decode(ModelSpec, kept, TREES.name)
+    spec = decode(ModelSpec, stored, TREES.name)
     return replace(spec, model_id=model_id, model_type=config["model_type"], config=config, config_source="inline")
 
 
@@ -73,15 +73,17 @@ def _model(model_id: str, config: str, experts: str, fused_qkv: bool) -> ModelSp
     values = json.loads(config)
     spec = load(model_id) if values is None else inline_model(values, model_id)
     if fused_qkv:
-        return replace(spec, layer_kinds=tuple(replace(one, linears=_fused(one.linears)) for one in spec.layer_kinds))
+        return replace(
+            spec, layer_kinds=tuple(replace(kind, linears=_fused(kind.linears)) for kind in spec.layer_kinds)
+        )
     return _experts_as_linears(spec) if experts == "linear" else spec
 
 
 def _fused(linears: tuple[LinearSpec, ...]) -> tuple[LinearSpec, ...]:
     """Query, key and value as one matrix named "qkv"."""
-    parts = [one for one in linears if one.role in ("q", "k", "v")]
-    whole = replace(parts[0], name="qkv", role="qkv", out_features=sum(one.out_features for one in parts))
-    return (whole, *(one for one in linears if one.role not in ("q", "k", "v")))
+    parts = [linear for linear in linears if linear.role in ("q", "k", "v")]
+    whole = replace(parts[0], name="qkv", role="qkv", out_features=sum(linear.out_features for linear in parts))
+    return (whole, *(linear for linear in linears if linear.role not in ("q", "k", "v")))
 
 
 def _experts_as_linears(spec: ModelSpec) -> ModelSpec:
@@ -89,16 +91,16 @@ def _experts_as_linears(spec: ModelSpec) -> ModelSpec:
     kinds = []
     for layer in spec.layer_kinds:
         linears: list[LinearSpec] = []
-        for one in layer.linears:
-            if one.module != "parameter":
-                linears.append(one)
-            elif one.role == "gate_up":
-                half = replace(one, module="linear", out_features=one.out_features // 2)
+        for linear in layer.linears:
+            if linear.module != "parameter":
+                linears.append(linear)
+            elif linear.role == "gate_up":
+                half = replace(linear, module="linear", out_features=linear.out_features // 2)
                 linears += [
-                    replace(half, role="gate", name=one.name + ".w1"),
-                    replace(half, role="up", name=one.name + ".w3"),
+                    replace(half, role="gate", name=linear.name + ".w1"),
+                    replace(half, role="up", name=linear.name + ".w3"),
                 ]
             else:
-                linears.append(replace(one, module="linear"))
+                linears.append(replace(linear, module="linear"))
         kinds.append(replace(layer, linears=tuple(linears)))
     return replace(spec, layer_kinds=tuple(kinds))

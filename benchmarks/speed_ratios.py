@@ -78,18 +78,20 @@ def pairs(points: Sequence[Point], name: str) -> Iterator[tuple[Point, Point]]:
         key = (point.group, point.labels["model"], point.gpu.key, share(point))
         buckets.setdefault(key, []).append(point)
     for bucket in buckets.values():
-        for one, two in combinations(bucket, 2):
-            if differ(one) == differ(two):
+        for first, second in combinations(bucket, 2):
+            if differ(first) == differ(second):
                 continue
-            if name == "micro-batch doubled" and max(differ(one), differ(two)) != 2 * min(differ(one), differ(two)):
+            if name == "micro-batch doubled" and max(differ(first), differ(second)) != 2 * min(
+                differ(first), differ(second)
+            ):
                 continue
-            yield one, two
+            yield first, second
 
 
 def ratio_errors(points: Sequence[Point], predicted: Mapping[str, float], name: str) -> list[float]:
     """Absolute relative errors of the predicted ratio of every such pair."""
     errors = []
-    for one, two in pairs([p for p in points if p.key in predicted], name):
-        measured = log(one.tokens_per_s / two.tokens_per_s)
-        errors.append(abs(exp(log(predicted[one.key] / predicted[two.key]) - measured) - 1.0))
+    for first, second in pairs([p for p in points if p.key in predicted], name):
+        measured = log(first.tokens_per_s / second.tokens_per_s)
+        errors.append(abs(exp(log(predicted[first.key] / predicted[second.key]) - measured) - 1.0))
     return errors

@@ -61,11 +61,11 @@ def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
     files: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         files[row.source.partition("#")[0].partition(" ")[0]].add(row.id)
-    found = {}
+    by_id = {}
     for file, ids in files.items():
-        for one in ids:
-            found[one] = file if len(ids) > 1 else file.rpartition("/")[0]
-    return found
+        for row_id in ids:
+            by_id[row_id] = file if len(ids) > 1 else file.rpartition("/")[0]
+    return by_id
 
 
 def kind_of(row: MeasuredRow) -> str:
@@ -75,9 +75,9 @@ def kind_of(row: MeasuredRow) -> str:
     return "small and eager" if row.group in GATHERED and gathered.small_and_eager(row) else ""
 
 
-def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) -> list[Error]:
+def errors_of(row: MeasuredRow, prediction: Prediction, level: str, source: str) -> list[Error]:
     """Measured over predicted, for every figure that was measured."""
-    found = []
+    errors = []
     for what in METRICS:
         predicted = gathered.timed_figure(prediction, what, row.untimed)
         measured = row.measured(what)
@@ -85,10 +85,10 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
             continue
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         assert setup is not None
-        found.append(
+        errors.append(
             {
                 "id": row.id,
-                "rung": rung,
+                "rung": level,
                 "metric": what,
                 "stack": band_stack(setup.stack, what),
                 "gpus": metric_of(setup),
@@ -101,13 +101,13 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 **({"kind": kind} if (kind := kind_of(row)) else {}),
             }
         )
-    return found
+    return errors
 
 
 def formula_errors(rows: Sequence[MeasuredRow]) -> list[Error]:
     """Every figure against the formula; tokens/s at the mean length, of all GPUs together."""
     of = sources(rows)
-    found: list[Error] = []
+    errors: list[Error] = []
     for row in rows:
         if not any(row.comparable(what) for what in METRICS):
             continue
@@ -119,21 +119,21 @@ def formula_errors(rows: Sequence[MeasuredRow]) -> list[Error]:
             except PlannerError:
                 continue
             each = errors_of(row, answer, "formula", of[row.id])
-            found += [one for one in each if (one["metric"] != "tokens_per_s") == memory]
-    for one in found:  # a recorded speed is that of one GPU
-        if one["metric"] == "tokens_per_s" and one["gpus"] == "several":
-            one["ratio"] = 0.0
-    return [one for one in found if one["ratio"]]
+            errors += [error for error in each if (error["metric"] != "tokens_per_s") == memory]
+    for error in errors:  # a recorded speed is that of one GPU
+        if error["metric"] == "tokens_per_s" and error["gpus"] == "several":
+            error["ratio"] = 0.0
+    return [error for error in errors if error["ratio"]]
 
 
-def dry_run_errors(rows: Sequence[MeasuredRow], known: Sequence[Error], num: int) -> list[Error]:
+def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: int) -> list[Error]:
     """Up to `num` dry runs of one-GPU rows that are not recorded; rows of one setup share one."""
     from probes.dryrun import dry_run
 
     of = sources(rows)
-    done = {one["id"] for one in known}
+    done = {error["id"] for error in recorded}
     answers: dict[tuple[str, str, object], Prediction | None] = {}
-    found: list[Error] = []
+    errors: list[Error] = []
     for row in rows:
         if row.num_gpus > 1 or row.id in done or not any(row.comparable(what) for what in METRICS[:3]):
             continue
@@ -148,8 +148,8 @@ def dry_run_errors(rows: Sequence[MeasuredRow], known: Sequence[Error], num: int
         prediction = answers[key]
         if prediction is not None:
             each = errors_of(row, prediction, "dry_run", of[row.id])
-            found += [one for one in each if one["metric"] != "tokens_per_s"]
-    return found
+            errors += [error for error in each if error["metric"] != "tokens_per_s"]
+    return errors
 
 
 def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
@@ -159,23 +159,23 @@ def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
     that hold what no setup says are not fitted on either, and are judged apart.
     """
     groups: dict[tuple[str, str, str], dict[str, list[Error]]] = defaultdict(lambda: defaultdict(list))
-    for one in errors:
-        if one.get("kept") or one.get("otherwise"):
+    for error in errors:
+        if error.get("kept") or error.get("otherwise"):
             continue
-        groups[one["rung"], one["metric"], one["gpus"]][one["stack"]].append(one)
+        groups[error["rung"], error["metric"], error["gpus"]][error["stack"]].append(error)
     cells = {}
-    for (rung, metric, gpus), by_stack in groups.items():
-        ratios = {stack: [one["ratio"] for one in rows] for stack, rows in by_stack.items()}
+    for (level, metric, gpus), by_stack in groups.items():
+        ratios = {stack: [error["ratio"] for error in rows] for stack, rows in by_stack.items()}
         for stack, rows in by_stack.items():
             if len(rows) >= LEAST_ROWS:
-                cells[rung, metric, gpus, stack] = fit_cell(
+                cells[level, metric, gpus, stack] = fit_cell(
                     ratios[stack],
                     others=[group for other, group in ratios.items() if other != stack],
-                    num_sources=len({one["source"] for one in rows}),
-                    cards=sorted({one["gpu"] for one in rows}),
+                    num_sources=len({error["source"] for error in rows}),
+                    cards=sorted({error["gpu"] for error in rows}),
                 )
         if sum(map(len, by_stack.values())) >= LEAST_ROWS:
-            cells[rung, metric, gpus, ""] = pooled_cell([*ratios.values()])
+            cells[level, metric, gpus, ""] = pooled_cell([*ratios.values()])
     return cells
 
 
@@ -187,23 +187,23 @@ def judged(errors: Sequence[Error]) -> list[tuple[Error, Key, bool]]:
 
     A row whose stack has no ten others left is judged by the band of stacks that nobody measured, and counts there.
     """
-    found = []
-    for source in sorted({one["source"] for one in errors}):
-        cells = fitted([one for one in errors if one["source"] != source])
-        for one in errors:
-            if one["source"] != source:
+    comparisons = []
+    for source in sorted({error["source"] for error in errors}):
+        cells = fitted([error for error in errors if error["source"] != source])
+        for error in errors:
+            if error["source"] != source:
                 continue
-            place = (one["rung"], one["metric"], one["gpus"])
-            stack = one["stack"] if (*place, one["stack"]) in cells else ""
+            place = (error["rung"], error["metric"], error["gpus"])
+            stack = error["stack"] if (*place, error["stack"]) in cells else ""
             cell = cells.get((*place, stack))
             if cell is not None:
-                found.append((one, (*place, stack), holds(cell, one["ratio"])))
-    return found
+                comparisons.append((error, (*place, stack), holds(cell, error["ratio"])))
+    return comparisons
 
 
 def left_out(errors: Sequence[Error]) -> dict[Key, tuple[int, int]]:
     """(rows, those inside), each source left out in turn, for every band."""
-    return _counted((key, inside) for one, key, inside in judged(errors) if not one.get("otherwise"))
+    return _counted((key, inside) for error, key, inside in judged(errors) if not error.get("otherwise"))
 
 
 Of = TypeVar("Of")
@@ -212,8 +212,8 @@ Of = TypeVar("Of")
 def _counted(flags: Iterable[tuple[Of, bool]]) -> dict[Of, tuple[int, int]]:
     counts: dict[Of, tuple[int, int]] = {}
     for of, inside in flags:
-        rows, held = counts.get(of, (0, 0))
-        counts[of] = rows + 1, held + inside
+        rows, num_inside = counts.get(of, (0, 0))
+        counts[of] = rows + 1, num_inside + inside
     return counts
 
 
@@ -257,14 +257,14 @@ PyTorch's cache after every step (README.md beside this page).
 def page(errors: Sequence[Error]) -> str:
     """The Markdown table."""
     cells, each = fitted(errors), judged(errors)
-    verdicts = [one for one in each if not one[0].get("otherwise")]
+    verdicts = [verdict for verdict in each if not verdict[0].get("otherwise")]
     counts = _counted((key, inside) for _, key, inside in verdicts)
     lines = []
-    for (rung, metric, gpus, stack), cell in sorted(cells.items()):
-        rows, inside = counts.get((rung, metric, gpus, stack), (0, 0))
+    for (level, metric, gpus, stack), cell in sorted(cells.items()):
+        rows, inside = counts.get((level, metric, gpus, stack), (0, 0))
         share = f"{inside / rows:.0%}" if rows else ""
         lines.append(
-            f"| {rung.replace('_', ' ')} | {metric} | {gpus} | {stack or '*any other*'} | {cell.num_rows} | "
+            f"| {level.replace('_', ' ')} | {metric} | {gpus} | {stack or '*any other*'} | {cell.num_rows} | "
             f"{cell.num_sources or ''} | -{100 * cell.below:.1f} to +{100 * cell.above:.1f} % | "
             f"{share} | {rows or ''} | {_chance(rows)} |"
         )
@@ -275,57 +275,59 @@ def page(errors: Sequence[Error]) -> str:
         "| rung | what | rows | inside, left out | by chance |",
         "|---|---|---:|---:|---:|",
     ]
-    for rung in ("formula", "dry_run"):
+    for level in ("formula", "dry_run"):
         for name, metrics in (("memory", METRICS[:3]), ("speed", METRICS[3:])):
-            picked = [count for key, count in counts.items() if key[0] == rung and key[1] in metrics]
-            lines += _share(f"{rung.replace('_', ' ')} | {name}", sum(n for n, _ in picked), sum(n for _, n in picked))
-    kinds = _counted((one["kind"], inside) for one, key, inside in verdicts if key[1] == METRICS[3] and "kind" in one)
+            picked = [count for key, count in counts.items() if key[0] == level and key[1] in metrics]
+            lines += _share(f"{level.replace('_', ' ')} | {name}", sum(n for n, _ in picked), sum(n for _, n in picked))
+    kinds = _counted(
+        (error["kind"], inside) for error, key, inside in verdicts if key[1] == METRICS[3] and "kind" in error
+    )
     for kind, (rows, inside) in sorted(kinds.items()):
         lines += _share(f"formula | speed of runs that are {kind}", rows, inside)
-    apart = _counted((_stack_of(one)[:2], inside) for one, _, inside in each if one.get("otherwise"))
-    for (rung, what), (rows, inside) in sorted(apart.items()):
-        lines += _share(f"{rung.replace('_', ' ')} | {what} that holds what no setup says, not above", rows, inside)
+    apart = _counted((_stack_of(error)[:2], inside) for error, _, inside in each if error.get("otherwise"))
+    for (level, what), (rows, inside) in sorted(apart.items()):
+        lines += _share(f"{level.replace('_', ' ')} | {what} that holds what no setup says, not above", rows, inside)
     return HEAD + "\n".join([*lines, *_by_stack(verdicts), *_outside(counts), *_unmeasured(errors)])
 
 
 def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
     """Rows of one stack together, whichever band judged each."""
-    counts = _counted((_stack_of(one), inside) for one, _, inside in verdicts)
+    counts = _counted((_stack_of(error), inside) for error, _, inside in verdicts)
     files: dict[tuple[str, str, str], set[str]] = defaultdict(set)
-    for one, _, _ in verdicts:
-        files[_stack_of(one)].add(one["source"])
+    for error, _, _ in verdicts:
+        files[_stack_of(error)].add(error["source"])
     head = "| rung | what | stack | sources | rows | inside, left out | by chance |"
     lines = ["", "## By stack", "", head, "|---|---|---|---:|---:|---:|---:|"]
-    for (rung, what, stack), (rows, inside) in sorted(counts.items()):
+    for (level, what, stack), (rows, inside) in sorted(counts.items()):
         if rows >= LEAST_ROWS:
-            num = len(files[rung, what, stack])
-            lines += _share(f"{rung.replace('_', ' ')} | {what} | {stack} | {num}", rows, inside)
+            num = len(files[level, what, stack])
+            lines += _share(f"{level.replace('_', ' ')} | {what} | {stack} | {num}", rows, inside)
     return lines
 
 
-def _stack_of(one: Error) -> tuple[str, str, str]:
-    return one["rung"], "speed" if one["metric"] == METRICS[3] else "memory", one["stack"]
+def _stack_of(error: Error) -> tuple[str, str, str]:
+    return error["rung"], "speed" if error["metric"] == METRICS[3] else "memory", error["stack"]
 
 
 def _unmeasured(errors: Sequence[Error]) -> list[str]:
     """How often a whole stack's rows lie in the band of a stack that nobody measured."""
     places: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in errors:
-        places[one["rung"], one["metric"], one["gpus"]][one["stack"]].append(one["ratio"])
+    for error in errors:
+        places[error["rung"], error["metric"], error["gpus"]][error["stack"]].append(error["ratio"])
     shares: dict[str, list[float]] = {"memory": [], "speed": []}
     for (_, metric, _), by_stack in places.items():
         for stack, ratios in by_stack.items():
             others = [rows for other, rows in by_stack.items() if other != stack]
             if len(ratios) >= LEAST_ROWS <= sum(map(len, others)):
                 cell = pooled_cell(others)
-                inside = sum(holds(cell, one) for one in ratios) / len(ratios)
+                inside = sum(holds(cell, ratio) for ratio in ratios) / len(ratios)
                 shares["speed" if metric == METRICS[3] else "memory"].append(inside)
-    told = (
+    parts = (
         f"{what} {sum(each) / len(each):.0%} (of {len(each)}, least {min(each):.0%})" for what, each in shares.items()
     )
     return [
         f"A stack of ten rows or more judged as one that nobody measured (the others' rows, {UNSEEN_STACK} times as "
-        f"wide), the mean share of its rows inside: {', '.join(told)}.",
+        f"wide), the mean share of its rows inside: {', '.join(parts)}.",
         "",
     ]
 
@@ -336,17 +338,17 @@ def _share(name: str, rows: int, inside: int) -> list[str]:
 
 def _outside(counts: Mapping[Key, tuple[int, int]]) -> list[str]:
     """The cells outside the target, those first that chance does not explain."""
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for (rung, metric, gpus, stack), (rows, inside) in sorted(counts.items()):
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for (level, metric, gpus, stack), (rows, inside) in sorted(counts.items()):
         if rows >= LEAST_ROWS and not TARGET[0] <= inside / rows <= TARGET[1]:
             fewest, most = by_chance(rows)
-            name = f"{rung.replace('_', ' ')}, {metric}, {gpus}, {stack or 'any other'}: {inside / rows:.0%} of {rows}"
-            found[fewest <= inside <= most].append(name)
+            name = f"{level.replace('_', ' ')}, {metric}, {gpus}, {stack or 'any other'}: {inside / rows:.0%} of {rows}"
+            names[fewest <= inside <= most].append(name)
     return [
         "",
-        f"Outside 85 to 95 %, and outside what chance gives: {'; '.join(found[False]) or 'none'}.",
+        f"Outside 85 to 95 %, and outside what chance gives: {'; '.join(names[False]) or 'none'}.",
         "",
-        f"Outside 85 to 95 %, as chance may give: {'; '.join(found[True]) or 'none'}.",
+        f"Outside 85 to 95 %, as chance may give: {'; '.join(names[True]) or 'none'}.",
         "",
     ]
 
@@ -362,17 +364,19 @@ def main() -> None:
     """Compares, fits and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-runs", type=int, default=0, help="so many dry runs that are not recorded yet")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rows = comparable_rows()
     recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
     today = {row.id: {"gpus": metric_of(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None}
-    held = {row.id for row in rows if gathered.otherwise(row, "reserved")}
-    dry = [one for one in recorded if one["rung"] == "dry_run" and {**one, **today.get(one["id"], {})} == one]
-    dry = [one | ({"otherwise": True} if one["id"] in held else {}) for one in dry]
-    if asked.dry_runs:
-        dry += dry_run_errors(rows, dry, asked.dry_runs)
+    excluded = {row.id for row in rows if gathered.otherwise(row, "reserved")}
+    dry = [
+        error for error in recorded if error["rung"] == "dry_run" and {**error, **today.get(error["id"], {})} == error
+    ]
+    dry = [error | ({"otherwise": True} if error["id"] in excluded else {}) for error in dry]
+    if args.dry_runs:
+        dry += dry_run_errors(rows, dry, args.dry_runs)
     errors = formula_errors(rows) + dry
-    ERRORS.write_text("\n".join(json.dumps(one) for one in errors) + "\n", encoding="utf-8")
+    ERRORS.write_text("\n".join(json.dumps(error) for error in errors) + "\n", encoding="utf-8")
     cells = fitted(errors)
     names = ("rung", "metric", "gpus", "stack")
     values = [{**dict(zip(names, key, strict=True)), **as_row(cell)} for key, cell in sorted(cells.items())]

@@ -44,18 +44,18 @@ CARDS = {
 def with_programs() -> list[ModelSpec]:
     """Models of the catalogue that have programs."""
     every = (catalogue.load(name) for name in catalogue.names())
-    return [one for one in every if one is not None and programs_of(one) is not None]
+    return [model for model in every if model is not None and programs_of(model) is not None]
 
 
 def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
     """Runs without end, each with the cards of its kernels."""
-    from probes.tracing.programs import asked_programs
+    from probes.tracing.programs import program_structures
 
     rng, models = random.Random(seed), with_programs()
 
     @cache
     def asked(place: int) -> list[tuple[str, tuple[TrainSetup, GpuSpec]]]:
-        return sorted(asked_programs(models[place]).items(), key=lambda pair: pair[0])
+        return sorted(program_structures(models[place]).items(), key=lambda pair: pair[0])
 
     while True:
         place = rng.randrange(len(models))
@@ -108,13 +108,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"| {'model':34} | points | program: median | 95th | worst | formula: median | 95th | worst |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
     for name in (*sorted({row["model"] for row in rows}), "all"):
-        own = [row for row in rows if name in ("all", row["model"])]
+        selected = [row for row in rows if name in ("all", row["model"])]
         cells = []
         for level in ("program_s", "formula_s"):
-            errors = sorted(abs(row[level] / row["run_s"] - 1) for row in own)
+            errors = sorted(abs(row[level] / row["run_s"] - 1) for row in selected)
             high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-            cells += [f"{100 * one:.2f} %" for one in (statistics.median(errors), high, errors[-1])]
-        lines.append(f"| {name:34} | {len(own)} | {' | '.join(cells)} |")
+            cells += [f"{100 * figure:.2f} %" for figure in (statistics.median(errors), high, errors[-1])]
+        lines.append(f"| {name:34} | {len(selected)} | {' | '.join(cells)} |")
     worst = sorted(rows, key=lambda row: -abs(row["program_s"] / row["run_s"] - 1))[:8]
     for row in worst:
         setup = row["setup"]
@@ -145,10 +145,10 @@ def main() -> None:
                 continue
             try:
                 with collection_paused():
-                    found: Any = [*judged(*run)]
+                    outcome: Any = [*judged(*run)]
             except Exception as error:  # whatever the libraries stumble over
-                found = f"{type(error).__name__}: {error}"[:200]
-            file.write(json.dumps(found) + "\n")
+                outcome = f"{type(error).__name__}: {error}"[:200]
+            file.write(json.dumps(outcome) + "\n")
             file.flush()
     print(summary(rows_of(args.out)))
 

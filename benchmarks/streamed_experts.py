@@ -70,11 +70,14 @@ def setup_of(row: Row) -> TrainSetup:
 def main() -> None:
     """Prints every run."""
     for row in ROWS:
-        found = predict(resolve_model(row.model), find_gpu(row.gpu), setup_of(row))
-        told = [("allocated", found.peak_allocated_bytes / GIB, row.allocated)]
-        told += [("device", found.peak_device_bytes / GIB, row.device)] if row.device else []
-        told += [("seconds", found.step_time_s or 0.0, row.seconds)] if row.seconds else []
-        words = "; ".join(f"{what} {said:.2f}, measured {ran:.2f}: {said / ran - 1:+.1%}" for what, said, ran in told)
+        prediction = predict(resolve_model(row.model), find_gpu(row.gpu), setup_of(row))
+        figures = [("allocated", prediction.peak_allocated_bytes / GIB, row.allocated)]
+        figures += [("device", prediction.peak_device_bytes / GIB, row.device)] if row.device else []
+        figures += [("seconds", prediction.step_time_s or 0.0, row.seconds)] if row.seconds else []
+        words = "; ".join(
+            f"{what} {predicted:.2f}, measured {ran:.2f}: {predicted / ran - 1:+.1%}"
+            for what, predicted, ran in figures
+        )
         print(f"{row.name:17} {row.model.partition('/')[2]:20} {row.gpu:15} {words}")
 
 

@@ -223,8 +223,8 @@ def _communication_s(model: SyntheticModel, machine: Machine, setup: TrainSetup,
 
     def added_s(num_bytes: float, num_calls: float) -> float:
         needed = num_bytes * share / rate + num_calls * machine.collective_s
-        behind = min(needed, machine.hidden[strategy] * compute_s)
-        return needed - 0.9 * behind
+        hidden_s = min(needed, machine.hidden[strategy] * compute_s)
+        return needed - 0.9 * hidden_s
 
     in_each = added_s(each.get(strategy, 0.0), calls.get(strategy, 0.0))
     return steps * in_each + added_s(last.get(strategy, 0.0), layers)
@@ -250,9 +250,9 @@ def memory_parts_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetu
     layer = 2.0 * model.hidden * tokens * (34.0 if setup.method == "full" else 40.0) * wide
     if setup.attention == "eager" or _falls_back(machine, setup):
         layer += 5.0 * model.num_heads * setup.seq_len_tokens * tokens
-    kept = {0: layer * model.num_layers, 1: 2.0 * model.hidden * tokens * model.num_layers + layer}
-    kept[2] = 0.5 * (kept[0] + kept[1])
-    activations = kept[setup.checkpointing] * machine.activation_factor[setup.checkpointing]
+    saved_bytes = {0: layer * model.num_layers, 1: 2.0 * model.hidden * tokens * model.num_layers + layer}
+    saved_bytes[2] = 0.5 * (saved_bytes[0] + saved_bytes[1])
+    activations = saved_bytes[setup.checkpointing] * machine.activation_factor[setup.checkpointing]
     share = {"full": 12.0, "chunked": 1.5, "liger": 0.8}[setup.loss]
     logits = share * model.vocab * tokens * machine.logits_factor[setup.loss]
     weights_cut = setup.shards if setup.parallel in ("zero3", "fsdp2") else 1
@@ -273,14 +273,14 @@ def transit_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetup) ->
     if setup.num_gpus == 1:
         return 0.0
     weights, trained = BYTES[setup.quantization] * model.num_params, _trained(model, setup)
-    kept = {
+    buffer_bytes = {
         "ddp": 4.0 * trained,
         "zero1": min(2e9, 4.0 * trained),
         "zero2": min(2e9, 4.0 * trained),
         "zero3": 3.0 * weights / model.num_layers + min(1e9, 2.0 * trained),
         "fsdp2": weights if not setup.reshard_after_forward else 3.0 * weights / model.num_layers,
     }
-    return kept[setup.parallel] * machine.transit_factor[setup.parallel]
+    return buffer_bytes[setup.parallel] * machine.transit_factor[setup.parallel]
 
 
 def peak_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> tuple[float, float]:

@@ -105,8 +105,8 @@ def planned(model: str, gpu: str, objective: str, method: str, num_layers: int |
     request = PlanRequest(fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)).workload(
         spec, find_gpu(gpu)
     )
-    found = plan_workload(request)
-    return None if isinstance(found, NoPlan) else found.chosen.setup
+    plan = plan_workload(request)
+    return None if isinstance(plan, NoPlan) else plan.chosen.setup
 
 
 def compare(
@@ -132,13 +132,13 @@ def compare(
         prepared(home(setup.objective), setup, config, Path(name), DATA) as words,
     ):
         began = time.monotonic()
-        found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
+        measured = traced(words, Path(name), expandable_segments=setup.expandable_segments)
     return {
         **row,
-        "traced_bytes": found.peak_allocated_bytes,
-        "traced_phases": dict(found.phase_peaks_bytes),
-        "formula_over_trace": formula.peak_allocated_bytes / found.peak_allocated_bytes - 1,
-        "dry_run_over_trace": dry / found.peak_allocated_bytes - 1,
+        "traced_bytes": measured.peak_allocated_bytes,
+        "traced_phases": dict(measured.phase_peaks_bytes),
+        "formula_over_trace": formula.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
+        "dry_run_over_trace": dry / measured.peak_allocated_bytes - 1,
         "trace_s": round(time.monotonic() - began, 1),
     }
 
@@ -154,7 +154,7 @@ def summary(rows: dict[str, Any]) -> list[str]:
     """One line for each pair that was compared."""
     lines = []
     for name, words in PAIRS.items():
-        errors = sorted(abs(one[name]) for one in rows.values() if name in one)
+        errors = sorted(abs(row[name]) for row in rows.values() if name in row)
         if errors:
             at_95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
             lines.append(
@@ -188,16 +188,16 @@ def main() -> None:
             print(f"{key}: no setup fits", flush=True)
             continue
         row = rows[key] = compare(MODELS[model], gpu, setup, arguments.layers, trace=not arguments.no_trace)
-        said = "  ".join(f"{name} {100 * row[name]:+6.2f} %" for name in PAIRS if name in row)
-        print(f"{key:40s} dry run {row['dry_run_bytes'] / 2**20:9.1f} MiB  {said}", flush=True)
+        differences = "  ".join(f"{name} {100 * row[name]:+6.2f} %" for name in PAIRS if name in row)
+        print(f"{key:40s} dry run {row['dry_run_bytes'] / 2**20:9.1f} MiB  {differences}", flush=True)
     if arguments.layers is not None:
         print(json.dumps(rows), file=sys.stderr)
         return
-    kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else {}
-    rows = {key: {**(kept.get(key, {}) if arguments.no_trace else {}), **row} for key, row in rows.items()}
-    kept |= rows
-    OUT.write_text(json.dumps({"seq_len": SEQ_LEN, "rows": dict(sorted(kept.items()))}, indent=1) + "\n")
-    for line in summary(kept):
+    stored = json.loads(OUT.read_text())["rows"] if OUT.exists() else {}
+    rows = {key: {**(stored.get(key, {}) if arguments.no_trace else {}), **row} for key, row in rows.items()}
+    stored |= rows
+    OUT.write_text(json.dumps({"seq_len": SEQ_LEN, "rows": dict(sorted(stored.items()))}, indent=1) + "\n")
+    for line in summary(stored):
         print(line)
 
 

@@ -406,14 +406,14 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 1700}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
-    own = [
+    source_paths = [
         str(checkouts / FACTORY / "src"),
         str(where / "src") if name.startswith("handbook") else "",
         os.environ.get("PYTHONPATH", ""),
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, own)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, source_paths)]),
         "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
     }
     environment["VIRTUAL_ENV"] = str(Path(python).parent.parent)
@@ -500,8 +500,8 @@ _ROWS = {"litgpt": "rows.json", "axolotl": "teknium/GPT4-LLM-Cleaned/rows.json",
 
 
 def _commit(folder: Path) -> str:
-    asked = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -92,7 +92,9 @@ def plain_loop(run: Run) -> None:
         model.gradient_checkpointing_enable()
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
-    optimizer = bnb.optim.PagedAdamW8bit([one for one in model.parameters() if one.requires_grad], lr=2e-4)
+    optimizer = bnb.optim.PagedAdamW8bit(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=2e-4
+    )
     model.train()
     for _ in range(run.num_steps):
         ids = torch.randint(0, model.config.vocab_size, (run.num_seqs, run.num_tokens)).to("cuda")
@@ -125,12 +127,12 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for run in RUNS:
         began = time.process_time()
-        found = traced(run)
+        trace = traced(run)
         row = {
             "measured_allocated_gib": run.allocated_gib,
-            "traced_allocated_gib": round(found.peak_allocated_bytes / GIB, 4),
+            "traced_allocated_gib": round(trace.peak_allocated_bytes / GIB, 4),
             "measured_reserved_gib": run.reserved_gib,
-            "traced_reserved_gib": round(found.peak_reserved_bytes / GIB, 4),
+            "traced_reserved_gib": round(trace.peak_reserved_bytes / GIB, 4),
         }
         row["error_fraction"] = round(row["traced_allocated_gib"] / run.allocated_gib - 1, 4)
         row["reserved_error_fraction"] = round(row["traced_reserved_gib"] / run.reserved_gib - 1, 4)

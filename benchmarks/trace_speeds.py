@@ -52,7 +52,7 @@ def loops() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
     rows = [row for row in read_rows(PUBLISHED.read_text()) if row.group.startswith("canifinetune")]
     for run in trace_published.RUNS:
         model = trace_published.QWEN.format(run.size).removesuffix("-Instruct")
-        found = [
+        matches = [
             row
             for row in rows
             if row.setup is not None
@@ -60,11 +60,11 @@ def loops() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
             and (row.setup.method, bool(row.setup.checkpointing)) == (run.method, run.checkpointing)
             and (row.setup.micro_batch_seqs, row.setup.seq_len_tokens) == (run.num_seqs, run.num_tokens)
         ]
-        if len(found) == 1 and found[0].tokens_per_s is not None:
+        if len(matches) == 1 and matches[0].tokens_per_s is not None:
             yield (
                 f"plain loop, {run.name}",
                 trace_published.GPU,
-                found[0].tokens_per_s,
+                matches[0].tokens_per_s,
                 lambda run=run: trace_published.traced(run),
             )
 
@@ -83,8 +83,8 @@ def launched(row: MeasuredRow) -> TraceResult:
     with tempfile.TemporaryDirectory() as name:
         folder, config = Path(name), config_of(None, row.model)
         with prepared("trl", row.setup, config, folder, ROWS, row.gpu) as words:
-            found: TraceResult = traced(words, folder, expandable_segments=row.setup.expandable_segments, gpu=row.gpu)
-            return found
+            trace: TraceResult = traced(words, folder, expandable_segments=row.setup.expandable_segments, gpu=row.gpu)
+            return trace
 
 
 def programs() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
@@ -98,10 +98,10 @@ def programs() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
 def _row(gpu: str, measured: float, trace: Callable[[], TraceResult]) -> dict[str, Any]:
     began = time.process_time()
     try:
-        found = trace()
+        traced_run = trace()
     except NotImplementedError as error:
         return {"not_run": str(error)}
-    speed = traced_speed(found.program, find_gpu(gpu)) if found.program else None
+    speed = traced_speed(traced_run.program, find_gpu(gpu)) if traced_run.program else None
     if speed is None or speed.tokens_per_s is None:
         return {"not_run": "the trace says no speed of it"}
     return {

@@ -60,7 +60,9 @@ def config_of(num_layers: int | None, model: str = MODEL) -> dict[str, Any]:
 def variants(method: str) -> Iterator[dict[str, Any]]:
     """Every precision that the method can have; for QLoRA every quantization, with peft's fp32 cast and without."""
     if method != "qlora":
-        yield from ({"precision": one} for one in PRECISIONS if (method, one) != ("full", "fp16-autocast"))
+        yield from (
+            {"precision": precision} for precision in PRECISIONS if (method, precision) != ("full", "fp16-autocast")
+        )
         return
     for quantization in QUANTIZATIONS[1:]:
         yield {"quantization": quantization, "precision": "bf16-autocast"}
@@ -170,7 +172,7 @@ def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
     config = config_of(num_layers)
     with tempfile.TemporaryDirectory() as name, prepared(tool, setup, config, Path(name)) as words:
         began = time.monotonic()
-        found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
+        trace = traced(words, Path(name), expandable_segments=setup.expandable_segments)
         trace_s = time.monotonic() - began
     capability = find_gpu(GPU).compute_capability
     assert capability is not None
@@ -178,12 +180,12 @@ def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
     assert isinstance(report, DryRunReport), report
     dry = report.prediction
     return {
-        "traced_bytes": found.peak_allocated_bytes,
+        "traced_bytes": trace.peak_allocated_bytes,
         "dry_run_bytes": dry.peak_allocated_bytes,
-        "error_fraction": dry.peak_allocated_bytes / found.peak_allocated_bytes - 1,
-        "traced_reserved_bytes": found.peak_reserved_bytes,
+        "error_fraction": dry.peak_allocated_bytes / trace.peak_allocated_bytes - 1,
+        "traced_reserved_bytes": trace.peak_reserved_bytes,
         "dry_run_reserved_bytes": dry.peak_reserved_bytes,
-        "traced_phases": dict(found.phase_peaks_bytes),
+        "traced_phases": dict(trace.phase_peaks_bytes),
         "dry_run_phases": dict(dry.phase_peaks_bytes),
         "trace_s": round(trace_s, 1),
     }
@@ -223,7 +225,7 @@ def main() -> None:
         return
     out = OUT if arguments.kernels == "eager" else OUT.with_name("trace_liger_vs_dryrun.json")
     rows = {**(json.loads(out.read_text())["rows"] if out.exists() else {}), **rows}
-    errors = sorted(abs(one["error_fraction"]) for one in rows.values() if "error_fraction" in one)
+    errors = sorted(abs(point["error_fraction"]) for point in rows.values() if "error_fraction" in point)
     print(f"{len(errors)} points: median {100 * statistics.median(errors):.2f} %, worst {100 * errors[-1]:.2f} %")
     out.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
 

@@ -29,10 +29,12 @@ def kind_of(row: MeasuredRow) -> str:
 
 def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
     """(kind, verdict) -> rows, each with its predicted device peak as a share of the card."""
-    found = defaultdict(list)
+    by_verdict = defaultdict(list)
     for row in (*load_rows(), *load_rows("multi"), *gathered.rows()):
-        known = row.setup is not None and row.gpu is not None and (row.model is not None or row.config is not None)
-        if not known or row.unmapped or row.unmapped_memory:
+        is_complete = (
+            row.setup is not None and row.gpu is not None and (row.model is not None or row.config is not None)
+        )
+        if not is_complete or row.unmapped or row.unmapped_memory:
             continue
         assert row.setup is not None
         try:
@@ -41,13 +43,13 @@ def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
         except PlannerError:
             continue
         verdict = judge(answer, gpu.memory_bytes, answer.memory_band_fraction)
-        found[kind_of(row), verdict].append((row.id, answer.peak_device_bytes / gpu.memory_bytes))
-    return found
+        by_verdict[kind_of(row), verdict].append((row.id, answer.peak_device_bytes / gpu.memory_bytes))
+    return by_verdict
 
 
 def page() -> str:
     """The Markdown table."""
-    found = verdicts()
+    by_verdict = verdicts()
     lines = [
         "# Verdicts on published runs",
         "",
@@ -59,12 +61,12 @@ def page() -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for kind in KINDS:
-        counts = Counter({verdict: len(found[kind, verdict]) for verdict in Verdict})
-        shares = [share for verdict in Verdict for _, share in found[kind, verdict]]
-        told = [str(counts[one]) for one in (Verdict.FITS, Verdict.UNCERTAIN, Verdict.DOES_NOT_FIT)]
-        lines.append(f"| {kind} | {len(shares)} | {' | '.join(told)} | {sum(share <= 1 for share in shares)} |")
-    above = sorted(name for verdict in Verdict for name, share in found[KINDS[0], verdict] if share > 1)
-    below = sorted(name for kind in KINDS[1:] for v in Verdict for name, share in found[kind, v] if share <= 1)
+        counts = Counter({verdict: len(by_verdict[kind, verdict]) for verdict in Verdict})
+        shares = [share for verdict in Verdict for _, share in by_verdict[kind, verdict]]
+        cells = [str(counts[verdict]) for verdict in (Verdict.FITS, Verdict.UNCERTAIN, Verdict.DOES_NOT_FIT)]
+        lines.append(f"| {kind} | {len(shares)} | {' | '.join(cells)} | {sum(share <= 1 for share in shares)} |")
+    above = sorted(name for verdict in Verdict for name, share in by_verdict[KINDS[0], verdict] if share > 1)
+    below = sorted(name for kind in KINDS[1:] for v in Verdict for name, share in by_verdict[kind, v] if share <= 1)
     lines += ["", f"Went through above the card by the peak alone: {', '.join(above) or 'none'}."]
     lines += ["", f"Out of memory below it: {', '.join(below) or 'none'}.", ""]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.planning.plan import NoPlan, Plan
-from planner.setup.outcome import Candidate, speed_rung
+from planner.setup.outcome import Candidate, speed_level
 
 if TYPE_CHECKING:
     import pandas
@@ -351,7 +351,7 @@ def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
         "peak_device_bytes": memory.peak_device_bytes,
         "memory_rung": memory.rung.value,
         "tokens_per_s": speed.tokens_per_s,
-        "speed_rung": speed_rung(speed).value,
+        "speed_rung": speed_level(speed).value,
         "trade": trade,
         **setup_to_dict(candidate.setup),
     }

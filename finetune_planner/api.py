@@ -153,10 +153,10 @@ def estimate(
     from planner.hardware.gpus import find_gpu
     from planner.memory.attention_kernels import default_attention
     from planner.models.resolve import resolve_model
-    from planner.setup.interchange import asked_setup
+    from planner.setup.interchange import setup_from_request
 
     setup = _named(setup, SHORT_NAMES)
-    spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), asked_setup(setup)
+    spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), setup_from_request(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
@@ -231,12 +231,12 @@ def which_gpu(
     Raises:
         PlannerError: a model or option that cannot be meant.
     """
-    from finetune_planner.cli.options import Gathering, Lookup
+    from finetune_planner.cli.options import JobGpus, Lookup
     from finetune_planner.cli.tables import TableOptions, gpus_sheet
 
     request_options, links = _without(request, "gpus", "nodes", "interconnect")
     table = TableOptions(vendor=vendor, sort=sort, fitting=fitting)
-    return Table(gpus_sheet(str(model), request_options, _data(dataset), table, Gathering(**links), Lookup()))
+    return Table(gpus_sheet(str(model), request_options, _data(dataset), table, JobGpus(**links), Lookup()))
 
 
 def which_model(gpu: str, match: str = "", *, every: bool = False, **request: Unpack[Options]) -> Table:
@@ -382,12 +382,12 @@ def _taken(name: str, value: Any, kind: Any) -> Any:
     """The value of an option of this kind (`int | None`, `list[str] | None`, ...)."""
     kind = next((arg for arg in get_args(kind) if arg is not NoneType), kind) if get_origin(kind) is not list else kind
     if get_origin(kind) is not list:
-        return _one(name, value, kind)
+        return _as_typed(name, value, kind)
     several = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
-    return [_one(name, each, get_args(kind)[0]) for each in several]
+    return [_as_typed(name, each, get_args(kind)[0]) for each in several]
 
 
-def _one(name: str, value: Any, kind: type) -> Any:
+def _as_typed(name: str, value: Any, kind: type) -> Any:
     """One value as the command line would have read it; NumPy's numbers and whole floats (2e7) are taken.
 
     Raises:

@@ -229,7 +229,7 @@ def program(args: Any, model: Any, model_id: str) -> str:
     trainer = f"{class_name.removesuffix('Config')}Trainer" if class_name.endswith("Config") else "Trainer"
     if class_name.endswith("Config"):
         parts[1] += f"from trl import {class_name}, {trainer}\n"
-    parts.append(call("arguments", class_name, _lines(_said(args))))
+    parts.append(call("arguments", class_name, _lines(_arguments(args))))
     parts.append(f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows)\ntrainer.train()\n")
     return "".join(parts)
 
@@ -239,7 +239,7 @@ def _library_class(args: Any) -> type:
     return next(base for base in type(args).__mro__ if base.__module__.startswith(("trl.", "transformers.")))
 
 
-def _said(args: Any) -> dict[str, Any]:
+def _arguments(args: Any) -> dict[str, Any]:
     """The arguments that are not their defaults, as far as they are plain values; what is asked is a card's, also of a
     run that is rehearsed on the CPU."""
     arguments = {}

@@ -19,8 +19,8 @@ from planner.planning.check import (
     band_of,
     certain_bytes,
     evaluation_label,
-    including,
     judge,
+    with_extras,
 )
 from planner.planning.single_changes import Predict, single_changes
 from planner.setup import TrainSetup
@@ -58,7 +58,7 @@ class Improved:
     Attributes:
         labels: the changes in order, () where nothing helps.
         eval_seqs: how many sequences the evaluation takes at once after them; 0: as many as before.
-        elsewhere: whether the file's form cannot say them: less harm than whatever it can.
+        needs_new_file: whether the file's form cannot say them: less harm than whatever it can.
     """
 
     setup: TrainSetup
@@ -66,7 +66,7 @@ class Improved:
     after: Prediction
     verdict: Verdict
     eval_seqs: int = 0
-    elsewhere: bool = False
+    needs_new_file: bool = False
 
 
 Verify = Callable[[TrainSetup], Prediction | None]
@@ -113,7 +113,7 @@ def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improv
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
         # The same config's verdict on its training step alone; its changes are not judged anew: improving does that.
         config = replace(result.config, eval_seqs=0)
-        prediction = including(predict, config, model, result.gpu)(config.setup)
+        prediction = with_extras(predict, config, model, result.gpu)(config.setup)
         band = band_of(prediction, config)
         step = replace(
             result,
@@ -124,22 +124,22 @@ def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improv
             evaluation_bytes=0,
         )
         if step.verdict is Verdict.FITS:  # a smaller evaluation suffices
-            search = _Search(step, model, including(predict, step.config, model, result.gpu))
-            improved = search.ending(_Tried(search.start, ()))
+            search = _Search(step, model, with_extras(predict, step.config, model, result.gpu))
+            improved = search.improved(_Tried(search.start, ()))
         else:
             improved = _improved(step, model, predict)
         labels = (evaluation_label(improved.setup), *improved.labels)
         return replace(improved, labels=labels, eval_seqs=improved.setup.micro_batch_seqs)
-    search = _Search(result, model, including(predict, result.config, model, result.gpu))
+    search = _Search(result, model, with_extras(predict, result.config, model, result.gpu))
     if result.verdict is Verdict.FITS:
-        return search.ending(search.fastest())
+        return search.improved(search.fastest())
     here = search.least_harm(in_place=True)
     if here is not None and harm(search.start, here.setup) < LENGTH_HARM:
-        return search.ending(here)
+        return search.improved(here)
     anywhere = search.least_harm(in_place=False)
     if anywhere is not None and (here is None or harm(search.start, anywhere.setup) < LENGTH_HARM):
-        return replace(search.ending(anywhere), elsewhere=True)
-    return search.with_adapters() if here is None else search.ending(here)
+        return replace(search.improved(anywhere), needs_new_file=True)
+    return search.with_adapters() if here is None else search.improved(here)
 
 
 class _Tried(NamedTuple):
@@ -166,7 +166,7 @@ class _Search:
         band = self.result.band.wider(band_of(after, config))
         return judge(after, self.result.budget_bytes, band, certain_bytes(after, config))
 
-    def ending(self, tried: _Tried) -> Improved:
+    def improved(self, tried: _Tried) -> Improved:
         after, verdict = self.predicted(tried.setup), self.verdict(tried.setup)
         return Improved(setup=tried.setup, labels=tried.labels, after=after, verdict=verdict)
 
@@ -227,9 +227,9 @@ class _Search:
             fits = search.verdict(start) is Verdict.FITS
             tried = _Tried(start, ()) if fits else search.least_harm(in_place=False)
             if tried is not None and tried.setup.seq_len_tokens == start.seq_len_tokens:
-                improved = search.ending(tried)
-                return replace(improved, labels=(label, *improved.labels), elsewhere=True)
-        return self.ending(_Tried(self.start, ()))
+                improved = search.improved(tried)
+                return replace(improved, labels=(label, *improved.labels), needs_new_file=True)
+        return self.improved(_Tried(self.start, ()))
 
     def fastest(self) -> _Tried:
         """The fastest whose training is the same; each further change must gain MIN_SPEEDUP."""

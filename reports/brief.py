@@ -19,7 +19,7 @@ from reports.rows import MIN_SHOWN_BYTES, Row, breakdown, compared, notes_of
 from reports.setup_text import workload_words
 
 MAX_LINES = 18
-NUM_BESIDE = 3
+NUM_ALTERNATIVES = 3
 GROUPS = (
     ("weights", ("weights", "dequantization")),
     ("trained", ("adapters", "gradients", "optimizer")),
@@ -70,23 +70,25 @@ def render_brief(
         return sum(lines(part) for part in parts(shown, num_alternatives))
 
     head: Part = partial(_head, answer=answer)
-    besides: list[Part] = [partial(_instead, answer=answer, number=number) for number in range(NUM_BESIDE + 1)]
+    besides: list[Part] = [
+        partial(_alternatives_or_remedies, answer=answer, number=number) for number in range(NUM_ALTERNATIVES + 1)
+    ]
 
     urgent = sum(note.place <= Place.RISK for note in notes)
     whole = range(len(notes), urgent - 1, -1)
     first_fit = bisect_left(
-        whole, True, key=lambda shown: height(shown, NUM_BESIDE) <= MAX_LINES
+        whole, True, key=lambda shown: height(shown, NUM_ALTERNATIVES) <= MAX_LINES
     )  # fewer are never higher
     if first_fit < len(whole):
-        write(Page(console), whole[first_fit], NUM_BESIDE)
+        write(Page(console), whole[first_fit], NUM_ALTERNATIVES)
         return
     least = int(isinstance(answer, NoPlan) and bool(answer.remedies))  # a refusal says what works
     rooms = [
         (shown, num_alternatives)
         for shown in range(urgent, 0, -1)
-        for num_alternatives in range(NUM_BESIDE, least - 1, -1)
+        for num_alternatives in range(NUM_ALTERNATIVES, least - 1, -1)
     ]
-    rooms += [(0, num_alternatives) for num_alternatives in range(NUM_BESIDE, -1, -1)]
+    rooms += [(0, num_alternatives) for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
@@ -106,10 +108,10 @@ def _head(page: Page, answer: Plan | NoPlan) -> None:
     _groups(page, chosen, answer.workload.memory_bytes)
 
 
-def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
+def _alternatives_or_remedies(page: Page, answer: Plan | NoPlan, number: int) -> None:
     """A few alternatives, or what would make it fit."""
     if isinstance(answer, Plan):
-        _beside(page, answer, number)
+        _alternatives(page, answer, number)
     elif answer.remedies and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
@@ -149,7 +151,7 @@ def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     page.line(f"{words} of {gib(memory_bytes)}", style="dim")
 
 
-def _beside(page: Page, plan: Plan, number: int) -> None:
+def _alternatives(page: Page, plan: Plan, number: int) -> None:
     """A few alternatives, each with the reason why it is not the choice."""
     chosen, *others = compared(plan)
     rows = [row for row in others if row.candidate.fits][:number]

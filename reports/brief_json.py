@@ -14,8 +14,8 @@ from planner.planning.failures.diagnosis import Cause
 from planner.planning.failures.snapshot import Holder
 from planner.planning.plan import Plan
 from planner.setup import TrainSetup
-from planner.setup.interchange import SCHEMA_VERSION, asked_form, to_jsonable
-from planner.setup.outcome import Candidate, Prediction, speed_rung
+from planner.setup.interchange import SCHEMA_VERSION, request_form, to_jsonable
+from planner.setup.outcome import Candidate, Prediction, speed_level
 from reports.brief import why_not
 from reports.extras import extras_from_dict
 from reports.plain import clean
@@ -268,7 +268,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
         ),
         notes=tuple(clean(note) for note in notes_of(answer)),
     )
-    return vars(short) | {"setup": asked_form(subject.setup)}
+    return vars(short) | {"setup": request_form(subject.setup)}
 
 
 def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
         "model": document["setup"]["model"],
         "gpu": document["setup"]["gpu"],
         "verdict": subject.verdict,
-        "setup": asked_form(subject.setup),
+        "setup": request_form(subject.setup),
         **_figures(subject),
         "terms_bytes": best["terms"],
         "peak_phase": best["peak_phase"],
@@ -362,7 +362,7 @@ def _figures(subject: Candidate) -> dict[str, Any]:
         "speed": BriefSpeed(
             tokens_per_s=speed.tokens_per_s,
             step_time_s=speed.step_time_s,
-            level=speed_rung(speed).value,
+            level=speed_level(speed).value,
             band_fraction=speed.time_band_fraction,
         ),
     }

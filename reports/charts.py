@@ -13,7 +13,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Measurement, Prediction
 from reports.extras import Extras, Timeline
 from reports.plain import clean
-from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes
+from reports.rows import CATEGORY_WORDS, best_terms, category_bytes, chosen_and_alternatives
 from reports.setup_text import setup_difference
 from reports.text import FIT_WORDS, memory_mark, parameter_words, rate
 
@@ -249,7 +249,7 @@ def search_history(search: Mapping[str, Any]) -> Chart | None:
 
 def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
     """Predicted against measured for every candidate that a probe measured."""
-    labelled = list(beside(plan)) if isinstance(plan, Plan) else [("nearest", plan.nearest, "")]
+    labelled = list(chosen_and_alternatives(plan)) if isinstance(plan, Plan) else [("nearest", plan.nearest, "")]
     labelled_setups = {candidate.setup for _, candidate, _ in labelled}
     if isinstance(plan, Plan):
         labelled += [

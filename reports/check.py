@@ -55,7 +55,7 @@ def render_check(
     if prediction.tokens_per_s:
         page.line(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
     page.head("Read")
-    rows, defaults = _without_versions(facts(result))
+    rows, defaults = _without_versions(setting_rows(result))
     _table(page, rows, fixed=1)
     if defaults:
         page.line(f"default: {defaults}", style="dim", indent=2)
@@ -86,7 +86,7 @@ def render_check(
         _render_fix(page, fixed, fits=result.verdict.value == "fits")
 
 
-def facts(result: CheckResult) -> list[tuple[str, str, str]]:
+def setting_rows(result: CheckResult) -> list[tuple[str, str, str]]:
     """(name, value, where it was read) of every setting that counts; the place is empty where nobody said it."""
     config, setup = result.config, result.config.setup
     plain = TrainSetup()

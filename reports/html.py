@@ -17,7 +17,7 @@ from planner.core.records import dataclass
 from planner.core.units import count, gib, percent, seconds
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.useful import epoch_s
-from planner.setup.interchange import asked_form
+from planner.setup.interchange import request_form
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports import text
 from reports.charts import (
@@ -35,7 +35,15 @@ from reports.charts import (
 from reports.compare import comparison_view
 from reports.extras import Extras
 from reports.plain import clean, joined
-from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
+from reports.rows import (
+    SOURCE_HEADER,
+    breakdown,
+    chosen_and_alternatives,
+    compared,
+    evidence_columns,
+    notes_of,
+    source_rows,
+)
 from reports.setup_text import gpus_words, layout_words, method_words, setup_difference, workload_words
 
 ECHARTS_VERSION = "6.1.0"
@@ -158,9 +166,9 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "moved": [chart for key, chart in charts.items() if key.startswith("sensitivity")],
         "drawn": list(filter(None, charts.values())),
         "setup_json": json.dumps(
-            {"model": workload.model.model_id, "gpu": workload.gpu.key, **asked_form(chosen.setup)}
+            {"model": workload.model.model_id, "gpu": workload.gpu.key, **request_form(chosen.setup)}
         ),
-        "rungs": _rungs(chosen),
+        "rungs": _levels(chosen),
         "failures": [
             text.failure_words(evidence)
             for _, evidence in evidence_columns(chosen)
@@ -183,7 +191,9 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
     """Name -> chart, None where there is nothing to draw; one for each value that was moved."""
     chosen, workload = plan.subject, plan.workload
-    labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
+    labelled = (
+        [(label, candidate) for label, candidate, _ in chosen_and_alternatives(plan)] if isinstance(plan, Plan) else []
+    )
     bars = memory_bars(labelled or [("nearest", chosen)], workload.memory_bytes, workload.budget_bytes)
     speed = speed_memory(plan) if isinstance(plan, Plan) else None
     timeline = extras.timeline if extras.timeline is not None and extras.timeline.points else None
@@ -249,7 +259,7 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
 
 
-def _rungs(candidate: Candidate) -> dict[str, Any]:
+def _levels(candidate: Candidate) -> dict[str, Any]:
     present = evidence_columns(candidate)
     figures: list[tuple[str, ...]] = []
     for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):

@@ -20,7 +20,7 @@ from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports.brief_json import LEFT_OUT, TYPES
 from reports.extras import Extras
-from reports.plan_json import DATA_KEYS, RUNG_KEYS
+from reports.plan_json import DATA_KEYS, LEVEL_KEYS
 
 Schema = dict[str, Any]
 _PLAIN: dict[Any, Schema] = {
@@ -122,9 +122,9 @@ def _rung(write: _Writer) -> Schema:
         "terms": {"type": "object", "additionalProperties": _PLAIN[int]},
         "note_places": write.array(_PLAIN[int]),
         "failure": write.record(ProbeFailure, without=("rung", "log_tail")),
-        "measured": write.record(Measurement, without=RUNG_KEYS),
+        "measured": write.record(Measurement, without=LEVEL_KEYS),
     }
-    keys = {key: {"anyOf": [special.get(key) or write.of(hints[key]), {"type": "null"}]} for key in RUNG_KEYS}
+    keys = {key: {"anyOf": [special.get(key) or write.of(hints[key]), {"type": "null"}]} for key in LEVEL_KEYS}
     term = get_type_hints(MemoryTerm)
     row = {
         "type": "array",
@@ -135,7 +135,7 @@ def _rung(write: _Writer) -> Schema:
         "rank_peaks": write.of(hints["rank_peaks"]),
         "term_list": write.array(row),
     }
-    return _object({**keys, **rare}, required=RUNG_KEYS)
+    return _object({**keys, **rare}, required=LEVEL_KEYS)
 
 
 def _workload(write: _Writer) -> Schema:

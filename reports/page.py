@@ -112,7 +112,7 @@ class Sheet(ABC):
 T = TypeVar("T")
 
 
-def _told(items: Iterable[T], words: str, console: Console, num: int) -> Iterator[T]:
+def _with_progress_lines(items: Iterable[T], words: str, console: Console, num: int) -> Iterator[T]:
     last_printed = started = monotonic()
     for number, item in enumerate(items):
         if number and monotonic() - last_printed > STILL_S:
@@ -140,7 +140,7 @@ def steps(items: Iterable[T], words: str, console: Console, *, num: int | None =
         yield from items
         return
     if not console.is_terminal:
-        yield from _told(items, words, console, num)
+        yield from _with_progress_lines(items, words, console, num)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -19,7 +19,7 @@ from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.setup.codec import decode
-from planner.setup.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
+from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""
 
-RUNG_KEYS = (
+LEVEL_KEYS = (
     "rung",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -67,9 +67,9 @@ DATA_KEYS = {
 """What stands beside the workload's other keys -> field of `Data`."""
 
 
-def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
-    """One rung's answer with RUNG_KEYS; with `detail` also the single terms, as [category, name, bytes, phases]."""
-    values: dict[str, Any] = dict.fromkeys(RUNG_KEYS)
+def level_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
+    """One level's answer with LEVEL_KEYS; with `detail` also the single terms, as [category, name, bytes, phases]."""
+    values: dict[str, Any] = dict.fromkeys(LEVEL_KEYS)
     values["rung"], values["terms"] = evidence.rung.value, {}
     if isinstance(evidence, ProbeFailure):
         values["failure"] = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
@@ -82,7 +82,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     values["notes"], values["note_places"] = list(evidence.notes), places(evidence.notes)
     if isinstance(evidence, Measurement):
         values["time_band_fraction"] = evidence.time_band_fraction
-        values["measured"] = {name: value for name, value in to_jsonable(evidence).items() if name not in RUNG_KEYS}
+        values["measured"] = {name: value for name, value in to_jsonable(evidence).items() if name not in LEVEL_KEYS}
         return values
     for term in evidence.terms:
         values["terms"][term.category] = values["terms"].get(term.category, 0) + term.size_bytes
@@ -104,11 +104,11 @@ def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, deta
     """One candidate in the interchange form: setup, fits, budget and the rungs."""
     rungs = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe", "run")}
     return {
-        "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
+        "setup": {"model": model_id, "gpu": gpu_key, **request_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
         **{
-            name: None if evidence is None else rung_to_dict(evidence, detail=detail)
+            name: None if evidence is None else level_to_dict(evidence, detail=detail)
             for name, evidence in rungs.items()
         },
     }
@@ -155,7 +155,7 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
     """
     model_id, gpu_key = plan.workload.model.model_id, plan.workload.gpu.key
 
-    def one(candidate: Candidate, detail: bool = False) -> dict[str, Any]:
+    def to_dict(candidate: Candidate, detail: bool = False) -> dict[str, Any]:
         return candidate_to_dict(candidate, model_id, gpu_key, detail=detail)
 
     values: dict[str, Any] = {
@@ -164,15 +164,15 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
         "workload": workload_to_dict(plan.workload),
     }
     if isinstance(plan, Plan):
-        values["chosen"] = one(plan.chosen, detail=True)
+        values["chosen"] = to_dict(plan.chosen, detail=True)
         values["alternatives"] = [
-            {"label": each.label, "trade": each.trade, "candidate": one(each.candidate, detail=True)}
+            {"label": each.label, "trade": each.trade, "candidate": to_dict(each.candidate, detail=True)}
             for each in plan.alternatives
         ]
-        values["ranked"] = [one(candidate) for candidate in plan.ranked]
+        values["ranked"] = [to_dict(candidate) for candidate in plan.ranked]
         values["search"] = to_jsonable(plan.search)
     else:
-        values["nearest"] = one(plan.nearest, detail=True)
+        values["nearest"] = to_dict(plan.nearest, detail=True)
         values["missing_bytes"] = plan.missing_bytes
         values["remedies"] = to_jsonable(plan.remedies)
     values["walk"], values["space"] = to_jsonable(plan.tree), to_jsonable(plan.space)  # "walk": as in schema 1
@@ -288,11 +288,11 @@ _WORKLOAD_FIELDS: dict[str, Any] = {
 def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     """One candidate back from its interchange form."""
     setup = {key: value for key, value in values["setup"].items() if key not in ("model", "gpu")}
-    formula = rung_from_dict(values["formula"])
+    formula = level_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula rung of a candidate must hold a prediction")
-    dry_run, trace = (_rung(values.get(name)) for name in ("dry_run", "trace"))
-    probe, run = (_rung(values.get(name)) for name in ("probe", "run"))  # trace and run are not in older files
+    dry_run, trace = (_level(values.get(name)) for name in ("dry_run", "trace"))
+    probe, run = (_level(values.get(name)) for name in ("probe", "run"))  # trace and run are not in older files
     if isinstance(dry_run, Measurement) or isinstance(trace, Measurement):
         raise ConfigError("dry run and trace predict; this candidate says otherwise")
     if isinstance(probe, Prediction) or isinstance(run, Prediction):
@@ -308,11 +308,11 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     )
 
 
-def _rung(values: Mapping[str, Any] | None) -> Prediction | Measurement | ProbeFailure | None:
-    return None if values is None else rung_from_dict(values)
+def _level(values: Mapping[str, Any] | None) -> Prediction | Measurement | ProbeFailure | None:
+    return None if values is None else level_from_dict(values)
 
 
-def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
+def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
     """One rung's answer back."""
     if values["failure"] is not None:
         return decode(ProbeFailure, {"rung": values["rung"], **values["failure"]}, "failure")

@@ -10,7 +10,7 @@ from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
-from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_rung
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_level
 from reports.charts import Chart, memory_bars
 from reports.compare import bars
 from reports.markdown import bullets, document, escape
@@ -19,7 +19,7 @@ from reports.page import Page, Sheet
 from reports.plain import clean, joined
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band
+from reports.text import LEVEL_WORDS, failure_words, fit_word, memory_band, rate, speed_band
 
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
@@ -75,7 +75,7 @@ class Heat:
             return None
         mine, theirs = self.planned.candidate.speed_evidence, lane.candidate.speed_evidence
         if (
-            speed_rung(mine) is not speed_rung(theirs)
+            speed_level(mine) is not speed_level(theirs)
             or not lane.candidate.fits
             or not mine.tokens_per_s
             or not theirs.tokens_per_s
@@ -160,7 +160,7 @@ def _rows(heat: Heat) -> list[tuple[str, ...]]:
 def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
     candidate, ratio = lane.candidate, heat.ratio(lane)
     memory, speed = candidate.memory_evidence, candidate.speed_evidence
-    levels = dict.fromkeys(RUNG_WORDS[level] for level in (memory.rung, speed_rung(speed)))
+    levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.rung, speed_level(speed)))
     return (
         clean(lane.label),
         fit_word(candidate),
@@ -223,7 +223,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "peak_device_bytes": lane.candidate.memory_evidence.peak_device_bytes,
                 "memory_rung": lane.candidate.memory_evidence.rung.value,
                 "tokens_per_s": lane.candidate.tokens_per_s or None,
-                "speed_rung": speed_rung(lane.candidate.speed_evidence).value,
+                "speed_rung": speed_level(lane.candidate.speed_evidence).value,
                 "time_band_fraction": lane.candidate.speed_evidence.time_band_fraction,
                 "plan_over_this": heat.ratio(lane),
                 "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from planner.core.notes import Note, place_of
 from planner.core.records import dataclass
 from planner.core.units import gib
-from planner.planning.plan import NoPlan, Plan, on_one_rung
+from planner.planning.plan import NoPlan, Plan, on_one_level
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from reports.extras import Extras
 from reports.plain import clean
-from reports.text import RUNG_WORDS
+from reports.text import LEVEL_WORDS
 
 CATEGORY_WORDS = {
     "weights": "weights",
@@ -139,7 +139,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
     """The rungs that were asked side by side, lowest first."""
-    return tuple((RUNG_WORDS[level], evidence) for level, evidence in candidate.rungs)
+    return tuple((LEVEL_WORDS[level], evidence) for level, evidence in candidate.levels)
 
 
 class Row(NamedTuple):
@@ -155,8 +155,8 @@ class Row(NamedTuple):
 def compared(plan: Plan) -> list[Row]:
     """The chosen setup and its alternatives, each figure of all of them from one rung; speeds are corrected by what a
     higher one says of the chosen setup, so that its speed is the same here as everywhere."""
-    rows = list(beside(plan))
-    figures = on_one_rung([candidate for _, candidate, _ in rows])
+    rows = list(chosen_and_alternatives(plan))
+    figures = on_one_level([candidate for _, candidate, _ in rows])
     chosen_tokens_per_s, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
     ratio = chosen_tokens_per_s / common if chosen_tokens_per_s and common else 1.0
 
@@ -172,7 +172,7 @@ def compared(plan: Plan) -> list[Row]:
     ]
 
 
-def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
+def chosen_and_alternatives(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
     """(label, candidate, trade) of the chosen setup and of its alternatives."""
     yield "chosen", plan.chosen, ""
     for alternative in plan.alternatives:

@@ -77,9 +77,9 @@ def batch_words(setup: TrainSetup) -> str:
 
 def rollout_words(setup: TrainSetup) -> str:
     """How completions come about, as the end of a sentence; "" of an objective that generates none."""
-    if not setup.aim.rolls_out:
+    if not setup.objective_spec.rolls_out:
         return ""
-    roll = setup.rolls
+    roll = setup.rollout_settings
     names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
     share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
     reference = ", with a reference" if roll.reference else ""
@@ -110,7 +110,7 @@ def setup_words(setup: TrainSetup) -> str:
     """The whole setup in one line, in the order a person asks for it. Defaults that change nothing are left out."""
     return joined(
         (
-            setup.aim.title if setup.objective != DEFAULT_OBJECTIVE else "",
+            setup.objective_spec.title if setup.objective != DEFAULT_OBJECTIVE else "",
             method_words(setup),
             quantization_words(setup),
             setup.precision,
@@ -221,7 +221,7 @@ def workload_words(workload: Workload) -> str:
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
         f"{clips}{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
-        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
+        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.objective_spec.sample)} per step"
     )
 
 

@@ -36,7 +36,7 @@ class AdaptersSheet(Sheet):
     def render(self, console: Console) -> None:
         page = Page(console)
         page.line(_title(self.workload), style="bold")
-        page.line(self._instead())
+        page.line(self._intro())
         page.line()
         page.whole(HEADER, map(_cells, self.rows), right=RIGHT, fixed=("adapter",))
         for sentence in _sentences(self.rows):
@@ -49,7 +49,7 @@ class AdaptersSheet(Sheet):
         quality = [(row.kind.name, row.kind.quality or NOTHING_CITED, row.kind.source) for row in self.rows]
         return document(
             _title(self.workload),
-            escape(self._instead()),
+            escape(self._intro()),
             markdown_table(HEADER, map(_cells, self.rows), RIGHT),
             bullets(_sentences(self.rows)),
             markdown_table(("adapter", "published quality", "source"), quality),
@@ -58,7 +58,7 @@ class AdaptersSheet(Sheet):
     def document(self) -> list[dict[str, Any]]:
         return [_as_json(row, self.workload) for row in self.rows]
 
-    def _instead(self) -> str:
+    def _intro(self) -> str:
         return f"Each in the place of LoRA in what is planned: {setup_words(self.lora)}."
 
 

@@ -131,7 +131,7 @@ def render_estimate(
     page.head("Every rung")
     present = evidence_columns(candidate)
     rungs = tuple(name for name, _ in present)
-    page.whole(("", *rungs), _rung_rows(present), right=rungs)
+    page.whole(("", *rungs), _level_rows(present), right=rungs)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
             page.line(text.failure_words(evidence), indent=2)
@@ -145,7 +145,7 @@ def _memory_band(evidence: Prediction | Measurement) -> str:
     return text.memory_band(evidence).removeprefix("±") or "measured"
 
 
-_RUNG_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
+_LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
     ("allocated peak", lambda evidence: gib(evidence.peak_allocated_bytes)),
     ("reserved peak", lambda evidence: gib(evidence.peak_reserved_bytes)),
     ("device peak", lambda evidence: gib(evidence.peak_device_bytes)),
@@ -159,9 +159,9 @@ _RUNG_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...]
 """Label -> the figure of a rung that knows it, in words."""
 
 
-def _rung_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, ...]]:
+def _level_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, ...]]:
     """The figures of all rungs, one line per figure; a rung that failed says so in the first."""
-    for number, (label, words) in enumerate(_RUNG_FIGURES):
+    for number, (label, words) in enumerate(_LEVEL_FIGURES):
         none = "-" if number else "failed"
         yield label, *(none if isinstance(evidence, ProbeFailure) else words(evidence) for _, evidence in present)
 
@@ -217,7 +217,7 @@ def _around(page: Page, workload: Workload, chosen: Candidate) -> None:
     """What evaluating, saving and merging take, with the setting that keeps it so; one GPU."""
     if chosen.setup.num_gpus > 1:
         return
-    page.head("Around the steps, at most", text.RUNG_WORDS[Fidelity.FORMULA])
+    page.head("Around the steps, at most", text.LEVEL_WORDS[Fidelity.FORMULA])
     rows = []
     for occasion in occasions(workload.model, workload.gpu, chosen.setup):
         device, host = (gib(size) if size else "-" for size in (occasion.device_bytes, occasion.host_bytes))

@@ -13,14 +13,14 @@ from planner.core.units import count, gib, percent, seconds
 from planner.memory.workload import PRICE_GIVEN, Workload
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
-from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction, ProbeFailure, Verdict, speed_rung
+from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction, ProbeFailure, Verdict, speed_level
 from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
 
-RUNG_WORDS = {
+LEVEL_WORDS = {
     Fidelity.FORMULA: "formula",
     Fidelity.PROFILE: "profile",
     Fidelity.DRY_RUN: "dry run",
@@ -100,11 +100,11 @@ def memory_mark(evidence: Evidence) -> str:
 
 def speed_mark(evidence: Evidence) -> str:
     """The rung of a speed figure with its error band."""
-    return _mark(speed_rung(evidence), speed_band(evidence))
+    return _mark(speed_level(evidence), speed_band(evidence))
 
 
 def _mark(level: Fidelity, band: str) -> str:
-    return joined((RUNG_WORDS[level], band), ", " if band == "measured" else " ")
+    return joined((LEVEL_WORDS[level], band), ", " if band == "measured" else " ")
 
 
 def memory_marks(figures: Iterable[Evidence]) -> str:
@@ -118,7 +118,7 @@ def memory_marks(figures: Iterable[Evidence]) -> str:
 def speed_marks(figures: Iterable[Evidence]) -> str:
     """The same of speed figures."""
     marked = (
-        (speed_rung(evidence), None if isinstance(evidence, ProbeFailure) else evidence.time_band_fraction)
+        (speed_level(evidence), None if isinstance(evidence, ProbeFailure) else evidence.time_band_fraction)
         for evidence in figures
     )
     return _marks(marked)
@@ -128,7 +128,7 @@ def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:
     bands: dict[Fidelity, list[float]] = {}
     for level, band in figures:
         bands.setdefault(level, []).extend([] if band is None else [band])
-    return ", ".join(joined((RUNG_WORDS[level], _range(fractions)), " ") for level, fractions in bands.items())
+    return ", ".join(joined((LEVEL_WORDS[level], _range(fractions)), " ") for level, fractions in bands.items())
 
 
 def _range(bands: Sequence[float]) -> str:
@@ -141,7 +141,7 @@ def _range(bands: Sequence[float]) -> str:
 def failure_words(failure: ProbeFailure) -> str:
     """ "dry run: unsupported (no meta kernel for ...)"."""
     message = clean(failure.message)
-    return f"{RUNG_WORDS[failure.rung]}: {failure.kind.value.replace('_', ' ')}" + (f" ({message})" if message else "")
+    return f"{LEVEL_WORDS[failure.rung]}: {failure.kind.value.replace('_', ' ')}" + (f" ({message})" if message else "")
 
 
 FIT_WORDS: Mapping[Verdict, str] = {"fits": "yes", "tight": "tight", "over": "no"}
@@ -225,7 +225,7 @@ def _disagreement(candidate: Candidate) -> str:
     if abs(apart) <= max(trace.memory_band_fraction, below.memory_band_fraction):
         return ""
     return (
-        f"The {RUNG_WORDS[below.rung]} says {gib(below.peak_device_bytes)}; the launch file, traced, needs "
+        f"The {LEVEL_WORDS[below.rung]} says {gib(below.peak_device_bytes)}; the launch file, traced, needs "
         f"{percent(abs(apart))} {'more' if apart > 0 else 'less'}: more than the error bands explain."
     )
 
@@ -285,7 +285,7 @@ def price_dates(workloads: Iterable[Workload]) -> str:
 def data_sentence(workload: Workload) -> str:
     """What of the data is trained on; empty without a data set of supervised training."""
     data = workload.data
-    if not data.file or not workload.aim.supervised:
+    if not data.file or not workload.objective_spec.supervised:
         return ""
     name = clean(PurePath(data.file).name if data.kind else without_secrets(data.file))
     share = "" if data.answers_fraction is None else f" ({percent(data.answers_fraction)} of the tokens)"

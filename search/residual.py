@@ -318,7 +318,7 @@ class Residual:
         """Setup `row` was far off: by this much from what was expected, known to as much."""
         self._add(row, float(self.mean[row]) + deviation, deviation**2, counted=False)
 
-    def observe_above(self, row: int, threshold: float) -> float:
+    def observe_censored(self, row: int, threshold: float) -> float:
         """Setup `row` ran out of memory: its log error is above `threshold`, by how much is unknown.
 
         Returns how many standard deviations above the mean the threshold was; beyond `SURPRISE` it is met like any
@@ -346,7 +346,7 @@ class Residual:
         self._add(row, value, noise / self.scale, counted=False)
         return z
 
-    def pretend(self, row: int, noise_sd: float) -> None:
+    def fantasize(self, row: int, noise_sd: float) -> None:
         """Setup `row` is being measured by someone: less is to be learned there, the mean stays."""
         self._add(row, float(self.mean[row]), noise_sd**2, counted=False)
 

@@ -248,7 +248,7 @@ class _Worker:
         self.posterior = posterior
         self._budget = budget
         self._started = time.monotonic() if budget.since_s is None else budget.since_s
-        self._told: set[int] = set()
+        self._observed: set[int] = set()
         self._converged: tuple[int, str] = (-1, "")
         self._excluded: list[tuple[Candidate, str]] = []
         self._reason = ""
@@ -301,9 +301,9 @@ class _Worker:
     def catch_up(self, study: Study) -> list[TrialRecord]:
         """Tells the posterior what is new in the study; returns trials that are waiting or running."""
         for record in study.answered():
-            if record.number in self._told:
+            if record.number in self._observed:
                 continue
-            self._told.add(record.number)
+            self._observed.add(record.number)
             index = self._problem.index.get(key_of(record.setup))
             if index is None or record.evidence is None:
                 continue
@@ -348,7 +348,7 @@ class _Worker:
 
     def _stop(self) -> str:
         """The stop rule, computed once per state of knowledge."""
-        state = len(self._told)
+        state = len(self._observed)
         if self._converged[0] != state:
             self._converged = (state, converged(self._problem, self.posterior, margin=self._strategy.margin))
         return self._converged[1]

@@ -72,7 +72,7 @@ class FailureAttribution:
                     pair[i, j] = KNOWN_PAIR_BLAME * np.sqrt(single[i] * single[j])
         self._single, self._pair = single, np.triu(pair, k=1)
 
-    def went_well(self, row: int) -> None:
+    def succeeded(self, row: int) -> None:
         """A run without surprise clears its values and pairs."""
         self._good.append(row)
         self._chance = None
@@ -202,7 +202,7 @@ class Posterior:
         if surprise:
             self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
         else:
-            self._blame.went_well(index)
+            self._blame.succeeded(index)
         candidate = self.problem.candidates[index]
         if self.problem.feasible(candidate.setup, evidence):
             score = self.problem.score(candidate, evidence)
@@ -227,7 +227,7 @@ class Posterior:
             self._blame.failed_trial(FailedTrial(row=index, message=failure.message.lower()))
             return
         limit = log(max(self.problem.memory_bytes, self.problem.budget_bytes))
-        if self.memory.observe_above(index, limit - self.log_memory[index]) > SURPRISE:
+        if self.memory.observe_censored(index, limit - self.log_memory[index]) > SURPRISE:
             # Nothing that grows with the setup: a kernel that keeps what no other does. The rest of them still fits.
             self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
         # What differs from a setup that ran out of memory only by a larger micro-batch (or rank) runs out too.
@@ -289,18 +289,18 @@ class ResidualSampler:
     def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate to probe, None when none is left. `seed` is not used: the choice is certain."""
         free = posterior.free(running)
-        return int(np.argmax(acquisition(pretend_running(posterior, running), free))) if free.any() else None
+        return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None
 
 
-def pretend_running(posterior: Posterior, running: Sequence[int]) -> Posterior:
+def fantasize_running(posterior: Posterior, running: Sequence[int]) -> Posterior:
     """A posterior in which running probes have already returned what is expected of them."""
     if not running:
         return posterior
     view = copy.copy(posterior)
     view.speed, view.memory = posterior.speed.copy(), posterior.memory.copy()
     for index in running:
-        view.speed.pretend(index, SPEED_NOISE_SD)
-        view.memory.pretend(index, MEMORY_NOISE_SD)
+        view.speed.fantasize(index, SPEED_NOISE_SD)
+        view.memory.fantasize(index, MEMORY_NOISE_SD)
     return view
 
 

@@ -34,8 +34,13 @@ def amdsmi_module(cards: Sequence[Card], *, initialises: bool = True) -> Any:
 
     def processes(card: Card) -> list[dict[str, Any]]:
         return [
-            {"name": "python3", "pid": pid, "mem": held, "memory_usage": {"gtt_mem": 0, "cpu_mem": 0, "vram_mem": held}}
-            for pid, held in card.processes
+            {
+                "name": "python3",
+                "pid": pid,
+                "mem": num_bytes,
+                "memory_usage": {"gtt_mem": 0, "cpu_mem": 0, "vram_mem": num_bytes},
+            }
+            for pid, num_bytes in card.processes
         ]
 
     module.AmdSmiException = AmdSmiException

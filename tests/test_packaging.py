@@ -34,7 +34,7 @@ def test_the_wheel_takes_every_file_that_a_package_reads() -> None:
         inside = "/".join(rest)
         patterns = [*taken.get("*", []), *taken.get(room, [])]
         if file.suffix != ".py" and not any(
-            fnmatch(inside, one) and inside.count("/") == one.count("/") for one in patterns
+            fnmatch(inside, pattern) and inside.count("/") == pattern.count("/") for pattern in patterns
         ):
             missing.append(str(file))
     assert missing == []
@@ -42,11 +42,11 @@ def test_the_wheel_takes_every_file_that_a_package_reads() -> None:
 
 def test_in_a_wheel_nothing_is_named_from_the_top() -> None:
     """The build renames what names a module (`setup.py`): no import and no text of one is left."""
-    found = importlib.util.spec_from_file_location("build", ROOT / "setup.py")
-    assert found is not None
-    assert found.loader is not None
-    build = importlib.util.module_from_spec(found)
-    found.loader.exec_module(build)
+    spec = importlib.util.spec_from_file_location("build", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
     room = f"(?:{'|'.join(build.ROOMS)})"
     module = rf"""["']{room}\.[a-z_]+[.:"'{{]"""
     left = re.compile(rf"""^ *(?:from|import) {room}\b|{module}|(?:files|PackageLoader)\(["']{room}""", re.MULTILINE)
@@ -54,7 +54,7 @@ def test_in_a_wheel_nothing_is_named_from_the_top() -> None:
     texts = {str(file): file.read_text() for file in files}
     assert sum(len(left.findall(text)) for text in texts.values()) > 1000
     named = {file: left.findall(build.renamed(text)) for file, text in texts.items()}
-    assert {file: found for file, found in named.items() if found} == {}
+    assert {file: matches for file, matches in named.items() if matches} == {}
 
 
 def test_every_tested_version_is_pinned_by_the_hashes_of_its_files() -> None:

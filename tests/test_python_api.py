@@ -41,18 +41,18 @@ def small() -> Planned:
 
 
 def test_a_wish_has_the_options_of_the_command_line() -> None:
-    assert set(Options.__annotations__) == {one.name for one in fields(RequestOptions)}
+    assert set(Options.__annotations__) == {field.name for field in fields(RequestOptions)}
 
 
 def test_a_plan_is_the_command_line_s(small: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run([MODEL, "--gpu", "rtx-4090", "--seq-len", "1024", "--method", "lora", "--no-dry-run", "--json=full"]) == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert small.to_dict() == told
+    answer = json.loads(capsys.readouterr().out)
+    assert small.to_dict() == answer
     assert small.fits
-    assert small.peak_device_bytes == told["chosen"]["formula"]["peak_device_bytes"]
-    assert small.tokens_per_s == told["chosen"]["formula"]["tokens_per_s"]
+    assert small.peak_device_bytes == answer["chosen"]["formula"]["peak_device_bytes"]
+    assert small.tokens_per_s == answer["chosen"]["formula"]["tokens_per_s"]
 
 
 def test_a_plan_shows_itself_in_a_notebook(small: Planned) -> None:
@@ -137,12 +137,12 @@ def test_bad_words_are_errors_with_a_hint() -> None:
 
 
 def test_an_estimate_is_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
-    found = estimate(MODEL, "rtx-4090", method="lora", lora_rank=8, micro_batch_seqs=2, dry_run=False)
+    answer = estimate(MODEL, "rtx-4090", method="lora", lora_rank=8, micro_batch_seqs=2, dry_run=False)
     words = ["estimate", MODEL, "--gpu", "rtx-4090", "--method", "lora", "--rank", "8", "--micro-batch", "2"]
     assert run([*words, "--no-dry-run", "--json=full"]) == 0
-    assert found.to_dict() == json.loads(capsys.readouterr().out)
-    assert found.fits
-    assert "It fits" in str(found)
+    assert answer.to_dict() == json.loads(capsys.readouterr().out)
+    assert answer.fits
+    assert "It fits" in str(answer)
 
 
 def test_a_config_is_checked(tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_a_config_is_checked(tmp_path: Path) -> None:
         "max_length: 512\ngradient_accumulation_steps: 4\ngradient_checkpointing: true\nbf16: true\n"
         "use_peft: true\nlora_r: 8\n"
     )
-    found = check(file, "rtx-4090", dry_run=False)
-    assert found.verdict == "fits"
-    assert found.to_dict()["setup"]["lora_rank"] == 8
-    assert "fits" in found._repr_html_()
+    answer = check(file, "rtx-4090", dry_run=False)
+    assert answer.verdict == "fits"
+    assert answer.to_dict()["setup"]["lora_rank"] == 8
+    assert "fits" in answer._repr_html_()
 
 
 def test_plans_are_compared_and_written(small: Planned, tmp_path: Path) -> None:
     both = compare({"small": small, "other": plan(MODEL, "t4", seq_len=1024, method="lora", dry_run=False)})
-    assert [one["name"] for one in both.to_dict()] == ["small", "other"]
+    assert [row["name"] for row in both.to_dict()] == ["small", "other"]
     assert "rtx-4090" in str(both) or "4090" in str(both)
     launches = small.write(tmp_path / "out", targets=["trl"])
-    assert [one.target for one in launches] == ["trl"]
+    assert [launch.target for launch in launches] == ["trl"]
     assert (tmp_path / "out" / "launch" / "trl").is_dir()
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["kind"] == "plan"
 
@@ -203,7 +203,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(cells) >= 8
     assert names["answer"].fits
     assert names["found"].verdict in ("fits", "does_not_fit", "uncertain")
-    assert all((tmp_path / "my-plan" / "launch" / one.target).is_dir() for one in names["launches"])
+    assert all((tmp_path / "my-plan" / "launch" / launch.target).is_dir() for launch in names["launches"])
 
 
 def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,8 +224,8 @@ def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_settings_have_the_names_that_trainers_give_them() -> None:
-    one = estimate(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).candidate.setup
-    assert (one.lora_rank, one.micro_batch_seqs, one.seq_len_tokens) == (8, 4, 512)
+    estimated_setup = estimate(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).candidate.setup
+    assert (estimated_setup.lora_rank, estimated_setup.micro_batch_seqs, estimated_setup.seq_len_tokens) == (8, 4, 512)
     setup = plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).chosen.setup
     assert (setup.lora_rank, setup.global_batch_seqs, setup.seq_len_tokens) == (8, 4, 512)
     with pytest.raises(PlannerError, match="rank is given twice"):

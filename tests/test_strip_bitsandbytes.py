@@ -15,8 +15,8 @@ def test_only_the_wanted_library_is_left(tmp_path: Path) -> None:
         for name in names:
             made.writestr(f"bitsandbytes/{name}", name)
     assert strip(wheel, "130") == wheel.stat().st_size
-    with zipfile.ZipFile(wheel) as found:
-        assert [name.rpartition("/")[2] for name in found.namelist()] == [names[0], names[1], names[3]]
-        assert found.read("bitsandbytes/__init__.py") == b"__init__.py"
+    with zipfile.ZipFile(wheel) as stripped:
+        assert [name.rpartition("/")[2] for name in stripped.namelist()] == [names[0], names[1], names[3]]
+        assert stripped.read("bitsandbytes/__init__.py") == b"__init__.py"
     with pytest.raises(SystemExit, match="cuda999"):
         strip(wheel, "999")

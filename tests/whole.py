@@ -22,9 +22,9 @@ def these(chosen: Iterable[Case], cases: Sequence[Case]) -> Sequence[Case]:
     """The cases that were chosen by hand, in their order."""
     if WHOLE:
         return cases
-    kept = list(chosen)
-    assert all(case in cases for case in kept), kept
-    return [case for case in cases if case in kept]
+    selected = list(chosen)
+    assert all(case in cases for case in selected), selected
+    return [case for case in cases if case in selected]
 
 
 def paired(ones: Iterable[Case], others: Iterable[Other], num: int) -> Sequence[tuple[Case, Other]]:

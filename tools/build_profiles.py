@@ -37,31 +37,31 @@ from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
 from probes.tracing.profile_builder import (
     ProfileBuilder,
-    asked_structures,
     build_profiles,
     of_ranks,
+    planned_structures,
     versions,
     with_fused_adapters,
 )
-from probes.tracing.programs import ProgramBuilder, asked_programs
+from probes.tracing.programs import ProgramBuilder, program_structures
 
-SPACINGS = [one for one in PLANNED_CHECKPOINTING if one]
+SPACINGS = [spacing for spacing in PLANNED_CHECKPOINTING if spacing]
 SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
 
 
 def path_of(model: ModelSpec, shipped: Path = SHIPPED) -> Path | None:
     """The file that a model's profiles are read from."""
-    own, structure = shipped / f"{config_digest(model.config)}.json.gz", structure_of(model)
+    exact, structure = shipped / f"{config_digest(model.config)}.json.gz", structure_of(model)
     shared = shipped / f"{structure}.json.gz"
-    return own if own.exists() else shared if structure is not None and shared.exists() else None
+    return exact if exact.exists() else shared if structure is not None and shared.exists() else None
 
 
 def current(path: Path | None) -> bool:
     """Whether a file was made by this dry run, in this way."""
-    kept = read_packed(path, SCHEMA, shipped=True) if path is not None else None
+    stored = read_packed(path, SCHEMA, shipped=True) if path is not None else None
     names = ("dry run", "step profile")
-    return kept is not None and all(kept["versions"].get(name) == versions()[name] for name in names)
+    return stored is not None and all(stored["versions"].get(name) == versions()[name] for name in names)
 
 
 def profiled(name: str) -> bool:
@@ -80,11 +80,11 @@ def build(names: list[str], minutes: float, *, ranks: bool) -> None:
         if time.monotonic() > end:
             return
         started = time.process_time()
-        found, failures = build_profiles(model, ranks=ranks)
+        profiles, failures = build_profiles(model, ranks=ranks)
         path = shipped / f"{config_digest(model.config)}.json.gz"
-        if found:
-            save_profiles(path, found, versions())
-        print(f"{name}: {_said(path, found, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
+        if profiles:
+            save_profiles(path, profiles, versions())
+        print(f"{name}: {_said(path, profiles, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
 
 
 def build_programs(names: list[str], minutes: float) -> None:
@@ -95,12 +95,12 @@ def build_programs(names: list[str], minutes: float) -> None:
         if model is None or time.monotonic() > end:
             continue
         started, builder = time.process_time(), ProgramBuilder(model)
-        found = builder.all(asked_programs(model))
+        programs = builder.all(program_structures(model))
         path = PROGRAMS / f"{config_digest(model.config)}.json.gz"
-        if found:
-            save_programs(path, builder.tables, found, versions())
+        if programs:
+            save_programs(path, builder.tables, programs, versions())
         spent = time.process_time() - started
-        print(f"{name}: {_said(path, found, builder.failures)}, {spent:.0f} CPU s", flush=True)
+        print(f"{name}: {_said(path, programs, builder.failures)}, {spent:.0f} CPU s", flush=True)
 
 
 def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
@@ -123,8 +123,8 @@ def build_structures(names: list[str], minutes: float, *, programs: bool, ranks:
                 continue
             if not alike:
                 continue
-            if said := _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks):
-                print(f"{name}: {structure} {said}, {time.process_time() - started:.0f} CPU s", flush=True)
+            if summary := _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks):
+                print(f"{name}: {structure} {summary}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
             print(f"{name}: another structure at other sizes, or no run", flush=True)
@@ -134,42 +134,46 @@ def _structure_programs(like: ModelSpec) -> str:
     """What was written; nothing where no run was possible."""
     builder = ProgramBuilder(like)
     path = PROGRAMS / f"{structure_of(like)}.json.gz"
-    if found := builder.all(asked_programs(like)):
-        save_programs(path, builder.tables, found, versions(), sizes_of(like))
-    return _said(path, found, builder.failures)
+    if programs := builder.all(program_structures(like)):
+        save_programs(path, builder.tables, programs, versions(), sizes_of(like))
+    return _said(path, programs, builder.failures)
 
 
 def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ranks: bool) -> str:
     """What was written; nothing where no run was possible."""
     like = at_depth()
     structure = structure_of(model)
-    known = [one for name in catalogue.names() if (one := catalogue.load(name)) and structure_of(one) == structure]
-    others = sorted((one for one in known if one is not model), key=lambda one: one.num_params)
+    candidates = [
+        candidate
+        for name in catalogue.names()
+        if (candidate := catalogue.load(name)) and structure_of(candidate) == structure
+    ]
+    others = sorted((other for other in candidates if other is not model), key=lambda other: other.num_params)
     members = [model, *others[:1], *others[-1:]]
-    for one in others:  # depths that leave other layers behind the last checkpoint
-        if any(one.num_layers % every not in {of.num_layers % every for of in members} for every in SPACINGS):
-            members.append(one)
-    asked = {key: one for of in reversed(members[:3]) for key, one in asked_structures(of).items()}
-    asked |= _as_people_write(like, asked)
+    for other in others:  # depths that leave other layers behind the last checkpoint
+        if any(other.num_layers % every not in {of.num_layers % every for of in members} for every in SPACINGS):
+            members.append(other)
+    requested = {key: pair for of in reversed(members[:3]) for key, pair in planned_structures(of).items()}
+    requested |= _as_people_write(like, requested)
     if ranks:
-        asked = of_ranks(like, asked.values())
+        requested = of_ranks(like, requested.values())
     else:
-        fused = with_fused_adapters(like, [one for one in asked.values() if not one[0].activation_offload])
-        asked |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
+        fused = with_fused_adapters(like, [pair for pair in requested.values() if not pair[0].activation_offload])
+        requested |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
     builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config, of_rank=ranks)
     path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
-    if found := builder.all(asked):
-        save_profiles(path, found, versions(), like)
-    return _said(path, found, builder.failures)
+    if profiles := builder.all(requested):
+        save_profiles(path, profiles, versions(), like)
+    return _said(path, profiles, builder.failures)
 
 
 def _as_people_write(
-    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]
+    model: ModelSpec, requested: Mapping[str, tuple[TrainSetup, GpuSpec]]
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What files ask that no plan walks: transformers' own kernels, and adapters with dropout, all layers checkpointed
     or none."""
-    found = {}
-    for setup, gpu in asked.values():
+    additions = {}
+    for setup, gpu in requested.values():
         if (
             setup.checkpointing > 1
             or setup.activation_offload
@@ -178,14 +182,14 @@ def _as_people_write(
         ):
             continue
         eager = setup.replace(kernels="eager")
-        for one in (eager, eager.replace(lora_dropout=0.05)) if setup.method != "full" else (eager,):
-            found[structure_key(model, gpu, one)] = one, gpu
-    return found
+        for variant in (eager, eager.replace(lora_dropout=0.05)) if setup.method != "full" else (eager,):
+            additions[structure_key(model, gpu, variant)] = variant, gpu
+    return additions
 
 
-def _said(path: Path, found: Mapping[str, Any], failures: Mapping[str, str]) -> str:
+def _said(path: Path, built: Mapping[str, Any], failures: Mapping[str, str]) -> str:
     why = f"; {len(failures)} without: {sorted({*failures.values()})[:2]}" * bool(failures)
-    return f"{len(found)} structures, {path.stat().st_size:,} bytes{why}" if found else ""
+    return f"{len(built)} structures, {path.stat().st_size:,} bytes{why}" if built else ""
 
 
 _SPELLINGS = {
@@ -208,7 +212,9 @@ def apart(model: ModelSpec, *, own_heads: bool, num_layers: int = 37) -> ModelSp
     assert attention is not None
     whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
     scaling = model.config.get("rope_scaling") or {}
-    paired = any(isinstance(one, list) for one in scaling.values())  # one for each pair that its class counts itself
+    paired = any(
+        isinstance(value, list) for value in scaling.values()
+    )  # one for each pair that its class counts itself
     own_heads = own_heads and not paired
     hidden, heads, head = _apart_heads(attention, own_heads=own_heads)
     groups = attention.num_heads > attention.num_kv_heads
@@ -249,21 +255,25 @@ def _apart_heads(attention: AttentionSpec, *, own_heads: bool) -> tuple[int, int
 def check(num: int, seed: int) -> int:
     """How many of some kept structures differ from fresh runs; each is printed, and how far they are in all."""
     draw, wrong = random.Random(seed), 0
-    kept = [one for name in catalogue.names() if (one := catalogue.load(name)) is not None and profiles_of(one)]
+    models = [
+        candidate
+        for name in catalogue.names()
+        if (candidate := catalogue.load(name)) is not None and profiles_of(candidate)
+    ]
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for _ in range(num):
-        model = draw.choice(kept)
-        key, (setup, gpu) = draw.choice(sorted(asked_structures(model).items(), key=lambda one: one[0]))
+        model = draw.choice(models)
+        key, (setup, gpu) = draw.choice(sorted(planned_structures(model).items(), key=lambda entry: entry[0]))
         for words, *pair in deviations(model, gpu, setup):
             wrong += abs(pair[0]) > 0.003
-            for own, error in zip(errors.values(), pair, strict=True):
-                own.append(error)
+            for values, error in zip(errors.values(), pair, strict=True):
+                values.append(error)
             print(f"{pair[0]:+.4%} reserved {pair[1]:+.2%} {model.model_id} {words} [{key}]", flush=True)
-    for name, own in errors.items():
-        far = sorted(map(abs, own))
+    for name, values in errors.items():
+        far = sorted(map(abs, values))
         print(
-            f"{name}: {len(own)} points of {len(kept)} models, median {statistics.median(far):.4%}, "
-            f"95th {far[int(0.95 * (len(far) - 1))]:.3%}, {min(own):+.3%} to {max(own):+.3%}"
+            f"{name}: {len(values)} points of {len(models)} models, median {statistics.median(far):.4%}, "
+            f"95th {far[int(0.95 * (len(far) - 1))]:.3%}, {min(values):+.3%} to {max(values):+.3%}"
         )
     return wrong
 
@@ -279,8 +289,8 @@ def confirm(names: list[str], num: int, seed: int) -> None:
         raw = read_packed(path, SCHEMA, shipped=True)
         if raw["versions"]["step profile"] != versions()["step profile"]:
             continue
-        asked = draw.sample(sorted(asked_structures(model).items(), key=lambda one: one[0]), num)
-        errors = [abs(error) for _, (setup, gpu) in asked for _, error, _ in deviations(model, gpu, setup)]
+        drawn = draw.sample(sorted(planned_structures(model).items(), key=lambda entry: entry[0]), num)
+        errors = [abs(error) for _, (setup, gpu) in drawn for _, error, _ in deviations(model, gpu, setup)]
         same = bool(errors) and max(errors) < SAME
         if same:
             write_packed(path, {**raw, "versions": versions()})
@@ -307,7 +317,7 @@ def main() -> int:
     elif args.structures:
         build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks)
     elif args.programs:
-        build_programs([one for one in names if args.names or profiled(one)], args.minutes)
+        build_programs([name for name in names if args.names or profiled(name)], args.minutes)
     else:
         build(names, args.minutes, ranks=args.ranks)
     return 0

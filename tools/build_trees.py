@@ -33,9 +33,9 @@ _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
 
 def main() -> None:
     """Builds every such model on meta tensors and keeps what it holds."""
-    known = [entry.config for entry in catalogue.entries()]
-    types = {config["model_type"] for config in known}
-    write(SHIPPED, known + [one for one in configs().values() if one["model_type"] not in types])
+    listed = [entry.config for entry in catalogue.entries()]
+    types = {config["model_type"] for config in listed}
+    write(SHIPPED, listed + [config for config in configs().values() if config["model_type"] not in types])
     rows = [json.loads(line) for file in (FILE, MULTI_GPU) for line in file.read_text(encoding="utf-8").splitlines()]
     shapes = [config_of(*shape) for _, *shape in SHAPES]
     write(TREES, [row["config"] for row in rows if row.get("config")] + shapes)
@@ -44,11 +44,11 @@ def main() -> None:
 def _lean(value: Any) -> Any:
     """As JSON's own types, without what is as the records have it by default."""
     if isinstance(value, tuple):
-        return [_lean(one) for one in value]
+        return [_lean(element) for element in value]
     if not is_dataclass(value):
         return value
-    pairs = ((one, getattr(value, one.name)) for one in fields(value))
-    return {one.name: _lean(own) for one, own in pairs if own != one.default}
+    pairs = ((field, getattr(value, field.name)) for field in fields(value))
+    return {field.name: _lean(content) for field, content in pairs if content != field.default}
 
 
 def write(path: Path, configs: Sequence[Mapping[str, Any]]) -> None:
@@ -57,11 +57,11 @@ def write(path: Path, configs: Sequence[Mapping[str, Any]]) -> None:
     for config in configs:
         if not has_adapter(config["model_type"]) and tree_digest(config) not in lines:
             spec = _lean(spec_of_tree(config, model_id="", source=""))
-            kept = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
+            stored = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
             raw = copy.deepcopy(dict(config))  # transformers writes into nested objects
             saved = json.loads(AutoConfig.for_model(raw.pop("model_type"), **raw).to_json_string())
             digests = sorted({tree_digest(config), tree_digest(saved)})
-            lines[tree_digest(config)] = json.dumps({"digests": digests, "spec": kept}, separators=(",", ":"))
+            lines[tree_digest(config)] = json.dumps({"digests": digests, "spec": stored}, separators=(",", ":"))
     text = "".join(f"{line}\n" for line in sorted(lines.values()))
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{path.name}: {len(lines)} trees, {len(text):,} bytes, {path.stat().st_size:,} compressed")

@@ -29,7 +29,7 @@ def pictures() -> dict[str, str]:
     """File name -> SVG."""
     plan = answered(workload_for(MODEL, GPU, RequestOptions()), dry_run=False)
     assert isinstance(plan, Plan)
-    found = {}
+    by_name = {}
     for width in WIDTHS:
         for name, theme in THEMES.items():
             console = Console(
@@ -37,10 +37,10 @@ def pictures() -> dict[str, str]:
             )
             render_plan(plan, console, show=frozenset())
             title = f"plan {MODEL} --gpu {GPU}"
-            found[f"plan-{width}-{name}.svg"] = console.export_svg(
+            by_name[f"plan-{width}-{name}.svg"] = console.export_svg(
                 title=title, theme=theme, code_format=NO_FONTS, unique_id=f"plan-{width}-{name}"
             )
-    return found
+    return by_name
 
 
 def write() -> None:

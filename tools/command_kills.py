@@ -48,8 +48,8 @@ def start(words: list[str], out: Path) -> "subprocess.Popen[bytes]":
 
 def files(folder: Path) -> dict[str, bytes]:
     """What a folder holds, but for the moment at which it was made."""
-    found = (one for one in sorted(folder.rglob("*")) if one.is_file())
-    return {str(one.relative_to(folder)): MOMENT.sub(b"", one.read_bytes()) for one in found}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): MOMENT.sub(b"", path.read_bytes()) for path in paths}
 
 
 def killed(words: list[str], place: Path, calm: dict[str, bytes], took_s: float, dice: random.Random) -> list[str]:
@@ -62,11 +62,11 @@ def killed(words: list[str], place: Path, calm: dict[str, bytes], took_s: float,
     after = files(out) if out.exists() else {}
     torn = [name for name, content in after.items() if name in calm and content != calm[name]]
     code = start(words, out).wait()
-    again = files(out)
-    changed = [name for name in calm if again.get(name) != calm[name]]
-    left = sorted({*again} - {*calm})
-    found = {"torn": torn, "lost or changed": changed, "left behind": left, "exit code": [code] if code else []}
-    return [f"{words[0]}: {what}: {names}" for what, names in found.items() if names]
+    repeated = files(out)
+    changed = [name for name in calm if repeated.get(name) != calm[name]]
+    left = sorted({*repeated} - {*calm})
+    problems = {"torn": torn, "lost or changed": changed, "left behind": left, "exit code": [code] if code else []}
+    return [f"{words[0]}: {what}: {names}" for what, names in problems.items() if names]
 
 
 def main() -> int:

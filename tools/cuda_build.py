@@ -58,12 +58,12 @@ def every_name() -> dict[str, list[str]]:
     """Name -> the files that use it."""
     from benchmarks.last_run import cuda_files
 
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for file in cuda_files(ROOT):
         if file != "planner/hardware/amd.py":
             for name in names_used(ROOT / file):
-                found.setdefault(name, []).append(file)
-    return found
+                by_name.setdefault(name, []).append(file)
+    return by_name
 
 
 def missing(names: dict[str, list[str]]) -> Iterator[str]:
@@ -85,15 +85,17 @@ def unread_variables() -> Iterator[str]:
     """Environment variables and settings that no library names."""
     import torch
 
-    libraries = [one.read_bytes() for one in sorted(Path(torch.__file__).parent.glob("lib/libc10*.so"))]
+    libraries = [path.read_bytes() for path in sorted(Path(torch.__file__).parent.glob("lib/libc10*.so"))]
     for name, where in VARIABLES.items():
         if where == "c10":
-            known = any(name.encode() in data for data in libraries)
+            is_read = any(name.encode() in data for data in libraries)
         else:
             import triton
 
-            known = any(name in one.read_text(errors="ignore") for one in Path(triton.__file__).parent.rglob("*.py"))
-        if not known:
+            is_read = any(
+                name in path.read_text(errors="ignore") for path in Path(triton.__file__).parent.rglob("*.py")
+            )
+        if not is_read:
             yield f"{name} is read by nothing in {where}"
 
 
@@ -124,10 +126,10 @@ def without_driver() -> Iterator[str]:
     probe = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(TINY)], capture_output=True, text=True, check=False, env=environment
     )
-    said = next((line for line in probe.stdout.splitlines() if line.startswith("OUTCOME")), probe.stderr[-500:])
-    print(f"  a probe of cuda:0: {said}")
-    if not said.startswith("OUTCOME machine"):
-        yield f"a probe without a driver is no machine fault: {said}"
+    outcome = next((line for line in probe.stdout.splitlines() if line.startswith("OUTCOME")), probe.stderr[-500:])
+    print(f"  a probe of cuda:0: {outcome}")
+    if not outcome.startswith("OUTCOME machine"):
+        yield f"a probe without a driver is no machine fault: {outcome}"
 
 
 def main() -> int:

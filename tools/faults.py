@@ -178,10 +178,10 @@ class Row:
     wrong: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def add(self, one: "Row") -> None:
+    def add(self, part: "Row") -> None:
         """Adds what one study of it showed."""
         for name in ("kills", "resumes", "lost", "twice", "wrong", "notes"):
-            setattr(self, name, getattr(self, name) + getattr(one, name))
+            setattr(self, name, getattr(self, name) + getattr(part, name))
 
     def fault(self, text: str) -> None:
         """A search that ended without an answer."""
@@ -209,16 +209,16 @@ class Record:
         """The row of all studies of this name: `study(row, number)` for every number while `go_on(row, number)`."""
         whole, number = Row(name), 0
         while go_on(whole, number):
-            one = self._known.get((name, number))
-            if one is None:
+            part = self._known.get((name, number))
+            if part is None:
                 over = self._end is not None and time.monotonic() > self._end
                 if over or (self._cpu_seconds is not None and sum(os.times()[:4]) > self._cpu_seconds):
                     raise TimeoutError(f"left out: {name} from study {number} on, and the rows below; --record goes on")
-                study(one := Row(name), number)
+                study(part := Row(name), number)
                 if self._path is not None:
                     with self._path.open("a") as file:
-                        file.write(json.dumps({**vars(one), "number": number}) + "\n")
-            whole.add(one)
+                        file.write(json.dumps({**vars(part), "number": number}) + "\n")
+            whole.add(part)
             number += 1
         return whole
 
@@ -345,15 +345,15 @@ def answer_of(out: str) -> Answer:
     """The answer in a plan's JSON."""
     plan = json.loads(out)
     trials = plan["search"]["trials"]
-    done = [one for one in trials if one.get("tokens_per_s") and one["rung"] == "probe"]
-    measured = {json.dumps(one["setup"], sort_keys=True) for one in done}
-    fastest = max(one["tokens_per_s"] for one in done)
+    done = [trial for trial in trials if trial.get("tokens_per_s") and trial["rung"] == "probe"]
+    measured = {json.dumps(trial["setup"], sort_keys=True) for trial in done}
+    fastest = max(trial["tokens_per_s"] for trial in done)
     chosen = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}
     probe = plan["chosen"]["probe"] or {"tokens_per_s": fastest}  # rehearsed on a CPU the plan stands by itself
     return Answer(json.dumps(chosen, sort_keys=True), probe["tokens_per_s"], frozenset(measured), fastest)
 
 
-def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
+def judge(row: Row, search: Search, out: str, calm: Answer, *, same: bool) -> None:
     """Counts what went wrong in a search that ended.
 
     Args:
@@ -361,19 +361,19 @@ def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
             Where a death shows by silence, or two work together, others are measured meanwhile: then the choice must be
             the fastest of what was measured.
     """
-    found = answer_of(out)
-    lost = len(one.stored() - found.measured)
+    answer = answer_of(out)
+    lost = len(search.stored() - answer.measured)
     if same:
-        lost += len(calm.measured - found.measured - one.stored())
-        wrong = (found.chosen, found.tokens_per_s) != (calm.chosen, calm.tokens_per_s)
+        lost += len(calm.measured - answer.measured - search.stored())
+        wrong = (answer.chosen, answer.tokens_per_s) != (calm.chosen, calm.tokens_per_s)
     else:
-        wrong = found.tokens_per_s < found.fastest or len(found.measured) < MAX_PROBES
+        wrong = answer.tokens_per_s < answer.fastest or len(answer.measured) < MAX_PROBES
     row.lost += lost
     row.wrong += wrong
-    twice = one.repeated()
+    twice = search.repeated()
     row.twice += twice
     if lost or wrong or twice:
-        row.notes.append(f"{row.name}: lost {lost}, twice {twice}, wrong {wrong} in {one.folder.name}")
+        row.notes.append(f"{row.name}: lost {lost}, twice {twice}, wrong {wrong} in {search.folder.name}")
 
 
 @cache
@@ -392,65 +392,65 @@ def imports() -> None:
 
 def undisturbed(base: Path, storage: str | None = None) -> tuple[Answer, float, int]:
     """The answer that nothing disturbed, the seconds until its first probe, and how often it wrote."""
-    one = Search(base / "calm", storage)
+    search = Search(base / "calm", storage)
     start = time.monotonic()
-    process = one.start(**{FAULT_AT: "0"})
-    one.wait_for("start", 1, process)
+    process = search.start(**{FAULT_AT: "0"})
+    search.wait_for("start", 1, process)
     until_probe_s = time.monotonic() - start
-    code, out, errors = one.end(process)
+    code, out, errors = search.end(process)
     if code != 0:
         raise SystemExit(f"the undisturbed search ended with {code}:\n{errors}")
-    calm, writes = answer_of(out), one.lines("write")
-    one.close()
+    calm, writes = answer_of(out), search.lines("write")
+    search.close()
     return calm, until_probe_s, writes
 
 
-def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice: random.Random) -> None:
+def killed(row: Row, search: Search, calm: Answer, start_s: float, most: int, dice: random.Random) -> None:
     """One study whose planners are killed, at most so often, until one of them ends."""
     while True:
-        process = one.start()
+        process = search.start()
         phase = dice.choice(("start-up", "probing", "telling")) if row.kills < most else ""
         if phase == "start-up":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(dice.uniform(0.0, 1.1 * start_s))
         elif phase:
             word = "start" if phase == "probing" else "end"
-            one.wait_for(word, one.lines(word) + 1, process)
+            search.wait_for(word, search.lines(word) + 1, process)
             time.sleep(dice.uniform(0.0, PROBE_S if phase == "probing" else 0.3))
         if not phase or process.poll() is not None:
             break
-        one.kill(process)
+        search.kill(process)
         row.kills += 1
         row.resumes += 1
-    code, out, errors = one.end(process)
+    code, out, errors = search.end(process)
     if code == 0:
-        judge(row, one, out, calm, same=False)
+        judge(row, search, out, calm, same=False)
     else:
         row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
-def refused(row: Row, one: Search, number: int, disk: str, calm: Answer) -> None:
+def refused(row: Row, search: Search, number: int, disk: str, calm: Answer) -> None:
     """The disk takes nothing more from this write on; what is called again loses nothing."""
-    code, out, errors = one.run(**{FAULT_AT: str(number), FAULT: disk})
+    code, out, errors = search.run(**{FAULT_AT: str(number), FAULT: disk})
     row.kills += 1
     if code not in (0, 3):
         row.fault(f"at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
     if code != 0:
         row.resumes += 1
-        code, out, errors = one.run()
+        code, out, errors = search.run()
     if code == 0:
-        judge(row, one, out, calm, same=False)
+        judge(row, search, out, calm, same=False)
     else:
         row.fault(f"after write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
-def read_only_home(row: Row, one: Search, calm: Answer) -> None:
+def read_only_home(row: Row, search: Search, calm: Answer) -> None:
     """Home, data and cache cannot be written; study and store lie elsewhere."""
     nowhere = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), "/dev/null/x")
-    code, out, errors = one.run(**nowhere)
+    code, out, errors = search.run(**nowhere)
     row.kills += 1
     if code == 0:
-        judge(row, one, out, calm, same=True)
+        judge(row, search, out, calm, same=True)
     else:
         row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
@@ -515,25 +515,25 @@ class Postgres:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def restarted(row: Row, one: Search, server: Postgres, calm: Answer, dice: random.Random) -> None:
+def restarted(row: Row, search: Search, server: Postgres, calm: Answer, dice: random.Random) -> None:
     """Two planners on one study; their server is killed in the middle and comes back after three seconds; who ended
     over it is called again."""
-    processes = [one.start(), one.start()]
-    one.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
+    processes = [search.start(), search.start()]
+    search.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
     time.sleep(dice.uniform(0.0, PROBE_S))
     server.stop()
     row.kills += 1
     time.sleep(3.0)
     server.start()
     for process in processes:
-        code, out, errors = one.end(process)
+        code, out, errors = search.end(process)
         if code == 3:
             row.resumes += 1
-            code, out, errors = one.end(one.start())
+            code, out, errors = search.end(search.start())
         if code != 0:
             row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
         elif process is processes[-1]:
-            judge(row, one, out, calm, same=False)
+            judge(row, search, out, calm, same=False)
 
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
@@ -544,36 +544,36 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
 
     @contextlib.contextmanager
     def search(row: Row, number: int, storage: str | None = None) -> Iterator[tuple[Search, random.Random]]:
-        one = Search(base / f"{row.name.replace(' ', '-')}-{number}", storage)
+        disturbed = Search(base / f"{row.name.replace(' ', '-')}-{number}", storage)
         try:
-            yield one, random.Random(f"{SEED} {row.name} {number}")
+            yield disturbed, random.Random(f"{SEED} {row.name} {number}")
         finally:
-            one.close()
+            disturbed.close()
 
     def kills(name: str, storage: Callable[[int], str | None]) -> Row:
         def study(row: Row, number: int) -> None:
-            with search(row, number, storage(number)) as (one, dice):
-                killed(row, one, calm, start_s, MOST_KILLS, dice)
+            with search(row, number, storage(number)) as (disturbed, dice):
+                killed(row, disturbed, calm, start_s, MOST_KILLS, dice)
 
         return record.each(name, study, lambda row, number: row.kills < each)
 
     def restarts(name: str, server: Postgres) -> Row:
         def study(row: Row, number: int) -> None:
-            with search(row, number, server.fresh()) as (one, dice):
-                restarted(row, one, server, calm, dice)
+            with search(row, number, server.fresh()) as (disturbed, dice):
+                restarted(row, disturbed, server, calm, dice)
 
         return record.each(name, study, lambda row, number: number < options.restarts)
 
     def sweep(name: str) -> Row:
         def study(row: Row, number: int) -> None:
-            with search(row, number) as (one, _):
-                refused(row, one, 1 + number * options.every, name.removesuffix(" disk"), calm)
+            with search(row, number) as (disturbed, _):
+                refused(row, disturbed, 1 + number * options.every, name.removesuffix(" disk"), calm)
 
         return record.each(name, study, lambda row, number: number * options.every < (options.writes or writes))
 
     def read_only(row: Row, number: int) -> None:
-        with search(row, number) as (one, _):
-            read_only_home(row, one, calm)
+        with search(row, number) as (disturbed, _):
+            read_only_home(row, disturbed, calm)
 
     wanted = set(options.only or ROWS)
     if "folder" in wanted:

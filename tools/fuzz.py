@@ -321,23 +321,23 @@ def config_case(folder: Path, dice: random.Random) -> Case:
 
 
 def check_case(folder: Path, dice: random.Random) -> Case:
-    one = seeds()
+    base = seeds()
     kind = dice.randrange(8)
     more = ["--gpus", dice.choice(("1", "2", "8"))] if dice.random() < 0.3 else []
     if kind < 3:
-        content = as_yaml(mutate((one.trl, one.axolotl, one.llamafactory)[kind], dice), dice)
+        content = as_yaml(mutate((base.trl, base.axolotl, base.llamafactory)[kind], dice), dice)
         file = put(folder / "config.yaml", content, dice)
     elif kind == 3:
-        file = put(folder / "ds.json", as_json(mutate(one.deepspeed, dice), dice), dice)
+        file = put(folder / "ds.json", as_json(mutate(base.deepspeed, dice), dice), dice)
     elif kind == 4:
-        file = put(folder / "accelerate.yaml", as_yaml(mutate(one.accelerate, dice), dice), dice)
+        file = put(folder / "accelerate.yaml", as_yaml(mutate(base.accelerate, dice), dice), dice)
     elif kind == 5:
-        file = put(folder / "train.py", damage(dice.choice((one.script, one.preferences)).encode(), dice), dice)
+        file = put(folder / "train.py", damage(dice.choice((base.script, base.preferences)).encode(), dice), dice)
     elif kind == 6:
-        file = put(folder / "job.toml", damage(one.toml.encode(), dice), dice)
+        file = put(folder / "job.toml", damage(base.toml.encode(), dice), dice)
     else:
-        file = put(folder / "config.yaml", as_yaml(one.trl, dice), dice)
-        accelerate = put(folder / "acc.yaml", as_yaml(mutate(one.accelerate, dice), dice), dice)
+        file = put(folder / "config.yaml", as_yaml(base.trl, dice), dice)
+        accelerate = put(folder / "acc.yaml", as_yaml(mutate(base.accelerate, dice), dice), dice)
         more += ["--accelerate", str(accelerate)]
     if dice.random() < 0.1:
         (folder / "config.fixed.yaml").symlink_to(folder / "victim")
@@ -411,11 +411,11 @@ def program_case(folder: Path, dice: random.Random) -> Case:
 
 def folder_case(folder: Path, dice: random.Random) -> Case:
     """A folder with trainings, as `plan check DIR` in CI finds it."""
-    one, place = seeds(), folder / "repo"
-    put(place / "a.yaml", as_yaml(mutate(one.trl, dice), dice), dice)
+    base, place = seeds(), folder / "repo"
+    put(place / "a.yaml", as_yaml(mutate(base.trl, dice), dice), dice)
     put(place / "sub" / "b.ipynb", as_json(mutate(notebook(dice), dice), dice), dice)
     put(place / "run.sh", shell_script(dice), dice)
-    put(place / dice.choice(("job.toml", "\x1b[2Jx.yaml", "a\nb.yaml", "x%0A::error::.yaml")), one.toml.encode(), dice)
+    put(place / dice.choice(("job.toml", "\x1b[2Jx.yaml", "a\nb.yaml", "x%0A::error::.yaml")), base.toml.encode(), dice)
     odd = dice.randrange(6)
     if odd == 0:
         (place / "loop").symlink_to(place)
@@ -428,7 +428,7 @@ def folder_case(folder: Path, dice: random.Random) -> Case:
         for number in range(200):
             (place / f"{number}.yaml").write_text("a: 1\n")
     elif odd == 4 and hasattr(os, "fsencode"):
-        (place / os.fsdecode(b"\xff\xfe.yaml")).write_bytes(as_yaml(one.trl, dice))
+        (place / os.fsdecode(b"\xff\xfe.yaml")).write_bytes(as_yaml(base.trl, dice))
     form = dice.choice((["--json"], [], ["--annotations", "github"], ["--annotations", "sarif"]))
     return Case("folder", ["check", str(place), "--gpu", GPU, "--no-dry-run", *form])
 
@@ -690,7 +690,7 @@ def page_case(folder: Path, dice: random.Random) -> Case:
     import socket
     import threading
 
-    from finetune_planner.cli.ui import Server, Shelf
+    from finetune_planner.cli.ui import Catalog, Server
 
     paths = (
         "/", "/grid/smollm2.js", "/grid/../../etc/passwd.js", "/launch/x/0.zip", "/launch/x/999999.zip", "/%00",
@@ -699,7 +699,7 @@ def page_case(folder: Path, dice: random.Random) -> Case:
     )  # fmt: skip
 
     def call() -> object:
-        server = Server(("127.0.0.1", 0), Shelf([MODEL], [GPU]))
+        server = Server(("127.0.0.1", 0), Catalog([MODEL], [GPU]))
         port = server.server_address[1]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host = dice.choice((f"127.0.0.1:{port}", "evil.example", "", "localhost", "\x00"))
@@ -709,12 +709,12 @@ def page_case(folder: Path, dice: random.Random) -> Case:
         lines = [f"{verb} {path} HTTP/{version}", f"Host: {host}", more]
         request = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
         request = damage(request, dice) if dice.random() < 0.4 else request
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as asked:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             answer = b""
             with contextlib.suppress(OSError):  # refused before all of it was said
-                asked.sendall(request)
-                asked.shutdown(socket.SHUT_WR)
-                while part := asked.recv(1 << 16):
+                connection.sendall(request)
+                connection.shutdown(socket.SHUT_WR)
+                while part := connection.recv(1 << 16):
                     answer += part
         server.shutdown()
         return answer
@@ -732,7 +732,7 @@ def request_case(folder: Path, dice: random.Random) -> Case:
     cards = ("t4", "rtx-3060", "v100-32gb", "rtx-3090", GPU, "l40s", "a100-80gb", "h100-sxm", "h200", "mi300x")
     words = [dice.choice(sorted(catalogue.names())), "--gpu", dice.choice(cards), "--no-dry-run", "--out", "out"]
     several = dice.choice((1, 1, 1, 2, 4, 8))
-    asked: dict[str, Any] = {"gpus": several, "seq-len": dice.choice((128, 512, 2048, 8192, 32768))}
+    options: dict[str, Any] = {"gpus": several, "seq-len": dice.choice((128, 512, 2048, 8192, 32768))}
     wishes: tuple[tuple[float, str, tuple[Any, ...]], ...] = (
         (0.4, "global-batch", (1, 2, 3, 8, 32, 100, 512)), (0.4, "method", ("full", "lora", "qlora")),
         (0.4, "objective", tuple(OBJECTIVES)), (0.2, "optimizer", tuple(OPTIMIZERS)), (0.2, "adapter", tuple(ADAPTERS)),
@@ -744,12 +744,12 @@ def request_case(folder: Path, dice: random.Random) -> Case:
     )  # fmt: skip
     for chance, option, values in wishes:
         if dice.random() < chance:
-            asked[option] = dice.choice(values)
-    words += [word for option, value in asked.items() for word in (f"--{option}", str(value))]
-    return Case("wish", words, call=lambda: _keep_promises(words, asked))
+            options[option] = dice.choice(values)
+    words += [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    return Case("wish", words, call=lambda: _keep_promises(words, options))
 
 
-def _keep_promises(words: list[str], asked: dict[str, Any]) -> None:
+def _keep_promises(words: list[str], options: dict[str, Any]) -> None:
     from finetune_planner.cli.app import run
     from planner.setup.interchange import setup_from_dict
 
@@ -758,11 +758,13 @@ def _keep_promises(words: list[str], asked: dict[str, Any]) -> None:
     plan = json.loads(Path("out/plan.json").read_text())
     chosen, setup = plan["chosen"], setup_from_dict(plan["chosen"]["setup"])
     assert chosen["formula"]["peak_device_bytes"] <= chosen["budget_bytes"], "over its budget"
-    for option, value in asked.items():
-        kept = "num_gpus" if option == "gpus" else option.replace("-", "_")
-        assert getattr(setup, kept, value) == value, f"--{option} {value}: {getattr(setup, kept)}"
-    said = any("no launch file can be written" in note for note in plan["notes"])
-    assert any(Path("out/launch").glob("*/*")) != said, "no launch file, and nothing said" if not said else "both"
+    for option, value in options.items():
+        field = "num_gpus" if option == "gpus" else option.replace("-", "_")
+        assert getattr(setup, field, value) == value, f"--{option} {value}: {getattr(setup, field)}"
+    explained = any("no launch file can be written" in note for note in plan["notes"])
+    assert any(Path("out/launch").glob("*/*")) != explained, (
+        "no launch file, and nothing said" if not explained else "both"
+    )
 
 
 def _grid_name() -> str:
@@ -825,8 +827,8 @@ class Outcome:
 def preload() -> None:
     """What most children would import, once: six tenths of an input's time."""
     for package in ("planner", "reports", "search", "mcp"):
-        found = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
-        for name in (*(one.name for one in found), "probes.store", "probes.phantom.runner"):
+        modules = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
+        for name in (*(module.name for module in modules), "probes.store", "probes.phantom.runner"):
             with contextlib.suppress(ImportError):  # an extra that is not installed
                 import_module(name)
 
@@ -860,8 +862,8 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
             _, status, usage = os.wait4(child, 0)
             break
         time.sleep(0.001)
-    told = folder / "told"
-    lines = told.read_text("utf-8", "replace") if told.exists() else ""
+    log_path = folder / "told"
+    lines = log_path.read_text("utf-8", "replace") if log_path.exists() else ""
     kind, _, rest = lines.partition("\n")
     words, _, text = rest.partition("\n")
     outcome = Outcome(
@@ -890,7 +892,7 @@ def _resident_bytes() -> int:
 def _child(number: int, folder: Path) -> None:
     """Never returns."""
     code = 70
-    with open(folder / "told", "w", encoding="utf-8", errors="backslashreplace") as told:
+    with open(folder / "told", "w", encoding="utf-8", errors="backslashreplace") as log:
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
@@ -899,9 +901,9 @@ def _child(number: int, folder: Path) -> None:
             warnings.simplefilter("default")  # pytest makes errors of them
             case = case_of(number, folder)
             os.environ.update(case.environment or {})
-            told.write(f"{case.kind}\n{json.dumps(case.words)}\n")
-            told.flush()
-            os.dup2(told.fileno(), 2)
+            log.write(f"{case.kind}\n{json.dumps(case.words)}\n")
+            log.flush()
+            os.dup2(log.fileno(), 2)
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, 1)
             sys.stdin = io.TextIOWrapper(io.BytesIO(case.stdin), encoding="utf-8", errors="replace")
@@ -910,7 +912,7 @@ def _child(number: int, folder: Path) -> None:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            told.flush()
+            log.flush()
             os._exit(code)
 
 
@@ -979,9 +981,9 @@ def main() -> int:
     for kind, num in sorted(kinds.items()):
         print(f"{kind:<14}{num:>6}")
     print("exit codes:", ", ".join(f"{status} ({num})" for status, num in sorted(answers.items())))
-    found = ", ".join(f"{num} {name}" for name, num in faults.items()) or "0 tracebacks, 0 hangs, 0 above 1 GB"
+    summary = ", ".join(f"{num} {name}" for name, num in faults.items()) or "0 tracebacks, 0 hangs, 0 above 1 GB"
     print(
-        f"{sum(kinds.values())} inputs: {found}; {cpu_s:.0f} CPU seconds, slowest {slowest:.1f} s, "
+        f"{sum(kinds.values())} inputs: {summary}; {cpu_s:.0f} CPU seconds, slowest {slowest:.1f} s, "
         f"largest {largest / 2**20:.0f} MiB"
     )
     return 1 if faults else 0

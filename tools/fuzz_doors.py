@@ -159,17 +159,17 @@ def _session(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> None:
     desk = _in_forks(root)
 
     async def asked() -> list[Any]:
-        found = list[Any]()
+        responses = list[Any]()
         async with Client(build_server(desk)) as client:
             for name, arguments in calls:
                 try:
-                    found.append(await client.call_tool(name, arguments))
+                    responses.append(await client.call_tool(name, arguments))
                 except (ValueError, TypeError, UnicodeError) as error:  # the client itself cannot send it
-                    found.append(error)
-        return found
+                    responses.append(error)
+        return responses
 
     answers = asyncio.run(asked())
-    text = "\n".join(str(one) for one in answers)
+    text = "\n".join(str(answer) for answer in answers)
     assert not desk.faults, desk.faults
     for secret in (TOKEN, str(home), MARK):
         assert secret not in text, f"{secret} is told: {text[max(0, text.find(secret) - 300) :][:600]}"
@@ -183,16 +183,16 @@ def _state(folder: Path) -> list[tuple[str, bytes]]:
 
 def _in_forks(root: Path) -> Any:
     """A desk whose commands run in forks of this process, each of which tells what it opened outside."""
-    from finetune_planner.cli.agent_server import Desk, refusal
+    from finetune_planner.cli.agent_server import CommandRunner, refusal
 
-    class ForkDesk(Desk):
+    class ForkDesk(CommandRunner):
         faults: list[str]
 
         def _finished(self, words: list[str], empty: str) -> tuple[int, str, str]:
-            said, errors = (Path(f"{empty}.{name}") for name in ("out", "errors"))
+            output, errors = (Path(f"{empty}.{name}") for name in ("out", "errors"))
             child = os.fork()
             if child == 0:
-                _command(words, empty, (said, errors), self._within(words[0], empty), root.parent / "outside")
+                _command(words, empty, (output, errors), self._within(words[0], empty), root.parent / "outside")
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             text = errors.read_text("utf-8", "replace")
             if (
@@ -201,7 +201,7 @@ def _in_forks(root: Path) -> Any:
                 raise refusal("no answer")
             if code == 70 or code < 0 or READ in text or TRACEBACK in text:
                 self.faults.append(f"{FAULT}{code}: {words}: {text[-3000:]}")
-            return code, said.read_text("utf-8", "replace"), text
+            return code, output.read_text("utf-8", "replace"), text
 
     desk = ForkDesk([root], 60.0, dry_run=False)
     desk.faults = []
@@ -209,13 +209,13 @@ def _in_forks(root: Path) -> Any:
 
 
 def _command(
-    words: list[str], empty: str, told: tuple[Path, Path], variables: dict[str, str], outside: Path
+    words: list[str], empty: str, output_paths: tuple[Path, Path], variables: dict[str, str], outside: Path
 ) -> None:  # never returns
     from finetune_planner.cli.app import run
 
     code = 70
     try:
-        for path, number in zip(told, (1, 2), strict=True):
+        for path, number in zip(output_paths, (1, 2), strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
         sys.stdout, sys.stderr = io.TextIOWrapper(io.FileIO(1, "w")), io.TextIOWrapper(io.FileIO(2, "w"))
         os.environ.update(variables)
@@ -353,13 +353,13 @@ def oom_case(folder: Path, dice: random.Random) -> Case:
 
 def race_case(folder: Path, dice: random.Random) -> Case:
     """Files that race, some of which cannot; predicted only."""
-    one, files = seeds(), list[str]()
+    raw, files = seeds(), list[str]()
     for number in range(dice.choice((1, 1, 2, 3))):
         name, content = dice.choice((
-            ("a.yaml", as_yaml(mutate(one.trl, dice), dice)), ("a.yaml", as_yaml(mutate(one.axolotl, dice), dice)),
-            ("a.yaml", as_yaml(mutate(one.llamafactory, dice), dice)), ("train.py", damage(one.script.encode(), dice)),
-            ("a.toml", damage(one.toml.encode(), dice)), ("run.sh", shell_script(dice)),
-            ("train.py", one.script.encode()),
+            ("a.yaml", as_yaml(mutate(raw.trl, dice), dice)), ("a.yaml", as_yaml(mutate(raw.axolotl, dice), dice)),
+            ("a.yaml", as_yaml(mutate(raw.llamafactory, dice), dice)), ("train.py", damage(raw.script.encode(), dice)),
+            ("a.toml", damage(raw.toml.encode(), dice)), ("run.sh", shell_script(dice)),
+            ("train.py", raw.script.encode()),
         ))  # fmt: skip
         files.append(str(put(folder / str(number) / name, content, dice)))
     words = list[str]()

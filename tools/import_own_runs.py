@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from planner.core.errors import SetupError  # noqa: E402
-from planner.setup.interchange import asked_setup  # noqa: E402
+from planner.setup.interchange import setup_from_request  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "data" / "measured_own.jsonl"
 WARM_UP_STEPS = 1
@@ -45,10 +45,10 @@ CORRECTED: dict[str, tuple[dict[str, Any], str]] = {
 def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions: dict[str, str]) -> dict[str, Any]:
     """One row in the form of the recorded runs. tokens/s are of the median step after the first with what the trainer
     takes between two, as predictions count them; of pairs both sequences'."""
-    said = dict(run["setup"])
-    model, gpu = said.pop("model"), said.pop("gpu", gpu)
+    fields = dict(run["setup"])
+    model, gpu = fields.pop("model"), fields.pop("gpu", gpu)
     changes, why = CORRECTED.get(run["case"], ({}, ""))
-    setup = {"stack": "trl", **said, **changes}
+    setup = {"stack": "trl", **fields, **changes}
     step_s, between_s = median(run["step_s"][WARM_UP_STEPS:]), median(run["between_s"])
     device = run.get("process_bytes")  # its own, where it shared the card
     if device is None and not run.get("shared_device"):
@@ -84,7 +84,7 @@ def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions:
     if run.get("layers"):
         return row | {"unmapped": f"{run['layers']} layers of it"}
     try:
-        tokens = asked_setup(setup).tokens_per_step
+        tokens = setup_from_request(setup).tokens_per_step
         return row | {"setup": setup, "tokens_per_s": round(tokens / (step_s + between_s), 1)}
     except SetupError as error:
         return row | {"unmapped": error.message}
@@ -99,16 +99,16 @@ def main() -> None:
     parser.add_argument("--date", required=True)
     parser.add_argument("--versions", required=True, help="name=version,...")
     parser.add_argument("--shared-device", action="store_true", help="device memory holds other processes' too")
-    asked = parser.parse_args()
-    versions = dict(one.split("=", 1) for one in asked.versions.split(","))
-    runs = [json.loads(line) for line in asked.runs.read_text(encoding="utf-8").splitlines() if line]
+    args = parser.parse_args()
+    versions = dict(pair.split("=", 1) for pair in args.versions.split(","))
+    runs = [json.loads(line) for line in args.runs.read_text(encoding="utf-8").splitlines() if line]
     there = [json.loads(line) for line in OUT.read_text(encoding="utf-8").splitlines()] if OUT.exists() else []
-    rows = [row for row in there if row["group"] != asked.group]
-    told = {"shared_device": asked.shared_device}
-    rows += [measured_row(run | told, asked.gpu, asked.group, asked.date, versions) for run in runs]
+    rows = [row for row in there if row["group"] != args.group]
+    shared = {"shared_device": args.shared_device}
+    rows += [measured_row(run | shared, args.gpu, args.group, args.date, versions) for run in runs]
     rows.sort(key=lambda row: row["group"])
     OUT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(runs)} rows of {asked.group} in {OUT.relative_to(ROOT)}")
+    print(f"{len(runs)} rows of {args.group} in {OUT.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ def replaced(name: str) -> tuple[dict[str, str], dict[str, str], bool]:
     model = bare_model(truncated_config(load_config(spec.config), min(spec.num_layers, 8)), torch.bfloat16, "eager")
     module: Any = sys.modules[type(model).__module__]
     rotary = getattr(module, "apply_rotary_pos_emb", None)
-    before = {path: getattr(one.forward, "__func__", None) for path, one in model.named_modules()}
+    before = {path: getattr(submodule.forward, "__func__", None) for path, submodule in model.named_modules()}
     _apply_liger_kernel_to_instance(model=model)
     patched, left = {}, {}
-    for path, one in model.named_modules():
+    for path, submodule in model.named_modules():
         plain = ".".join(part for part in path.split(".") if not part.isdigit())
-        now, kind = getattr(one.forward, "__func__", None), type(one).__name__
+        now, kind = getattr(submodule.forward, "__func__", None), type(submodule).__name__
         if now is not before[path]:
             patched[plain] = f"{kind} -> {now.__qualname__.partition('.')[0]}"
         elif any(word in kind for word in LOOKED_AT):

@@ -134,7 +134,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         (
             "planner/planning/decision/policy.py",
             "planner/planning/decision/tree.py",
-            "planner/planning/decision/others.py",
+            "planner/planning/decision/alternatives.py",
         ),
         (
             "tests/planner/test_stated_policy.py",
@@ -196,13 +196,13 @@ def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        found: tuple[int, int, int, str] | None = None
+        edit: tuple[int, int, int, str] | None = None
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _SWAPS:
-            found = _between(lines, node.left, node.comparators[0], node.ops[0])
+            edit = _between(lines, node.left, node.comparators[0], node.ops[0])
         elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
-            found = _between(lines, node.left, node.right, node.op)
+            edit = _between(lines, node.left, node.right, node.op)
         elif isinstance(node, ast.BoolOp):
-            found = _between(lines, node.values[0], node.values[1], node.op)
+            edit = _between(lines, node.values[0], node.values[1], node.op)
         elif isinstance(node, ast.Constant) and node.lineno == node.end_lineno:
             value, new = node.value, ""
             if isinstance(value, bool):
@@ -212,13 +212,13 @@ def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
             elif isinstance(value, float):
                 new = repr(value / 2 if value else 1.0)
             if new:
-                found = (node.lineno, node.col_offset, node.end_col_offset or 0, new)
+                edit = (node.lineno, node.col_offset, node.end_col_offset or 0, new)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
             other = "min" if node.func.id == "max" else "max"
-            found = (node.func.lineno, node.func.col_offset, node.func.end_col_offset or 0, other)
-        if found is None:
+            edit = (node.func.lineno, node.func.col_offset, node.func.end_col_offset or 0, other)
+        if edit is None:
             continue
-        number, start, end, new = found
+        number, start, end, new = edit
         old = lines[number - 1]
         if any(mark in old for mark in _NO_FIGURES) or not old.isascii():
             continue
@@ -252,19 +252,26 @@ def is_stale(fault: dict[str, Any], root: Path = ROOT) -> bool:
 def collect() -> list[dict[str, Any]]:
     """The list's faults whose lines are still there, and the rest of each room's number drawn from all that its files
     could have."""
-    known = read() if LIST.exists() else []
-    kept = [one for one in known if not is_stale(one)]
-    for one in known:
-        if one.get("name") and one not in kept:
-            print(f"gone, to be planted by hand: {one['name']}: {one['file']}: {one['old'].strip()}")
+    listed = read() if LIST.exists() else []
+    kept = [fault for fault in listed if not is_stale(fault)]
+    for fault in listed:
+        if fault.get("name") and fault not in kept:
+            print(f"gone, to be planted by hand: {fault['name']}: {fault['file']}: {fault['old'].strip()}")
     dice = random.Random(SEED)
-    taken = {(one["file"], one["old"], one["new"]) for one in kept}
+    taken = {(fault["file"], fault["old"], fault["new"]) for fault in kept}
     result = list(kept)
     for room, (patterns, _, num) in ROOMS.items():
-        every = [one for pattern in patterns for path in sorted(ROOT.glob(pattern)) for one in candidates(path, room)]
+        every = [
+            candidate
+            for pattern in patterns
+            for path in sorted(ROOT.glob(pattern))
+            for candidate in candidates(path, room)
+        ]
         dice.shuffle(every)
-        fresh = [one for one in every if (one["file"], one["old"], one["new"]) not in taken]
-        result += fresh[: max(0, num - sum(one["room"] == room for one in kept))]
+        fresh = [
+            candidate for candidate in every if (candidate["file"], candidate["old"], candidate["new"]) not in taken
+        ]
+        result += fresh[: max(0, num - sum(fault["room"] == room for fault in kept))]
     return result
 
 
@@ -323,14 +330,14 @@ class Copy:
         """The first test of the room that fails, "" where all pass."""
         tests = [name for name in ROOMS[room][1] if (self.root / name.partition("::")[0]).exists()]
         tests = [name for name in tests if not (self._stated and "on_record" in name)]
-        told = self.root / "told"
+        log_path = self.root / "told"
         child = os.fork()
         if child == 0:
             code = 2
             try:
                 if room in self._cpu_s:
                     resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_s[room], self._cpu_s[room] + 5))
-                code = self._run(tests, told)
+                code = self._run(tests, log_path)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -338,16 +345,16 @@ class Copy:
         code = self._wait(child, self._limit_s.get(room))
         if code == 0:
             return ""
-        lines = told.read_text("utf-8", "replace").splitlines()
+        lines = log_path.read_text("utf-8", "replace").splitlines()
         named = [line.split(" - ")[0].split(maxsplit=1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             return "no end"
         return named[0] if named else f"the tests ended with {code}"
 
-    def _run(self, tests: list[str], told: Path) -> int:
+    def _run(self, tests: list[str], log_path: Path) -> int:
         """In the child: the copy's tests, with the copy's modules."""
         os.setsid()  # what the tests start ends with them
-        handle = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handle = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.chdir(self.root)
@@ -401,20 +408,20 @@ def main() -> int:
     options = parser.parse_args()
     if options.collect:
         faults = collect()
-        LIST.write_text("".join(json.dumps(one) + "\n" for one in faults), encoding="utf-8")
+        LIST.write_text("".join(json.dumps(fault) + "\n" for fault in faults), encoding="utf-8")
         print(f"{len(faults)} faults in {LIST.relative_to(ROOT)}")
         return 0
     faults = [
-        one
-        for one in read(options.list)
-        if options.room in (None, one["room"]) and (one.get("name") or not options.named)
+        fault
+        for fault in read(options.list)
+        if options.room in (None, fault["room"]) and (fault.get("name") or not options.named)
     ]
     faults = in_turn(faults)[options.skip :][: options.n]
     record = options.record
     answered = {}
     if record is not None and record.exists():
-        answered = {_key(one): one for one in map(json.loads, record.read_text(encoding="utf-8").splitlines())}
-    rooms = {one["room"] for one in faults if _key(one) not in answered}
+        answered = {_key(entry): entry for entry in map(json.loads, record.read_text(encoding="utf-8").splitlines())}
+    rooms = {fault["room"] for fault in faults if _key(fault) not in answered}
     _import(LIBRARIES + (HEAVY_LIBRARIES if rooms & set(HEAVY_ROOMS) else ()))
     copy, started = Copy(stated=options.stated), time.monotonic()
     counts = {room: [0, 0, 0] for room in ROOMS}
@@ -425,23 +432,23 @@ def main() -> int:
                 print(f"{room}: {failed} fails without any fault")
                 return 2
         for number, fault in enumerate(faults):
-            known = answered.get(_key(fault))
-            if known is None:
+            outcome = answered.get(_key(fault))
+            if outcome is None:
                 over = options.seconds is not None and time.monotonic() - started > options.seconds
                 if over or (options.cpu_seconds is not None and copy.cpu_s > options.cpu_seconds):
-                    left = len([one for one in faults[number:] if _key(one) not in answered])
+                    left = len([other for other in faults[number:] if _key(other) not in answered])
                     print(f"left out: {left} of {len(faults)} faults; the same command with --record goes on")
                     break
                 begun = time.monotonic()
                 answer, by = copy.answer(fault)
-                known = {**fault, "answer": answer, "by": by, "seconds": round(time.monotonic() - begun, 1)}
+                outcome = {**fault, "answer": answer, "by": by, "seconds": round(time.monotonic() - begun, 1)}
                 if record is not None:
                     with record.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(known) + "\n")
-            counts[fault["room"]][("killed", "survived", "stale").index(known["answer"])] += 1
-            if known["answer"] != "killed":
+                        file.write(json.dumps(outcome) + "\n")
+            counts[fault["room"]][("killed", "survived", "stale").index(outcome["answer"])] += 1
+            if outcome["answer"] != "killed":
                 where = f"{fault['file']}: {fault['old'].strip()}  ->  {fault['new'].strip()}"
-                print(f"{known['answer']} ({known['seconds']:.0f} s): {where}", flush=True)
+                print(f"{outcome['answer']} ({outcome['seconds']:.0f} s): {where}", flush=True)
     finally:
         copy.close()
     print(f"{'room':<12}{'killed':>8}{'survived':>10}{'stale':>7}")
@@ -451,9 +458,9 @@ def main() -> int:
     killed, survived = (sum(row[place] for row in counts.values()) for place in (0, 1))
     total = killed + survived
     print(f"{killed} of {total} killed ({killed / total:.0%})" if total else "nothing was run")
-    gone = [one for one in faults if is_stale(one)]
-    for one in gone:
-        print(f"no longer applies: {one['file']}: {one['old'].strip()}")
+    gone = [fault for fault in faults if is_stale(fault)]
+    for stale_fault in gone:
+        print(f"no longer applies: {stale_fault['file']}: {stale_fault['old'].strip()}")
     if gone:
         print(f"{len(gone)} of {len(faults)} no longer apply: --collect draws others in their place")
     return 0 if killed >= 0.9 * total and not gone else 1
@@ -462,10 +469,10 @@ def main() -> int:
 def in_turn(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One of each room in turn, those with a name first: any part of them is of all rooms."""
     rooms: dict[str, list[dict[str, Any]]] = {}
-    for one in sorted(faults, key=lambda fault: "name" not in fault):
-        rooms.setdefault(one["room"], []).append(one)
-    turns = [(place, number, one) for number, each in enumerate(rooms.values()) for place, one in enumerate(each)]
-    return [one for _, _, one in sorted(turns, key=lambda turn: turn[:2])]
+    for entry in sorted(faults, key=lambda fault: "name" not in fault):
+        rooms.setdefault(entry["room"], []).append(entry)
+    turns = [(place, number, entry) for number, each in enumerate(rooms.values()) for place, entry in enumerate(each)]
+    return [entry for _, _, entry in sorted(turns, key=lambda slot: slot[:2])]
 
 
 def _key(fault: dict[str, Any]) -> tuple[str, str, str, int]:

@@ -20,16 +20,16 @@ def strip(wheel: Path, cuda: str) -> int:
         SystemExit: the wheel has no library for this CUDA version.
     """
     wanted = f"libbitsandbytes_cuda{cuda}.so"
-    beside = wheel.with_name(f"{wheel.name}.tmp")
+    temporary = wheel.with_name(f"{wheel.name}.tmp")
     with zipfile.ZipFile(wheel) as source:
-        names = [one.filename for one in source.infolist()]
+        names = [member.filename for member in source.infolist()]
         if not any(name.endswith(wanted) for name in names):
             raise SystemExit(f"{wheel.name} holds no {wanted}")
-        with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as target:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as target:
             for name in names:
                 if not name.endswith(".so") or name.endswith((ALWAYS, wanted)):
                     target.writestr(name, source.read(name))
-    os.replace(beside, wheel)
+    os.replace(temporary, wheel)
     return wheel.stat().st_size
 
 

@@ -50,12 +50,12 @@ def killed(folder: Path, dice: random.Random) -> list[str]:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until and (running(mark) or os.listdir(machine.temporary)):
         time.sleep(0.05)
-    found = {
+    problems = {
         "it outlived": running(mark),
         "left behind": len(os.listdir(machine.temporary)),
         "changed": int(machine.now() != machine.before),
     }
-    return [f"{kind}, {machine.user or 'own user'}: {word}" for word, number in found.items() if number]
+    return [f"{kind}, {machine.user or 'own user'}: {word}" for word, number in problems.items() if number]
 
 
 def main() -> int:

@@ -52,8 +52,8 @@ def begin(name: str, lines: Callable[[], Lines]) -> int:
     status = 1
     try:
         die_with_parent(parent)
-        for one in lines():
-            write({"reading": name, **one})
+        for line in lines():
+            write({"reading": name, **line})
         status = 0
     except BaseException:  # the log has it, the status says it
         traceback.print_exc()
@@ -77,26 +77,26 @@ def end(child: int, limit_s: float) -> int:
 
 
 def run_each(
-    readings: Mapping[str, Callable[[], Lines]], limits_s: Mapping[str, float], beside: frozenset[str] = frozenset()
+    readings: Mapping[str, Callable[[], Lines]], limits_s: Mapping[str, float], background: frozenset[str] = frozenset()
 ) -> int:
     """Every reading in a fork, one after another, a line for how each ended; 0 where all ended well.
 
     Args:
         limits_s: by name; what ends late is killed, with what it started.
-        beside: names that need no GPU and run while the others do.
+        background: names that need no GPU and run while the others do.
     """
     started = time.monotonic()
-    aside = {name: begin(name, readings[name]) for name in readings if name in beside}
-    found = {}
+    aside = {name: begin(name, readings[name]) for name in readings if name in background}
+    statuses = {}
     for name, lines in readings.items():
         if name not in aside:
             began = time.monotonic()
-            found[name] = end(begin(name, lines), limits_s[name])
-            _ended(name, found[name], time.monotonic() - began)
+            statuses[name] = end(begin(name, lines), limits_s[name])
+            _ended(name, statuses[name], time.monotonic() - began)
     for name, child in aside.items():
-        found[name] = end(child, limits_s[name] - (time.monotonic() - started))
-        _ended(name, found[name], time.monotonic() - started)
-    return int(any(found.values()))
+        statuses[name] = end(child, limits_s[name] - (time.monotonic() - started))
+        _ended(name, statuses[name], time.monotonic() - started)
+    return int(any(statuses.values()))
 
 
 def write(line: Mapping[str, Any]) -> None:

@@ -48,17 +48,17 @@ def facts(device: str) -> dict[str, object]:
     )
     if done.returncode:
         return {"problem": done.stderr[-1500:]}
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    machine: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     smi = "timestamp,name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
     if device != "cpu":
         seen = subprocess.run(
             ["nvidia-smi", f"--query-gpu={smi}", "--format=csv,noheader"], capture_output=True, text=True
         )
-        found["nvidia_smi"] = seen.stdout.strip()
-    found["cpus"] = os.cpu_count()
+        machine["nvidia_smi"] = seen.stdout.strip()
+    machine["cpus"] = os.cpu_count()
     with open("/proc/cpuinfo", encoding="utf-8") as handle:
-        found["cpu"] = next((line.partition(":")[2].strip() for line in handle if line.startswith("model name")), "")
-    return found
+        machine["cpu"] = next((line.partition(":")[2].strip() for line in handle if line.startswith("model name")), "")
+    return machine
 
 
 def _after(name: str, out: Path, device: str, limit_s: float) -> int:
@@ -107,13 +107,13 @@ def main() -> int:
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
-    found = facts(given.device)
-    (out / "facts.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    machine = facts(given.device)
+    (out / "facts.json").write_text(json.dumps(machine, indent=1), encoding="utf-8")
     if given.device != "cpu":
-        source = f"{found.get('gpu')}, {found.get('nvidia_smi')}"
+        source = f"{machine.get('gpu')}, {machine.get('nvidia_smi')}"
         (out / "last_gpu_run.json").write_text(json.dumps(describe_run(source), indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found), flush=True)
-    if "problem" in found:
+    print(json.dumps(machine), flush=True)
+    if "problem" in machine:
         return EXIT_ENVIRONMENT
     steps = WORK / "steps.jsonl"
     steps.unlink(missing_ok=True)
@@ -132,12 +132,14 @@ def main() -> int:
                 variables["FLA_PATH"] = given.fla
             words = ("-m", "benchmarks.contact.steps", name, str(WORK), given.device)
             children.append((name, words, variables, float(CASES[name]["limit_s"])))
-    after = [one for one in AFTER if one in names]
-    Stage(out / "log.txt").run(children, deadline - sum(AFTER[one] for one in after) - 6.0)
+    after = [case for case in AFTER if case in names]
+    Stage(out / "log.txt").run(children, deadline - sum(AFTER[case] for case in after) - 6.0)
     for place, name in enumerate(after):
-        kept = deadline - sum(AFTER[one] for one in after[place + 1 :])
-        if kept - time.monotonic() > 25:
-            print(f"{name}: status {_after(name, out, given.device, kept - time.monotonic() - 8.0)}", flush=True)
+        case_deadline = deadline - sum(AFTER[case] for case in after[place + 1 :])
+        if case_deadline - time.monotonic() > 25:
+            print(
+                f"{name}: status {_after(name, out, given.device, case_deadline - time.monotonic() - 8.0)}", flush=True
+            )
     while time.monotonic() < deadline and list(WORK.glob("work-*/trace.json")):
         time.sleep(0.5)
     print(f"{gather(out)} profiles, {time.monotonic() - began:.0f} s", flush=True)

@@ -23,27 +23,27 @@ Event = dict[str, Any]
 
 def condensed(events: list[Event]) -> dict[str, Any]:
     """The tables of one trace."""
-    complete = [one for one in events if one.get("ph") == "X"]
-    operators = [one for one in complete if one.get("cat") == "cpu_op"]
-    device = [one for one in complete if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    calls = [one for one in complete if one.get("cat") in ("cuda_runtime", "cuda_driver")]
-    by_id = {one["args"].get("External id"): one for one in operators}
+    complete = [event for event in events if event.get("ph") == "X"]
+    operators = [event for event in complete if event.get("cat") == "cpu_op"]
+    device = [event for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = [event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    by_id = {event["args"].get("External id"): event for event in operators}
     kernels: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0, 0.0])
     copies: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0.0])
-    for one in device:
-        if one["cat"] != "kernel":
-            row = copies[(one["name"], int(one["args"].get("bytes", 0)))]
+    for event in device:
+        if event["cat"] != "kernel":
+            row = copies[(event["name"], int(event["args"].get("bytes", 0)))]
         else:
-            operator = by_id.get(one["args"].get("External id"))
+            operator = by_id.get(event["args"].get("External id"))
             args = operator["args"] if operator else {}
             row = kernels[(
                 operator["name"] if operator else "",
-                json.dumps(args.get("Input Dims", []) if operator else one["args"].get("grid", [])),
+                json.dumps(args.get("Input Dims", []) if operator else event["args"].get("grid", [])),
                 json.dumps(args.get("Input type", [])),
-                one["name"][:LONGEST_NAME],
+                event["name"][:LONGEST_NAME],
             )]  # fmt: skip
         row[0] += 1
-        row[1] += one["dur"]
+        row[1] += event["dur"]
     return {
         "kernels": sorted(
             ([*key, count, round(micros, 2)] for key, (count, micros) in kernels.items()), key=lambda row: -row[5]
@@ -56,23 +56,23 @@ def condensed(events: list[Event]) -> dict[str, Any]:
 
 def own_times(operators: list[Event], calls: list[Event]) -> dict[str, list[float]]:
     """Calls of every operator and CUDA call, and the microseconds that none of what it called took."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    times: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     threads: dict[Any, list[Event]] = defaultdict(list)
-    for one in [*operators, *calls]:
-        threads[one["tid"]].append(one)
-    for own in threads.values():
-        own.sort(key=lambda one: (one["ts"], -one["dur"]))
+    for event in [*operators, *calls]:
+        threads[event["tid"]].append(event)
+    for thread_events in threads.values():
+        thread_events.sort(key=lambda event: (event["ts"], -event["dur"]))
         stack: list[Event] = []
-        for one in own:
-            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= one["ts"]:
+        for event in thread_events:
+            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
                 stack.pop()
             if stack:
-                found[stack[-1]["name"]][1] -= one["dur"]
-            row = found[one["name"]]
+                times[stack[-1]["name"]][1] -= event["dur"]
+            row = times[event["name"]]
             row[0] += 1
-            row[1] += one["dur"]
-            stack.append(one)
-    return {name: [count, round(micros, 1)] for name, (count, micros) in sorted(found.items())}
+            row[1] += event["dur"]
+            stack.append(event)
+    return {name: [count, round(micros, 1)] for name, (count, micros) in sorted(times.items())}
 
 
 def spans(operators: list[Event], device: list[Event], calls: list[Event]) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def spans(operators: list[Event], device: list[Event], calls: list[Event]) -> di
     everything = [*operators, *device, *calls]
     if not everything:
         return {}
-    begin = min(one["ts"] for one in everything)
-    end = max(one["ts"] + one["dur"] for one in everything)
+    begin = min(event["ts"] for event in everything)
+    end = max(event["ts"] + event["dur"] for event in everything)
     threads: dict[str, float] = {}
-    for tid in sorted({str(one["tid"]) for one in operators}):
-        threads[tid] = round(covered([one for one in operators if str(one["tid"]) == tid]), 1)
+    for tid in sorted({str(event["tid"]) for event in operators}):
+        threads[tid] = round(covered([event for event in operators if str(event["tid"]) == tid]), 1)
     return {
         "wall_us": round(end - begin, 1),
         "device_busy_us": round(covered(device), 1),
-        "num_kernels": sum(one["cat"] == "kernel" for one in device),
+        "num_kernels": sum(event["cat"] == "kernel" for event in device),
         "num_operators": len(operators),
         "outermost_us": threads,
     }
@@ -97,9 +97,9 @@ def spans(operators: list[Event], device: list[Event], calls: list[Event]) -> di
 def covered(events: list[Event]) -> float:
     """Microseconds in which at least one of the events runs."""
     total, reached = 0.0, float("-inf")
-    for one in sorted(events, key=lambda one: one["ts"]):
-        end = one["ts"] + one["dur"]
-        total += max(0.0, end - max(one["ts"], reached))
+    for event in sorted(events, key=lambda event: event["ts"]):
+        end = event["ts"] + event["dur"]
+        total += max(0.0, end - max(event["ts"], reached))
         reached = max(reached, end)
     return total
 
@@ -108,9 +108,9 @@ def main(arguments: list[str]) -> int:
     """Condenses one trace and removes it."""
     trace, table, name = Path(arguments[0]), Path(arguments[1]), arguments[2]
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    beside = table.with_suffix(".part")
-    beside.write_text(json.dumps({"case": name, **condensed(events)}), encoding="utf-8")
-    beside.replace(table)
+    part_file = table.with_suffix(".part")
+    part_file.write_text(json.dumps({"case": name, **condensed(events)}), encoding="utf-8")
+    part_file.replace(table)
     trace.unlink()
     return 0
 

@@ -126,7 +126,7 @@ class Modelled(PlayedCuda):
 
     def events(self) -> list[Event]:
         """Every allocation and release so far."""
-        return [one for one in self._tracker.events if isinstance(one, (Alloc, Free))]
+        return [event for event in self._tracker.events if isinstance(event, (Alloc, Free))]
 
     def _settle(self) -> None:
         events = self._tracker.events

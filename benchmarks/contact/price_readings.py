@@ -110,22 +110,22 @@ def matrices() -> Iterator[Line]:
                 return rand(tokens, into), rand(out, into), rand(tokens, out)
 
             shape = {"tokens": tokens, "out": out, "in": into, "dtype": "bfloat16"}
-            yield timed("mm_forward", make, lambda one: one[0] @ one[1].t(), size, **shape)
-            yield timed("mm_input_grad", make, lambda one: one[2] @ one[1], size, **shape)
-            yield timed("mm_weight_grad", make, lambda one: one[2].t() @ one[0], size, **shape)
+            yield timed("mm_forward", make, lambda args: args[0] @ args[1].t(), size, **shape)
+            yield timed("mm_input_grad", make, lambda args: args[2] @ args[1], size, **shape)
+            yield timed("mm_weight_grad", make, lambda args: args[2].t() @ args[0], size, **shape)
     for dtype in (FP16, FP32):
         for out, into in ((4096, 4096), (8192, 2048), (896, 4864)):
             for tokens in (1024, 8192):
                 size = 4 * (tokens * (out + into) + out * into)
                 made = lambda t=tokens, o=out, i=into, d=dtype: (rand(t, i, dtype=d), rand(o, i, dtype=d))  # noqa: E731
                 shape = {"tokens": tokens, "out": out, "in": into, "dtype": name(dtype)}
-                yield timed("mm_forward", made, lambda one: one[0] @ one[1].t(), size, **shape)
+                yield timed("mm_forward", made, lambda args: args[0] @ args[1].t(), size, **shape)
     for groups, tokens, out, into in ((64, 8192, 2048, 2048), (64, 32768, 1024, 2048), (8, 8192, 14336, 4096)):
         made = lambda g=groups, t=tokens, o=out, i=into: (  # noqa: E731
             rand(t, i), rand(g, i, o), torch.arange(t // g, t + 1, t // g, device=DEVICE, dtype=torch.int32)
         )  # fmt: skip
         yield timed(
-            "grouped_mm", made, lambda one: torch._grouped_mm(one[0], one[1], offs=one[2]), 1 << 30, calls=6,
+            "grouped_mm", made, lambda args: torch._grouped_mm(args[0], args[1], offs=args[2]), 1 << 30, calls=6,
             groups=groups, tokens=tokens, out=out, **{"in": into},
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ def elementwise() -> Iterator[Line]:
                 if size > 3 << 30:
                     continue
                 made = lambda n=num, d=dtype: (rand(n, dtype=d), rand(n, dtype=d))  # noqa: E731
-                yield timed(label, made, lambda one, run=run: run(*one), size, numel=num, dtype=name(dtype))
+                yield timed(label, made, lambda args, run=run: run(*args), size, numel=num, dtype=name(dtype))
     for exponent in (14, 20, 24, 27):
         num = 1 << exponent
         yield timed("to_fp32", lambda n=num: rand(n), lambda x: x.float(), num * 6, numel=num)
@@ -166,10 +166,10 @@ def elementwise() -> Iterator[Line]:
             rand(v, h), torch.randint(0, v, (t,), device=DEVICE), rand(t, h)
         )  # fmt: skip
         shape = {"vocabulary": vocabulary, "hidden": hidden, "tokens": tokens}
-        yield timed("embedding", made, lambda one: torch.nn.functional.embedding(one[1], one[0]), 1 << 30, **shape)
+        yield timed("embedding", made, lambda args: torch.nn.functional.embedding(args[1], args[0]), 1 << 30, **shape)
         yield timed(
             "embedding_backward", made,
-            lambda one: torch.ops.aten.embedding_dense_backward(one[2], one[1], one[0].shape[0], -1, False),
+            lambda args: torch.ops.aten.embedding_dense_backward(args[2], args[1], args[0].shape[0], -1, False),
             1 << 30, calls=4, **shape,
         )  # fmt: skip
     heads = rand(4, 2048, 32, 128)
@@ -281,8 +281,8 @@ def optimizers() -> Iterator[Line]:
     for dtype in (FP32, BF16):
         for label, shapes in groups.items():
             parameters = [torch.nn.Parameter(rand(*shape, dtype=dtype)) for shape in shapes]
-            for one in parameters:
-                one.grad = torch.randn_like(one)
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
             shape = {
                 "parameters": label,
                 "numel": sum(p.numel() for p in parameters),
@@ -436,11 +436,18 @@ def main(arguments: list[str]) -> int:
     import peft  # noqa: F401
 
     wait_for_turn()
-    facts = torch.cuda.get_device_properties(DEVICE)
+    properties = torch.cuda.get_device_properties(DEVICE)
     torch.backends.cuda.matmul.allow_tf32 = False
     with open(Path(arguments[0]), "a", encoding="utf-8") as out:
-        said = {"op": "device", "name": facts.name, "sm": facts.multi_processor_count, "torch": torch.__version__}
-        out.write(json.dumps({**said, "memory_bytes": facts.total_memory, "l2_bytes": facts.L2_cache_size}) + "\n")
+        header = {
+            "op": "device",
+            "name": properties.name,
+            "sm": properties.multi_processor_count,
+            "torch": torch.__version__,
+        }
+        out.write(
+            json.dumps({**header, "memory_bytes": properties.total_memory, "l2_bytes": properties.L2_cache_size}) + "\n"
+        )
         wanted = arguments[1].split(",") if len(arguments) > 1 else [part.__name__ for part in PARTS]
         for part in PARTS:
             if part.__name__ not in wanted:

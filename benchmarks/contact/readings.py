@@ -52,15 +52,15 @@ def driver_view() -> Reading:
             return {}
         handle = device_handle(module, DEVICE)
         first = module.nvmlDeviceGetMemoryInfo(handle)
-        found: Reading = {"used_bytes": int(first.used), "total_bytes": int(first.total)}
+        view: Reading = {"used_bytes": int(first.used), "total_bytes": int(first.total)}
         try:
             second = module.nvmlDeviceGetMemoryInfo(handle, version=module.nvmlMemory_v2)
-            found |= {"v2_used_bytes": int(second.used), "v2_reserved_bytes": int(second.reserved)}
+            view |= {"v2_used_bytes": int(second.used), "v2_reserved_bytes": int(second.reserved)}
             listed = module.nvmlDeviceGetComputeRunningProcesses(handle)
-            found["processes"] = [[int(one.pid), int(one.usedGpuMemory or 0)] for one in listed]
+            view["processes"] = [[int(process.pid), int(process.usedGpuMemory or 0)] for process in listed]
         except (module.NVMLError, TypeError, AttributeError):
             pass
-        return found
+        return view
 
 
 def torch_view() -> Reading:
@@ -87,12 +87,12 @@ def known() -> Iterator[Reading]:
     left = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
     (left @ left).sum().item()
     yield {"step": "cublas", **driver_view(), **torch_view()}
-    held = []
+    tensors = []
     for size in (64 * MIB, GIB, 5 * GIB):
-        held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        tensors.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
         torch.cuda.synchronize()
         yield {"step": "allocated", "asked_bytes": size, **driver_view(), **torch_view()}
-    held.clear()
+    tensors.clear()
     torch.cuda.empty_cache()
     yield {"step": "given back", **driver_view(), **torch_view()}
 
@@ -101,32 +101,32 @@ def hold() -> Iterator[Reading]:
     """Takes 4 GiB, says so and waits to be killed: whoever asks for more than the first line waits for ever."""
     import torch
 
-    kept = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
+    block = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
-    yield {"step": "holding", "bytes": kept.numel()}
+    yield {"step": "holding", "bytes": block.numel()}
     signal.pause()
 
 
 def teardown() -> Iterator[Reading]:
     """The driver's view every 10 ms after a process that held 4 GiB was killed."""
     rest = driver_view()
-    told, says = os.pipe()
+    reader, says = os.pipe()
 
     def holding() -> Iterator[Reading]:
-        for one in hold():
+        for reading in hold():
             os.write(says, b"x")
-            yield one
+            yield reading
 
     child = begin("hold", holding)
     os.close(says)
     try:
-        if not os.read(told, 1):  # nothing where it has died
+        if not os.read(reader, 1):  # nothing where it has died
             raise RuntimeError("the process that was to hold memory died before it held any")
         full = driver_view()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        os.close(told)
+        os.close(reader)
     killed = time.perf_counter()
     samples = []
     while time.perf_counter() - killed < TEARDOWN_S:
@@ -138,21 +138,21 @@ def teardown() -> Iterator[Reading]:
 
 def changes(samples: list[list[Any]]) -> list[list[Any]]:
     """The samples at which the value changed, and the last."""
-    kept = [one for index, one in enumerate(samples) if index == 0 or one[1] != samples[index - 1][1]]
-    return kept if not samples or kept[-1] is samples[-1] else [*kept, samples[-1]]
+    changed = [sample for index, sample in enumerate(samples) if index == 0 or sample[1] != samples[index - 1][1]]
+    return changed if not samples or changed[-1] is samples[-1] else [*changed, samples[-1]]
 
 
 def _fill() -> list[Any]:
     """Takes nearly all that is free, in blocks that halve."""
     import torch
 
-    held, size = [], 8 * GIB
+    blocks, size = [], 8 * GIB
     while size >= LEFT_FREE_BYTES:
         try:
-            held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+            blocks.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
         except torch.OutOfMemoryError:
             size //= 2
-    return held
+    return blocks
 
 
 def _oom_torch() -> None:
@@ -165,18 +165,18 @@ def _oom_cublas() -> None:
     import torch
 
     left = torch.ones(512, 512, device=DEVICE, dtype=torch.bfloat16)
-    held = _fill()
+    blocks = _fill()
     (left @ left).sum().item()
-    del held
+    del blocks
 
 
 def _oom_attention() -> None:
     import torch
 
     q = torch.randn(1, 8, 512, 128, device=DEVICE, dtype=torch.bfloat16)
-    held = _fill()
+    blocks = _fill()
     torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
-    del held
+    del blocks
 
 
 def _oom_triton() -> None:
@@ -185,10 +185,10 @@ def _oom_triton() -> None:
     from probes.doctor_kernel import double
 
     values = torch.ones(64, device=DEVICE)
-    held = _fill()
+    blocks = _fill()
     double[(1,)](values, torch.empty_like(values), size=64)
     torch.cuda.synchronize()
-    del held
+    del blocks
 
 
 def _oom_bitsandbytes() -> None:
@@ -196,10 +196,10 @@ def _oom_bitsandbytes() -> None:
     import torch
 
     weight = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-    held = _fill()
+    blocks = _fill()
     bnb.functional.quantize_4bit(weight, quant_type="nf4")
     torch.cuda.synchronize()
-    del held
+    del blocks
 
 
 REFUSALS: dict[str, Callable[[], None]] = {
@@ -282,9 +282,9 @@ def traces() -> Iterator[Reading]:
 
     config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
     failed = []
-    for one in contact_traces.traces(config, DEVICE, base):
-        failed += [str(one["step"])] * ("problem" in one)
-        yield one
+    for reading in contact_traces.traces(config, DEVICE, base):
+        failed += [str(reading["step"])] * ("problem" in reading)
+        yield reading
     if failed:
         raise RuntimeError(f"no trace of {', '.join(failed)}")
 
@@ -302,24 +302,26 @@ def sustained() -> Iterator[Reading]:
     import torch
 
     tokens, inner, outer = SUSTAINED_SHAPE
-    one, two = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer)))
+    left, right = (
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer))
+    )
     with nvml() as module:
         handle = device_handle(module, DEVICE) if module is not None else None
         began, calls = time.monotonic(), 0
         since = began
         while since - began < SUSTAINED_S:
             for _ in range(20):
-                one @ two
+                left @ right
             torch.cuda.synchronize()
             calls, now = calls + 20, time.monotonic()
             if now - since < 0.5:
                 continue
-            found: Reading = {"s": now - began, "flops_per_s": 2 * tokens * inner * outer * calls / (now - since)}
+            sample: Reading = {"s": now - began, "flops_per_s": 2 * tokens * inner * outer * calls / (now - since)}
             if handle is not None:
-                found["watts"] = module.nvmlDeviceGetPowerUsage(handle) / 1000
-                found["sm_mhz"] = module.nvmlDeviceGetClockInfo(handle, module.NVML_CLOCK_SM)
-                found["celsius"] = module.nvmlDeviceGetTemperature(handle, module.NVML_TEMPERATURE_GPU)
-            yield found
+                sample["watts"] = module.nvmlDeviceGetPowerUsage(handle) / 1000
+                sample["sm_mhz"] = module.nvmlDeviceGetClockInfo(handle, module.NVML_CLOCK_SM)
+                sample["celsius"] = module.nvmlDeviceGetTemperature(handle, module.NVML_TEMPERATURE_GPU)
+            yield sample
             since, calls = now, 0
 
 

@@ -50,9 +50,9 @@ class Recording:
         return self.source == REHEARSAL
 
 
-def header(source: str, **facts: Any) -> dict[str, Any]:
+def header(source: str, **fields: Any) -> dict[str, Any]:
     """The line before the readings of one call."""
-    return {"recording": VERSION, "source": source, **facts}
+    return {"recording": VERSION, "source": source, **fields}
 
 
 def read_recordings(path: Path) -> tuple[Recording, ...]:
@@ -61,18 +61,18 @@ def read_recordings(path: Path) -> tuple[Recording, ...]:
     Raises:
         ValueError: readings before a header, a header of another version, a line that is no JSON object.
     """
-    found: list[tuple[str, list[Line]]] = []
+    calls: list[tuple[str, list[Line]]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         line = json.loads(text)
         if "recording" in line:
             if line["recording"] != VERSION:
                 raise ValueError(f"{path}:{number}: version {line['recording']}, this reads {VERSION}")
-            found.append((str(line["source"]), []))
-        elif not found:
+            calls.append((str(line["source"]), []))
+        elif not calls:
             raise ValueError(f"{path}:{number}: a reading before any header")
         else:
-            found[-1][1].append(line)
-    return tuple(Recording(source=source, lines=tuple(lines)) for source, lines in found)
+            calls[-1][1].append(line)
+    return tuple(Recording(source=source, lines=tuple(lines)) for source, lines in calls)
 
 
 def encode(events: Iterable[Event]) -> str:
@@ -134,8 +134,8 @@ def replay_problems(recording: Recording) -> list[str]:
         check = CHECKS.get(str(line.get("reading")).partition(":")[0])
         if check is not None and "problem" not in line and "ended" not in line:
             name = f"{line['reading']} {line.get('step', '')}".strip()
-            problems += [f"{name}: {one}" for one in check(line, recording.is_rehearsal)]
-    problems += _known_problems([one for one in recording.lines if one.get("reading") == "known"])
+            problems += [f"{name}: {problem}" for problem in check(line, recording.is_rehearsal)]
+    problems += _known_problems([entry for entry in recording.lines if entry.get("reading") == "known"])
     return problems
 
 
@@ -152,10 +152,10 @@ def error_of(line: Line) -> Exception:
     """An exception of the recorded class and text; of a library's class one of its name that is a RuntimeError where
     the recording says so."""
     module, _, name = str(line["type"]).rpartition(".")
-    known = getattr(builtins, name, None) if module == "builtins" else None
+    builtin = getattr(builtins, name, None) if module == "builtins" else None
     base: type[Exception] = RuntimeError if line.get("is_runtime_error", True) else Exception
-    if isinstance(known, type) and issubclass(known, Exception):
-        base = known
+    if isinstance(builtin, type) and issubclass(builtin, Exception):
+        base = builtin
     made: Exception = type(name, (base,), {"__module__": module})(line["text"])
     return made
 
@@ -164,16 +164,16 @@ def _trace_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     """The allocator's model on the same requests, and the meter on the same statistics."""
     if "events" not in line:
         return
-    held = int(line["rows"][0]["allocated_bytes"])
-    before: list[Event] = [Alloc(-1, held)] if held else []
-    found = replay([*before, *decode(line["events"])], expandable_segments=line["expandable_segments"])
+    resident_bytes = int(line["rows"][0]["allocated_bytes"])
+    before: list[Event] = [Alloc(-1, resident_bytes)] if resident_bytes else []
+    replayed = replay([*before, *decode(line["events"])], expandable_segments=line["expandable_segments"])
     bands = (0.0, 0.0) if rehearsal else (ALLOCATED_FRACTION, RESERVED_FRACTION)
     result = line["result"]
     allocated, reserved = max(result["phase_peaks_bytes"].values()), result["reserved_bytes"]
     if not line.get("cut"):
         for what, ours, theirs, band in (
-            ("allocated", found.peak_allocated_bytes, allocated, bands[0]),
-            ("reserved", found.peak_reserved_bytes, reserved, bands[1]),
+            ("allocated", replayed.peak_allocated_bytes, allocated, bands[0]),
+            ("reserved", replayed.peak_reserved_bytes, reserved, bands[1]),
         ):
             if abs(ours - theirs) > band * theirs:
                 yield f"the model's {what} peak is {ours}, the allocator's {theirs}"
@@ -221,15 +221,15 @@ def _teardown_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     clock = _Clock()
 
     def shown(name: str) -> DeviceStatus:
-        used = [one[1] for one in samples if one[0] <= clock.now_s]
+        used = [sample[1] for sample in samples if sample[0] <= clock.now_s]
         return DeviceStatus(
             name="", uuid="", used_bytes=(used or [samples[0][1]])[-1], total_bytes=1 << 50, process_ids=()
         )
 
     with patch.object(device, "time", clock):
-        found = device.wait_until_clean("cuda:0", resting_bytes=rest, read=shown)
-    if found is None or abs(found.used_bytes - rest) > device.RESTING_SLACK_BYTES:
-        yield f"the turn began with {found and found.used_bytes} bytes in use, at rest there were {rest}"
+        status = device.wait_until_clean("cuda:0", resting_bytes=rest, read=shown)
+    if status is None or abs(status.used_bytes - rest) > device.RESTING_SLACK_BYTES:
+        yield f"the turn began with {status and status.used_bytes} bytes in use, at rest there were {rest}"
 
 
 class _Clock:
@@ -248,10 +248,10 @@ class _Clock:
 
 def _known_problems(lines: Sequence[Line]) -> Iterator[str]:
     """What the driver counts beyond PyTorch, from the context on, is the same whatever is allocated."""
-    rows = [one for one in lines if "reserved_bytes" in one and "used_bytes" in one]
+    rows = [line for line in lines if "reserved_bytes" in line and "used_bytes" in line]
     if not rows:
         return
-    beyond = {one["step"]: one["used_bytes"] - one["reserved_bytes"] for one in rows}
+    beyond = {row["step"]: row["used_bytes"] - row["reserved_bytes"] for row in rows}
     least, most = min(beyond.values()), max(beyond.values())
     if least <= 0 or most - least > LEAST_CONTEXT_GROWTH_BYTES:
         yield f"known: the driver counts {beyond} bytes beyond what PyTorch reserves"
@@ -270,23 +270,23 @@ def _launched_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     from planner.models.resolve import resolve_model
     from planner.planning.predict import predict
     from planner.setup.codec import decode
-    from planner.setup.interchange import asked_setup
+    from planner.setup.interchange import setup_from_request
     from probes.gpu.request import ProbeRequest
     from probes.launched.run import LaunchedFile, Seen, measurement
 
-    said = dict(line["setup"])
-    model, card = resolve_model(said.pop("model")), find_gpu(said.pop("gpu"))
-    setup = asked_setup(said)
+    fields = dict(line["setup"])
+    model, card = resolve_model(fields.pop("model")), find_gpu(fields.pop("gpu"))
+    setup = setup_from_request(fields)
     file = LaunchedFile(target="trl", command="python", files={}, model_name=model.model_id, dataset_names=())
     request = ProbeRequest(model_id=model.model_id, config=model.config, setup=setup, device="cuda:0")
     seen = {"loaded_bytes": 0, "cuda": "", "python": "", "libraries": {}, "peak_resident_bytes": 0, **line["seen"]}
-    found = measurement(file, request, decode(Seen, seen, newer=True), line["used_before_bytes"])
-    answers = {name: getattr(found, name) for name in line["result"]}
+    measured = measurement(file, request, decode(Seen, seen, newer=True), line["used_before_bytes"])
+    answers = {name: getattr(measured, name) for name in line["result"]}
     if answers != line["result"]:
         yield f"the run is {answers}, it was {line['result']}"
     predicted = predict(model, card, setup, planned=True)
     for name, most in LAUNCHED_FRACTIONS.items():
-        error = (getattr(predicted, name) or 0.0) / (getattr(found, name) or 1.0) - 1
+        error = (getattr(predicted, name) or 0.0) / (getattr(measured, name) or 1.0) - 1
         if abs(error) > most:
             yield f"{name} is predicted {100 * error:+.2f} % off, at most {100 * most:g} %"
 

@@ -90,9 +90,9 @@ def _turn(child: subprocess.Popen[bytes], limit_s: float) -> int:
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
     end = time.monotonic() + limit_s
-    said = b""
-    while READY.encode() not in said and time.monotonic() < end and child.poll() is None:
-        said += child.stdout.read() or b""
+    output = b""
+    while READY.encode() not in output and time.monotonic() < end and child.poll() is None:
+        output += child.stdout.read() or b""
         time.sleep(0.02)
     try:
         child.stdin.write(b"go\n")

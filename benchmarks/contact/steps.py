@@ -143,7 +143,7 @@ def base_model(config: Mapping[str, Any], setup: Any, device: str, layers: int |
 def arguments_of(case: Mapping[str, Any], setup: Any, out: Path, device: str) -> dict[str, Any]:
     """TRL's settings of a case."""
     rows = setup.accumulation_steps * (TIMED_STEPS + 1 + bool(case["profile"]))
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "output_dir": str(out), "per_device_train_batch_size": setup.micro_batch_seqs,
         "gradient_accumulation_steps": setup.accumulation_steps, "max_steps": rows // setup.accumulation_steps,
         "bf16": setup.precision in ("bf16-autocast", "bf16-mixed"), "gradient_checkpointing": bool(setup.checkpointing),
@@ -156,13 +156,13 @@ def arguments_of(case: Mapping[str, Any], setup: Any, out: Path, device: str) ->
             kwargs["selective"] = True
         if setup.checkpointing > 1:
             kwargs["every_n_layers"] = setup.checkpointing
-        del found["gradient_checkpointing"]
-        found |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+        del settings["gradient_checkpointing"]
+        settings |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if setup.kernels == "liger":
-        found |= {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+        settings |= {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
     if device == "cpu":
-        found |= {"use_cpu": True, "bf16": False}
-    return {**found, **case["arguments"]}
+        settings |= {"use_cpu": True, "bf16": False}
+    return {**settings, **case["arguments"]}
 
 
 def tokenizer(folder: Path) -> Any:
@@ -224,7 +224,7 @@ def trainer_of(case: Mapping[str, Any], setup: Any, model: Any, out: Path, devic
     data = Dataset.from_dict({"prompt": [words(length // 2, row) for row in range(rows)]})
     return GRPOTrainer(
         args=GRPOConfig(**settings), train_dataset=data, **common,
-        reward_funcs=lambda completions, **_: [float(len(one)) for one in completions],
+        reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
     )  # fmt: skip
 
 
@@ -295,12 +295,12 @@ def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
         fields["compile"] = False
     fields.pop("objective", None)  # the model below is the policy alone
     setup = TrainSetup(**fields)
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "case": name,
         "trainer": case["trainer"],
         "setup": {"model": case["model"], **case["setup"]},
     }
-    found["cuda_by_import"] = torch.cuda.is_initialized()
+    record["cuda_by_import"] = torch.cuda.is_initialized()
     before = driver_view() if gpu else {}
     work = out / f"work-{name}"
     work.mkdir(parents=True, exist_ok=True)
@@ -309,32 +309,32 @@ def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
     model = base_model(config, setup, device, case.get("layers"))
     if gpu:
         torch.cuda.synchronize()
-        found["load_peak_bytes"] = torch.cuda.max_memory_allocated()
-    found["build_s"] = round(time.perf_counter() - began, 3)
+        record["load_peak_bytes"] = torch.cuda.max_memory_allocated()
+    record["build_s"] = round(time.perf_counter() - began, 3)
     seen: dict[str, Any] = {"step_s": [], "issued_s": [], "between_s": []}
-    found |= seen
+    record |= seen
     trace = work / "trace.json"
     profiled = TIMED_STEPS + 1 if case["profile"] else None
-    trainer = trainer_of(case, setup, model, work, device, watching(profiled, trace, found))
-    found["trainer_init_s"] = round(time.perf_counter() - began - found["build_s"], 3)
+    trainer = trainer_of(case, setup, model, work, device, watching(profiled, trace, record))
+    record["trainer_init_s"] = round(time.perf_counter() - began - record["build_s"], 3)
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     del model
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     if gpu:
-        found |= {
+        record |= {
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "device_bytes": driver_view()["used_bytes"] - before["used_bytes"],
             "process_bytes": dict(driver_view().get("processes", [])).get(os.getpid()),
             "num_alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         }
-    found["trainable_parameters"] = trainable
-    found["tokens_per_step"] = setup.micro_batch_seqs * setup.accumulation_steps * setup.seq_len_tokens
-    found["experts"] = str(getattr(trainer.model.config, "_experts_implementation", None))
-    found["layers"] = case.get("layers")
-    found["attention"] = str(getattr(trainer.model.config, "_attn_implementation", None))
+    record["trainable_parameters"] = trainable
+    record["tokens_per_step"] = setup.micro_batch_seqs * setup.accumulation_steps * setup.seq_len_tokens
+    record["experts"] = str(getattr(trainer.model.config, "_experts_implementation", None))
+    record["layers"] = case.get("layers")
+    record["attention"] = str(getattr(trainer.model.config, "_attn_implementation", None))
     if trace.exists():
         table = out / f"profile-{name}.json"
         subprocess.Popen(
@@ -342,7 +342,7 @@ def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
             start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sys.stderr,
             env=child_environment(),
         )  # fmt: skip
-    return found
+    return record
 
 
 def main(arguments: list[str]) -> int:
@@ -359,18 +359,18 @@ def main(arguments: list[str]) -> int:
     faulthandler.dump_traceback_later(float(CASES[name]["limit_s"]) - 8.0, exit=False)
     sys.stdout = sys.stderr
     try:
-        found = run_case(name, out, device)
+        record = run_case(name, out, device)
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        found = {"case": name, "problem": f"{type(error).__name__}: {str(error)[:800]}"}
+        record = {"case": name, "problem": f"{type(error).__name__}: {str(error)[:800]}"}
     finally:
         sys.stdout = with_stdout
     with open(out / "steps.jsonl", "a", encoding="utf-8") as handle:
-        handle.write(json.dumps(found) + "\n")
+        handle.write(json.dumps(record) + "\n")
     sys.stderr.flush()
-    os._exit(1 if "problem" in found else 0)
+    os._exit(1 if "problem" in record else 0)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from planner.models.adapters import spec_from_config
 from planner.models.config_file import CONFIG_NAME, parse_config, read_config
 from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
+from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
-from planner.planning.runs import WalkCache
 from planner.samples.rows import DataError, read_rows
 
 Row = dict[str, Any]

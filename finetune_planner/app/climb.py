@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from planner.planning.runs import WalkCache
+    from planner.planning.groups import WalkCache
     from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
     from search.corrections import Observation
@@ -40,7 +40,7 @@ def dry_runs_ahead(num_gpus: int, *, first: "Callable[[Mapping[str, Any]], None]
     if dry_run_possible():
         return
     from planner.models import module_tree
-    from probes.dryrun.ahead import load_ahead, tree_answer
+    from probes.dryrun.helper import load_ahead, tree_answer
 
     load_ahead(one_gpu=num_gpus == 1)
 
@@ -114,7 +114,7 @@ def over_samples(
     if not isinstance(candidate.dry_run, Prediction):
         return None
     from planner.samples.lengths import micro_batches
-    from probes.dryrun.ahead import reported
+    from probes.dryrun.helper import reported
 
     setup = candidate.setup
     batches = micro_batches(
@@ -160,7 +160,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before;
     and which engine is faster than the planned one. Where the usual length does not fit and nobody asked for it, the
     plan is for the longest of `SHORTER` that does (by more than its band, where one does so), and says so."""
-    from planner.planning.runs import WalkCache
+    from planner.planning.groups import WalkCache
     from planner.planning.targets import with_engine_note
 
     usual, workload = workload.usual_length, replace(workload, usual_length=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from finetune_planner.app import machine
 from planner import __version__
 from planner.core.errors import SetupError
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.core.units import GIB, MIB, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
@@ -165,7 +165,7 @@ def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan 
             if each.candidate.setup != chosen.setup
         ),
         tree=(*plan.tree, answer),
-        notes=(found(f"measured on this GPU: {answer.reason}"), *plan.notes),
+        notes=(measured(f"measured on this GPU: {answer.reason}"), *plan.notes),
     )
 
 

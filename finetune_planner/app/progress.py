@@ -37,8 +37,8 @@ class ProgressLine:
         self._total, self._budget_s = total, budget_s
         self._started = time.monotonic() if started_s is None else started_s
         self._done = 0
-        self._told: set[str] = set()  # of the probe at hand; probes at the same time take turns to speak
-        self._told_at = 0.0
+        self._printed: set[str] = set()  # of the probe at hand; probes at the same time take turns to speak
+        self._printed_at = 0.0
 
     def say(self, text: str) -> None:
         """This command is at `text`."""
@@ -54,21 +54,21 @@ class ProgressLine:
         if self._watched:
             self._show(self._head() + shown)
             return
-        silent_s = time.monotonic() - self._told_at
-        if text not in self._told and silent_s >= CHANGE_S:
-            self._told.add(text)
+        silent_s = time.monotonic() - self._printed_at
+        if text not in self._printed and silent_s >= CHANGE_S:
+            self._printed.add(text)
             self._tell(self._head() + shown)
         elif silent_s >= STILL_S:
             self._tell(f"{self._head()}still {shown}")
 
     def _tell(self, line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
-        self._told_at = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def advance(self, line: str = "") -> None:
         """One probe is answered; `line` stays on the screen (also in a pipe)."""
         self._done += 1
-        self._told.clear()
+        self._printed.clear()
         self._clear()
         if line:
             self.note(line)

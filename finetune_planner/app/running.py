@@ -118,7 +118,7 @@ def run_file(
         model_bytes=2 * model.num_params,
         num_steps=how.num_steps,
         limit_s=how.limit_s,
-        work_dir=_beside(sibling),
+        work_dir=_work_folder_parent(sibling),
         on_progress=line.event,
     )
     prober = Prober(
@@ -231,7 +231,7 @@ def program_folder(folder: Path, target: str) -> str:
     return "" if active else str(Path(python_argv()[0]).parent)
 
 
-def _beside(folder: Path) -> Path | None:
+def _work_folder_parent(folder: Path) -> Path | None:
     """Where the run's folder is made: beside the plan's, from where its relative paths lead to the same; None where
     nothing can be written there."""
     parent = folder.resolve().parent

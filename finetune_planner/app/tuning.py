@@ -17,20 +17,20 @@ from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
 from planner import __version__
 from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, seconds
 from planner.memory.workload import Workload
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.choosing import spaces
-from planner.planning.decision.facts import PREFERENCE_FRACTION
 from planner.planning.decision.layouts import STAGES, Layout, layout_key, layout_name, layouts, layouts_of_one
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import fewer_matrices, full_quality, lossiness, tie_break, worst_quality
+from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.decision.tree import preferred_nodes
 from planner.planning.plan import Plan, with_trades
 from planner.planning.space import dimension_values
-from planner.planning.walk import Point, walk
+from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
 from planner.setup.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
@@ -79,9 +79,9 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
         points.sort(key=lambda point: point.peak_device_bytes)
     else:
         points.sort(key=lambda point: -point.tokens_per_s)
-    predicted: list[Point] = []
+    predicted: list[WalkedSetup] = []
     if workload.num_gpus > 1:
-        points, predicted = _probed_and_told(points, unprobed, workload.budget_bytes)
+        points, predicted = _split_by_probe(points, unprobed, workload.budget_bytes)
     if workload.objective != "memory":
         fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= workload.budget_bytes]
         floor = SLOWEST_FRACTION * max(fitting, default=0.0)
@@ -102,7 +102,7 @@ def _nodes(plan: Plan) -> frozenset[Node]:
     return frozenset({mine, Node.LORA, *([Node.FOUR_BIT] if spare else [])})
 
 
-def _walked(plan: Plan) -> Iterator[Point]:
+def _walked(plan: Plan) -> Iterator[WalkedSetup]:
     """The spaces that the plan was chosen from, of one GPU or of every layout; states on the host only where the plan
     or the user wants them."""
     workload, values, taken = plan.workload, dimension_values(plan.workload), plan.chosen.setup
@@ -118,12 +118,12 @@ def _walked(plan: Plan) -> Iterator[Point]:
                 yield from walk(space, space_values, chosen)
 
 
-def _probed_and_told(
-    points: Sequence[Point], unprobed: "Unprobed", budget_bytes: int
-) -> tuple[list[Point], list[Point]]:
+def _split_by_probe(
+    points: Sequence[WalkedSetup], unprobed: "Unprobed", budget_bytes: int
+) -> tuple[list[WalkedSetup], list[WalkedSetup]]:
     """(what a probe can run, of every layout that none can the first that fits)."""
-    probed: list[Point] = []
-    predicted: dict[Any, Point] = {}
+    probed: list[WalkedSetup] = []
+    predicted: dict[Any, WalkedSetup] = {}
     reasons: dict[Any, str] = {}
     for point in points:
         key = layout_key(point.shared)
@@ -136,7 +136,7 @@ def _probed_and_told(
     return probed, list(predicted.values())
 
 
-def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
+def _best_of_each(points: Sequence[WalkedSetup], num: int) -> Iterator[WalkedSetup]:
     """The first points of every layout."""
     counts: Counter[Any] = Counter()
     for point in points:
@@ -181,10 +181,10 @@ def tuned(
     if result.given_up:
         words = "; ".join(trial_words(setup) for setup in result.given_up)
         note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
-        plan = replace(plan, notes=(*plan.notes, found(note)))
+        plan = replace(plan, notes=(*plan.notes, measured(note)))
     if result.best is None or rehearsed:
         note = f"{_probes_said(plan, result, rehearsed)} ({result.reason}): the plan stands on prediction alone"
-        return replace(plan, search=values, notes=(*plan.notes, found(note)))
+        return replace(plan, search=values, notes=(*plan.notes, measured(note)))
     chosen = _preferred(plan.workload, result.best, result.candidates)
     rivals = [candidate for candidate in result.candidates if candidate.fits and candidate.setup != chosen.setup]
     searched = {chosen.setup, *(candidate.setup for candidate in result.candidates)}
@@ -209,14 +209,14 @@ def _probes_said(plan: Plan, result: "SearchResult", rehearsed: bool) -> str:
     if not answers:
         return "no probe was measured"
     if not rehearsed:
-        return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{_beside(failed)}"
+        return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{_appended(failed)}"
     fastest = max((measurement.tokens_per_s or 0.0 for measurement in measured), default=0.0)
     speed = f", the fastest at {fastest:,.0f} tokens/s there" if fastest else ""
-    sentence = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_beside(failed)}"
+    sentence = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_appended(failed)}"
     return f"{sentence}, which says nothing of a {plan.workload.gpu.name}"
 
 
-def _beside(failed: str) -> str:
+def _appended(failed: str) -> str:
     return f", {failed}" if failed else ""
 
 

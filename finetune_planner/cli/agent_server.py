@@ -37,7 +37,7 @@ ANSWERED = (0, 1)
 WITH_DRY_RUN = ("make", "estimate", "check")
 
 
-class Desk:
+class CommandRunner:
     """Runs commands for an agent and keeps their whole answers.
 
     Attributes:
@@ -203,7 +203,7 @@ def words_of(**settings: Any) -> list[str]:
 class Tools:
     """What an agent may ask, at one desk."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: CommandRunner) -> None:
         self._desk = desk
 
     def plan(
@@ -323,7 +323,7 @@ configs. Every figure says its level (formula, profile, dry_run, ...) and band. 
 call's handle gives what was left out of its answer."""
 
 
-def build_server(desk: Desk, *, allow_trace: bool = False) -> "MCPServer[Any]":
+def build_server(desk: CommandRunner, *, allow_trace: bool = False) -> "MCPServer[Any]":
     """The server with its tools; the schema of each follows from its signature."""
     from mcp.server import MCPServer
 
@@ -362,7 +362,7 @@ def mcp(
     folders = root or [Path.cwd()]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise EnvironmentProblem(f"--root {missing[0]}: no such folder", hint="name folders that exist")
-    server = build_server(Desk(folders, limit, dry_run=not no_dry_run), allow_trace=allow_trace)
+    server = build_server(CommandRunner(folders, limit, dry_run=not no_dry_run), allow_trace=allow_trace)
     gc.freeze()
     gc.enable()
     server.run("stdio")

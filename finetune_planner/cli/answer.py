@@ -13,7 +13,7 @@ from planner.core.redaction import without_secrets
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import packs_apart
 from planner.memory.workload import Data, Workload
-from planner.options.objectives import OBJECTIVES, Objective, aim_of, seqs_per_sample
+from planner.options.objectives import OBJECTIVES, Objective, objective_spec_of, seqs_per_sample
 from planner.options.rollouts import Rollout
 from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
@@ -73,7 +73,7 @@ def request_for(spec: "ModelSpec", request: RequestOptions, data: DataOptions) -
     Raises:
         UsageError: what makes no sense, or contradicts itself.
     """
-    return request_of(spec, request, data, read_data(data, spec, aim_of(request.fixed())), say)
+    return request_of(spec, request, data, read_data(data, spec, objective_spec_of(request.fixed())), say)
 
 
 def request_of(
@@ -84,7 +84,7 @@ def request_of(
     tell: Callable[[str], None] = lambda words: None,
 ) -> PlanRequest:
     """The same of data that were read (`read_data`); `tell` gets what is worth knowing of their lengths."""
-    objective = aim_of(request.fixed())
+    objective = objective_spec_of(request.fixed())
     if stats is None:
         plan_request, file = request.request(), data.dataset or ""
         return replace(
@@ -171,7 +171,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
     if data.dataset is None:
         return None
     from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
-    from planner.samples.found import path_of
+    from planner.samples.locate import path_of
 
     path = path_of(data.dataset)
     if path is None:

@@ -15,8 +15,8 @@ from planner.core.install import install_command
 from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
-from planner.speed.own import OwnReport
-from planner.speed.own import calibrate as by_own
+from planner.speed.local_calibration import CalibrationReport
+from planner.speed.local_calibration import calibrate as by_own
 from planner.speed.roofline.calibration import Calibration, calibration_to_dict, load_calibration
 from planner.speed.roofline.local import gpu_from_microbench, microbench_from_dict, with_microbench
 from planner.speed.roofline.points import read_points
@@ -109,7 +109,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return inner
 
 
-def _measured(file: Path, start: Calibration) -> tuple[OwnReport, dict[str, int]]:
+def _measured(file: Path, start: Calibration) -> tuple[CalibrationReport, dict[str, int]]:
     text = read_text(file, max_bytes=MAX_POINTS_BYTES, hint="give a file of JSON lines")
 
     def find_model(name: str) -> ModelSpec:
@@ -125,7 +125,7 @@ def _measured(file: Path, start: Calibration) -> tuple[OwnReport, dict[str, int]
     return by_own(read.points, start), dict(read.left_out)
 
 
-def _report_lines(report: OwnReport, left_out: dict[str, int]) -> list[str]:
+def _report_lines(report: CalibrationReport, left_out: dict[str, int]) -> list[str]:
     lines = [f"left out {number}: {reason}" for reason, number in left_out.items()]
     lines += [
         f"{name}: kernels take {card:.2f} times as long as taken, the host {host:.2f}"

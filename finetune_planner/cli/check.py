@@ -13,7 +13,7 @@ import typer
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
-from finetune_planner.cli.fixing import Fixed, beside, by_hand, fixed_files
+from finetune_planner.cli.fixing import Fixed, by_hand, fixed_files, fixed_path
 from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
 from finetune_planner.cli.setup_flags import takes_options
@@ -36,7 +36,7 @@ from reports.plain import clean
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedOptions:
+class CheckOptions:
     """What the command line says that the file leaves open."""
 
     accelerate: Annotated[Path | None, typer.Option(help="Accelerate config that the run is launched with.")] = None
@@ -53,7 +53,7 @@ class AskedOptions:
     like: Annotated[str | None, typer.Option(help="llama or mixture: of a model_type that nobody knows.")] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
-    def asked(self, model: str | None, gpus: int | None) -> CheckRequest:
+    def request(self, model: str | None, gpus: int | None) -> CheckRequest:
         """With the model and the number of GPUs.
 
         Raises:
@@ -78,7 +78,7 @@ class FixOptions:
 
     def target(self, file: Path) -> Path | None:
         """Where the improved file goes, None where none is asked for."""
-        return (self.out or beside(file)) if self.fix else None
+        return (self.out or fixed_path(file)) if self.fix else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,8 @@ def check(
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option(help="Model, where the config does not name it.")] = None,
     *,
-    cluster: options.Gathering,
-    asked: AskedOptions,
+    cluster: options.JobGpus,
+    check_options: CheckOptions,
     fix: FixOptions,
     limits: options.Memory,
     answer: AnswerOptions,
@@ -113,7 +113,7 @@ def check(
     Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit) or not
     determined by the file.
     """
-    request = asked.asked(model, cluster.gpus)
+    request = check_options.request(model, cluster.gpus)
     target = fix.target(file)
     if target is not None and target.resolve() == file.resolve():
         raise UsageError(f"--out names {file} itself", hint="give another name")
@@ -165,7 +165,7 @@ def _together(result: CheckResult, spec: ModelSpec, predict: Predict) -> dict[st
         return None
     return {
         "changes": list(improved.labels),
-        "in_place": not improved.elsewhere,
+        "in_place": not improved.needs_new_file,
         "peak_device_bytes": improved.after.peak_device_bytes,
         "tokens_per_s": improved.after.tokens_per_s,
     }
@@ -197,14 +197,16 @@ def _fixed(
     fixed, refused = Fixed({}), ""
     helps = bool(improved.labels) and improved.verdict is not Verdict.DOES_NOT_FIT
     try:
-        if helps and not improved.elsewhere:
+        if helps and not improved.needs_new_file:
             start_file, words = config.through or (file, request.arguments)
             fixed = fixed_files(
                 start_file, config, improved, spec, card=result.gpu, request=replace(request, arguments=words)
             )
     except ConfigError as error:
         refused = error.message
-    targets = {of: target if of == file else beside(of) for of in sorted(fixed.texts, key=lambda path: path != file)}
+    targets = {
+        of: target if of == file else fixed_path(of) for of in sorted(fixed.texts, key=lambda path: path != file)
+    }
     places = {place.resolve() for place in targets.values()}
     if len(places) < len(targets) or places & {of.resolve() for of in fixed.read}:
         raise UsageError("a fixed copy would stand over a file that was read", hint="give another name: --out")
@@ -218,11 +220,13 @@ def _fixed(
         "diff": [line for of, place in targets.items() for line in _difference(of, place, fixed.texts[of])],
         "path": written[0] if written else None,
         "beside": written[1:],
-        "said": list(fixed.said),
+        "said": list(fixed.notes),
         "needs": packages_added(config.setup, improved.setup) if written else [],
         "refused": refused,
         "by_hand": by_hand(config, improved) if refused else [],
-        "command": command_of(config, improved.setup, result.gpu, vars(limits)) if improved.elsewhere and helps else "",
+        "command": command_of(config, improved.setup, result.gpu, vars(limits))
+        if improved.needs_new_file and helps
+        else "",
         "verdict": improved.verdict.value,
         "peak_device_bytes": improved.after.peak_device_bytes,
         "tokens_per_s": improved.after.tokens_per_s,

@@ -63,7 +63,7 @@ def confirm(
         ]
         tell({name: to_jsonable(confirmation) for name, confirmation in confirmations.items()}, lines, as_json=as_json)
         return max(map(_code, confirmations.values()))
-    return _own_step(directory, target, device, limit, measure_seconds, store, as_json=as_json)
+    return _confirm_setup(directory, target, device, limit, measure_seconds, store, as_json=as_json)
 
 
 def enough_steps(steps: int) -> int:
@@ -102,7 +102,7 @@ def confirmed_plan(plan: Plan, folder: Path, device: str | None, store: Path | N
     return after
 
 
-def _own_step(
+def _confirm_setup(
     directory: Path,
     target: str | None,
     device: str | None,

@@ -29,7 +29,7 @@ NUM_TERMS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Responsible:
+class SettingChange:
     """What one setting's change alone does to the first run.
 
     Attributes:
@@ -63,7 +63,7 @@ def diff(
     trace: Annotated[
         bool, typer.Option("--trace", help="Run it too, on a phantom GPU, in an environment of each side made by uv.")
     ] = False,
-    beside: Annotated[
+    requirements: Annotated[
         list[str] | None, typer.Option("--with", metavar="REQUIREMENT", help="In both environments; repeatable.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
@@ -93,7 +93,7 @@ def diff(
     runs: dict[str, Any] = {}
     try:
         if trace:
-            runs = trace_both(files, versions, beside or (), options.said(find_gpu(gpu)), yes)
+            runs = trace_both(files, versions, requirements or (), options.announced(find_gpu(gpu)), yes)
     finally:  # what the settings say is worth telling also where the program cannot be run
         if settings or runs:
             shown = {**(settings.document if settings else {"kind": "diff"}), **({"trace": runs} if runs else {})}
@@ -108,7 +108,7 @@ class _Settings:
 
     first: CheckResult
     second: CheckResult
-    found: Sequence[Responsible]
+    changes: Sequence[SettingChange]
     document: dict[str, Any]
 
     @property
@@ -118,7 +118,7 @@ class _Settings:
 
     def lines(self, *, traced: bool) -> Iterator[str]:
         """For a terminal."""
-        return _lines(self.first, self.second, self.found, traced)
+        return _lines(self.first, self.second, self.changes, traced)
 
 
 def _by_setting(
@@ -132,7 +132,7 @@ def _by_setting(
     (file, other), (old, new) = files, versions
     first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
     second, _, _ = checked(other, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
-    changes = sorted(responsible(first, second, predicted), key=lambda change: -abs(change.added_bytes))
+    changes = sorted(setting_changes(first, second, predicted), key=lambda change: -abs(change.added_bytes))
     document = {
         "kind": "diff",
         "before": _side(first, file, old),
@@ -141,10 +141,10 @@ def _by_setting(
         "changes": to_jsonable(changes),
         "terms": [{"term": name, "added_bytes": size} for name, size in _terms(first.prediction, second.prediction)],
     }
-    return _Settings(first=first, second=second, found=changes, document=document)
+    return _Settings(first=first, second=second, changes=changes, document=document)
 
 
-def responsible(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[Responsible]:
+def setting_changes(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[SettingChange]:
     """Every setting that differs, with what its change alone does to the first run; those that make no setup by
     themselves (a method and its quantization) are changed together."""
     first_setup, second_setup = first.config.setup, second.config.setup
@@ -156,16 +156,16 @@ def responsible(first: CheckResult, second: CheckResult, predicted: Predict) -> 
     together: list[str] = []
     for name in differing:
         try:
-            yield _alone((name,), first_setup, second_setup, second, predicted)
+            yield _change_of((name,), first_setup, second_setup, second, predicted)
         except SetupError:
             together.append(name)
     if together:
-        yield _alone(tuple(together), first_setup, second_setup, second, predicted)
+        yield _change_of(tuple(together), first_setup, second_setup, second, predicted)
 
 
-def _alone(
+def _change_of(
     names: tuple[str, ...], first_setup: TrainSetup, second_setup: TrainSetup, second: CheckResult, predicted: Predict
-) -> Responsible:
+) -> SettingChange:
     after = {name: getattr(second_setup, name) for name in names}
     try:
         changed = first_setup.replace(**after)
@@ -176,7 +176,7 @@ def _alone(
     was, is_now = predicted(first_setup), predicted(changed)
     speedup = is_now.tokens_per_s / was.tokens_per_s if is_now.tokens_per_s and was.tokens_per_s else None
     origins = (second.config.origins.get(name, "") for name in names)
-    return Responsible(
+    return SettingChange(
         names=names,
         before=tuple(getattr(first_setup, name) for name in names),
         after=tuple(after.values()),
@@ -223,7 +223,7 @@ def _terms(before: Prediction, after: Prediction) -> list[tuple[str, int]]:
     return sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: -abs(row[1]))[:NUM_TERMS]
 
 
-def _lines(first: CheckResult, second: CheckResult, changes: Sequence[Responsible], traced: bool) -> Iterator[str]:
+def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingChange], traced: bool) -> Iterator[str]:
     added = second.prediction.peak_device_bytes - first.prediction.peak_device_bytes
     verdicts = " -> ".join(result.verdict.value.replace("_", " ") for result in (first, second))
     peaks = " -> ".join(gib(result.prediction.peak_device_bytes) for result in (first, second))

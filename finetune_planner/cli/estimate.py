@@ -30,7 +30,7 @@ from planner.planning.option_values import positive
 from planner.planning.predict import predict
 from planner.planning.single_changes import enough_alone
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup
+from planner.setup.interchange import setup_from_request
 from planner.setup.outcome import Candidate, Prediction
 from reports.plan_json import candidate_to_dict, estimate_to_dict
 from reports.terminal import render_estimate
@@ -86,7 +86,7 @@ def estimate(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)] = None,
     *,
-    one: AnySetupOptions,
+    setup_options: AnySetupOptions,
     setups: Annotated[Path | None, typer.Option(help="JSON lines, one setup each ('-': stdin).")] = None,
     links: options.Links,
     memory: options.Memory,
@@ -106,10 +106,10 @@ def estimate(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     spec, card = _resolve(model, gpu, lookup)
-    _one(spec, card, one, links, memory, dry, eval_batch=eval_batch, as_json=as_json)
+    _estimate_one(spec, card, setup_options, links, memory, dry, eval_batch=eval_batch, as_json=as_json)
 
 
-def _one(
+def _estimate_one(
     spec: ModelSpec,
     card: GpuSpec,
     setup_options: AnySetupOptions,
@@ -123,7 +123,7 @@ def _one(
     """The setup of the flags."""
     usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
-    setup = asked_setup({**usual, **setup_options.values()})
+    setup = setup_from_request({**usual, **setup_options.values()})
     if setup_options.attention is None:
         setup = setup.replace(attention=default_attention(spec))
     cluster = options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
@@ -173,7 +173,7 @@ def _show(
 
 @lru_cache(maxsize=64)
 def _resolve(model: str, gpu: str, lookup: options.Lookup) -> tuple[ModelSpec, GpuSpec]:
-    return options.said(lookup.model(model)), options.said(find_gpu(gpu))
+    return options.announced(lookup.model(model)), options.announced(find_gpu(gpu))
 
 
 def candidate_of(
@@ -270,4 +270,4 @@ def parse_line(line: str) -> tuple[str, str, TrainSetup, dict[str, Any]]:
     for name, kind in (("nodes", int), ("interconnect", str), ("eval_batch", int)):
         if around[name] is not None and type(around[name]) is not kind:
             raise ConfigError(f"{name} must be a {'number' if kind is int else 'name'}, got {around[name]!r:.80}")
-    return model, gpu, asked_setup(values), around
+    return model, gpu, setup_from_request(values), around

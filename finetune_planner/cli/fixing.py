@@ -29,15 +29,15 @@ _WORD = re.compile(r"(?<![\w./${}-])[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
 
 
 class Fixed(NamedTuple):
-    """Texts by the files that they are of; `said`: what a person has to do, that the run takes them; `read`: every file
-    that was read for it."""
+    """Texts by the files that they are of; `notes`: what a person has to do, that the run takes them; `read`: every
+    file that was read for it."""
 
     texts: dict[Path, str]
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     read: tuple[Path, ...] = ()
 
 
-def beside(file: Path) -> Path:
+def fixed_path(file: Path) -> Path:
     """Where the fixed text of a file goes."""
     return file.with_name(f"{file.stem}.fixed{file.suffix}")
 
@@ -74,7 +74,7 @@ class _Fixing:
         card: GpuSpec | None,
         request: CheckRequest,
     ) -> None:
-        self.file, self.config, self.found, self.spec, self.asked = file, config, improved, spec, request
+        self.file, self.config, self.improved, self.spec, self.request = file, config, improved, spec, request
         self.edits = edits_of(config, improved)
         named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
         self.places = {key: place for key, of in named.items() if (place := config.origins.get(of))}
@@ -168,15 +168,15 @@ class _Fixing:
         for path in [edited for edited in groups if isinstance(edited, Path)]:
             while path != self.file:
                 parent = self.named_by.get(path) or self._naming(path)
-                names[path] = beside(path).name if parent is not None else path.name
+                names[path] = fixed_path(path).name if parent is not None else path.name
                 if parent is None:
-                    notes.append(f"{self.file.name} names {path.name} by no literal: hand it {beside(path).name}")
+                    notes.append(f"{self.file.name} names {path.name} by no literal: hand it {fixed_path(path).name}")
                     break
-                texts[parent] = _renamed(texts[parent], path.name, beside(path).name, parent)
+                texts[parent] = _renamed(texts[parent], path.name, fixed_path(path).name, parent)
                 path = parent
         if len({*names.values()}) < len(names):
             raise ConfigError("two files of one name would change", hint="make the changes by hand")
-        request, improved = self.asked, self.found
+        request, improved = self.request, self.improved
         launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
         around = replace(self.around, written={name: texts[path] for path, name in names.items()})
         back = read_text(

@@ -116,7 +116,7 @@ class ShowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RungOptions:
+class EvidenceOptions:
     """Which rungs of the ladder a plan climbs."""
 
     no_dry_run: options.NoDryRun = False
@@ -143,7 +143,7 @@ def make(
     request: RequestOptions,
     data: DataOptions,
     files: FileOptions,
-    rungs: RungOptions,
+    rungs: EvidenceOptions,
     lookup: options.Lookup,
     show: ShowOptions,
     as_json: options.Json = False,
@@ -161,12 +161,12 @@ def make(
             _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
     files.check_job(workload)
-    options.said(workload.model)
-    options.said(workload.gpu)
+    options.announced(workload.model)
+    options.announced(workload.gpu)
     written = _Written(rungs.answer(workload, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
-        written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
+        written.sentences += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
     _show(written, show.names, lookup.words, as_json=as_json)
     _end(written, files)
 
@@ -191,13 +191,13 @@ class _Written:
     """The answer, and what became of its files.
 
     Attributes:
-        said: a sentence for each launch file; following: the command that starts one.
+        sentences: one for each launch file; following: the command that starts one.
         problem: why the files could not be written: a full disk must not cost the answer.
     """
 
     plan: Plan | NoPlan
     launches: tuple[Launch, ...] = ()
-    said: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
     following: str = ""
     problem: EnvironmentProblem | None = None
 
@@ -220,10 +220,10 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
             written.plan = with_trace(written.plan, traces)
             written.launches = write(written.plan, traces=traces)
             withdraw(before, written.launches, folder)
-        written.said = launch_sentences(written.launches, named=bool(files.target))
+        written.sentences = launch_sentences(written.launches, named=bool(files.target))
         written.following = next_command(written.launches, folder)
         if verify:
-            written.said = (*written.said, *sentences(written.launches))
+            written.sentences = (*written.sentences, *sentences(written.launches))
     except EnvironmentProblem as problem:
         written.problem = problem
 
@@ -244,9 +244,9 @@ def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_js
 
         launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
         print_json(plan_to_dict(written.plan, extras={"launch": launch} if launch else {}))
-        print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
+        print("\n".join(written.sentences), end="\n" * bool(written.sentences), file=sys.stderr)
     else:
-        following, sentences = written.following, written.said
+        following, sentences = written.following, written.sentences
         render_plan(written.plan, console(), next_command=following, launches=sentences, show=show, also=also)
 
 

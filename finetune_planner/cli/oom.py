@@ -45,7 +45,7 @@ def oom(
             "no out-of-memory error in this text",
             hint="paste it from 'Traceback' to 'CUDA out of memory. Tried to allocate ...'",
         )
-    config_path = config or (_beside(Path(file)) if file != "-" else None)
+    config_path = config or (_only_config_in(Path(file)) if file != "-" else None)
     card = gpu or (diagnosis.cards[0] if len(diagnosis.cards) == 1 else None)
     checked, refused = _checked(config_path, card, diagnosis) if config_path else (None, "")
     document = {
@@ -101,7 +101,7 @@ def _decoded(data: bytes, head: bytes) -> str:
     return data.decode(("utf-16-le" if head == codecs.BOM_UTF16_LE else "utf-16-be") if two else "utf-8", "replace")
 
 
-def _beside(log: Path) -> Path | None:
+def _only_config_in(log: Path) -> Path | None:
     """The only training config in the log's folder, None where there is none or more than one."""
     from planner.frameworks.readers.read import read_config
 

@@ -72,7 +72,7 @@ Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partit
 DEFAULT_IMAGE_SIZE = "1024"
 
 
-def said(spec: Found) -> Found:
+def announced(spec: Found) -> Found:
     """A model or a card; what its name was taken for is told."""
     if spec.taken_as:
         say(spec.taken_as)
@@ -122,7 +122,7 @@ class Memory:
 class RolloutOptions:
     """How an objective that generates its completions (GRPO) does so; None: as TRL by itself."""
 
-    def _said(self, objective: str | None) -> dict[str, Any]:
+    def _given_values(self, objective: str | None) -> dict[str, Any]:
         values = {row.of: value for row, value in given(self, ROLLOUT).items()}
         if values and (objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out):
             name = next(iter(values)).replace("_", " ")
@@ -136,7 +136,7 @@ class RolloutOptions:
             UsageError: of an objective that generates nothing.
             SetupError: a value that makes no sense.
         """
-        values = self._said(objective)
+        values = self._given_values(objective)
         return Rollout.read(values, seq_len or DEFAULT_SEQ_LEN) if values else None
 
     def rollouts(self, objective: str | None, seq_len: int | None, *, packages: bool) -> tuple[Rollout, ...]:
@@ -145,7 +145,7 @@ class RolloutOptions:
         Args:
             packages: whether vLLM may be one.
         """
-        values = self._said(objective)
+        values = self._given_values(objective)
         if not packages and objective is not None and objective in OBJECTIVES and OBJECTIVES[objective].rolls_out:
             values = {"generator": GENERATORS[0], **values}
         rollouts = open_rollouts(Rollout.read(values, seq_len or DEFAULT_SEQ_LEN), values) if values else ()
@@ -239,7 +239,7 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
+class JobGpus:
     """The GPUs of a job and their links."""
 
     gpus: Gpus = None

@@ -51,20 +51,20 @@ def probe(
     gpu: Annotated[str | None, typer.Option(help="Table row of this machine's GPU (default: asked).")] = None,
     device: options.Device = None,
     *,
-    one: SetupOptions,
+    setup_options: SetupOptions,
     how: ProbeOptions,
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> int:
     """Measure memory and speed of one setup in a child process (under torchrun with --gpus); random weights, nothing is
     downloaded."""
-    setup = setup_from_dict(one.values())
+    setup = setup_from_dict(setup_options.values())
 
     from probes.gpu.request import Limits
 
     line = ProgressLine()
     line.say(f"reading the configuration of {model}")
-    spec = options.said(lookup.model(model))
+    spec = options.announced(lookup.model(model))
     devices = how.devices(device, setup.num_gpus)
     card = machine.gpu_of(gpu, devices[0]) if how.slurm is None or gpu else None
     memory = _memory_limit(how.memory_gib, devices[0], card)

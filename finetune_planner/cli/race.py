@@ -10,11 +10,11 @@ import typer
 
 from finetune_planner.app import machine
 from finetune_planner.app.climb import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
-from finetune_planner.app.own_files import own_file
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
+from finetune_planner.app.training_files import training_file
 from finetune_planner.cli import options
-from finetune_planner.cli.check import AskedOptions
+from finetune_planner.cli.check import CheckOptions
 from finetune_planner.cli.checking import load, predictor
 from finetune_planner.cli.confirm import LIMIT_S, NUM_STEPS, enough_steps
 from finetune_planner.cli.output import show_table, write_text
@@ -30,7 +30,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import ModelSpec
-from planner.planning.check import band_of, including
+from planner.planning.check import band_of, with_extras
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import DEFAULT_SEQ_LEN, PlanRequest
 from planner.setup import TrainSetup
@@ -127,7 +127,7 @@ def race(
     *,
     gpu: options.Gpu,
     rivals: RivalOptions,
-    asked: AskedOptions,
+    check_options: CheckOptions,
     limits: options.Memory,
     runs: RunOptions,
     no_dry_run: options.NoDryRun = False,
@@ -145,8 +145,8 @@ def race(
     if not no_dry_run:
         dry_runs_ahead(1)
     with tempfile.TemporaryDirectory(prefix="plan-race-") as folder:
-        entries = list(_entries(files or (), rivals, asked, gpu, Path(folder)))
-        card = options.said(entries[0][1])
+        entries = list(_entries(files or (), rivals, check_options, gpu, Path(folder)))
+        card = options.announced(entries[0][1])
         racers = [entry for entry, _ in entries]
         heats = [
             _heat(same, rivals.same, card, limits, target, how, dry_run=not no_dry_run)
@@ -160,7 +160,7 @@ def race(
 
 
 def _entries(
-    files: Sequence[Path], rivals: RivalOptions, check_options: AskedOptions, gpu: str, folder: Path
+    files: Sequence[Path], rivals: RivalOptions, check_options: CheckOptions, gpu: str, folder: Path
 ) -> Iterator[tuple[_Entry, GpuSpec]]:
     """Everything that races against the plan, with the card.
 
@@ -187,7 +187,7 @@ def _entries(
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
-        request = check_options.asked(None if source else rivals.model, None)
+        request = check_options.request(None if source else rivals.model, None)
         config, model, card = load(path, gpu, request)
         if config.setup.num_gpus > 1:
             raise UsageError(
@@ -251,7 +251,7 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
     config, model, card = entry.config, entry.model, workload.gpu
 
     def whole(prediction: Prediction) -> Prediction:
-        adjusted = including(lambda setup: prediction, config, model, card)(config.setup)
+        adjusted = with_extras(lambda setup: prediction, config, model, card)(config.setup)
         return replace(adjusted, memory_band_fraction=band_of(adjusted, config).widest)
 
     candidate: Candidate = Candidate(
@@ -270,7 +270,7 @@ def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
     """A file's lane after its run."""
     say(f"running {lane.label}")
     try:
-        file = own_file(entry.path, entry.config, entry.arguments)
+        file = training_file(entry.path, entry.config, entry.arguments)
         stored = not file.data_here  # of a person's own data nobody says that they fill every sequence
         lane = lane if stored else replace(lane, remark=OWN_DATA)
         outcome, _, device = run_file(

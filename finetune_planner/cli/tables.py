@@ -30,12 +30,12 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import PLANNED_KERNELS
 from planner.planning.answer import NUM_RANKED, plan_workload
-from planner.planning.decision.others import longest_tokens
+from planner.planning.decision.alternatives import longest_tokens
 from planner.planning.decision.policy import compare_kinds
+from planner.planning.groups import WalkCache
 from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
-from planner.planning.runs import WalkCache
 from planner.planning.targets import compare_targets as choices_of_targets
 from reports.html import Entry
 from reports.page import steps
@@ -76,7 +76,7 @@ class TableOptions:
 def which_gpu(
     model: options.Model,
     *,
-    gathering: options.Gathering,
+    gathering: options.JobGpus,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     space: SpaceOptions,
@@ -110,13 +110,13 @@ def gpus_sheet(
     request_options: RequestOptions,
     data: DataOptions,
     table: TableOptions,
-    gathering: options.Gathering,
+    gathering: options.JobGpus,
     lookup: options.Lookup,
     *,
     charts: bool = False,
 ) -> GpusSheet:
     """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
-    cards, spec = table.cards(), options.said(lookup.model(model))
+    cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         # What is tried of several GPUs where nothing is said.
@@ -211,7 +211,7 @@ def models_rows(plan_request: PlanRequest, gpu: str, match: str) -> tuple[list[M
     Raises:
         UsageError: there is none.
     """
-    card, names = options.said(find_gpu(gpu)), catalogue.names_with(match)
+    card, names = options.announced(find_gpu(gpu)), catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     answers = on_cores(partial(_row, plan_request, card, front_ends=bool(match)), names)
@@ -254,7 +254,7 @@ def compare_adapters(
 
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
-    card, fixed = options.said(find_gpu(gpu)), space.fixed()
+    card, fixed = options.announced(find_gpu(gpu)), space.fixed()
     if "adapter" in fixed:
         raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
     if "full" in fixed.get("method", ()):
@@ -266,7 +266,7 @@ def compare_adapters(
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    request = plan_request.workload(options.said(lookup.model(model)), card)
+    request = plan_request.workload(options.announced(lookup.model(model)), card)
     # The LoRA that a plan chooses; where none fits, it is said and the command ends.
     command = f"plan {model} --gpu {gpu}"
     plan = plan_workload(request)
@@ -301,6 +301,6 @@ def compare_targets(
 def targets_sheet(model: str, gpu: str, request: RequestOptions, lookup: options.Lookup) -> TargetsSheet:
     """The launch targets beside each other for one request."""
     workload = workload_for(model, gpu, request, lookup=lookup)
-    options.said(workload.model)
-    options.said(workload.gpu)
+    options.announced(workload.model)
+    options.announced(workload.gpu)
     return TargetsSheet(choices_of_targets(workload), workload)

@@ -17,7 +17,7 @@ from finetune_planner.cli.output import tell, write_text
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, PlannerError, UsageError
 from planner.core.notes import Note, Place, place_of
-from planner.core.notes import found as noted
+from planner.core.notes import measured as noted
 from planner.core.records import dataclass
 from planner.core.redaction import secrets_known, without_secrets_in, without_secrets_in_words
 from planner.core.units import gib
@@ -121,7 +121,7 @@ def trace(
     """
     from probes.phantom.runner import program, protection
 
-    card = options.said(find_gpu(gpu))
+    card = options.announced(find_gpu(gpu))
     order = follow.order(command, card, data, memory.of(card)[0])
     ask(order, program(command), protection(order).kind, yes)
     answer = answer_of(order, card, memory.of(card))

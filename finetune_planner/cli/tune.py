@@ -107,7 +107,7 @@ def tune(
         tuning = replace(tuning, budget=replace(tuning.budget, seconds=search_s))
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    workload = with_known_context(_workload(options.said(lookup.model(model)), gpu, request, how.goal), store)
+    workload = with_known_context(_workload(options.announced(lookup.model(model)), gpu, request, how.goal), store)
     plan = plan_workload(workload)
     line.close()
     if isinstance(plan, Plan):
@@ -141,7 +141,7 @@ def _workload(spec: ModelSpec, gpu: str, request: RequestOptions, goal: str) -> 
     Raises:
         EnvironmentProblem: it has fewer GPUs.
     """
-    card = options.said(find_gpu(gpu))
+    card = options.announced(find_gpu(gpu))
     request = request.on_links_of(gpu, card)
     wanted = replace(request.request(), goal=goal).probed(absent_packages())
     workload = wanted.workload(spec, card, request.cluster(card))

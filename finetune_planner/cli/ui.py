@@ -100,7 +100,7 @@ def ui(
         print(f"wrote {static / 'index.html'}", file=sys.stderr)
         return
     plan_request = RequestOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
-    shelf = Shelf(model, gpu, plan_request=plan_request, data=data.checked(), all_gpus=static is None)
+    shelf = Catalog(model, gpu, plan_request=plan_request, data=data.checked(), all_gpus=static is None)
     if static is not None:
         _write(shelf, static)
         return
@@ -123,7 +123,7 @@ def ui(
 NO_REQUEST = RequestOptions()
 
 
-class Shelf:
+class Catalog:
     """The models and GPUs on offer, and their grids by name.
 
     Raises:
@@ -273,7 +273,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 2 * MAX_CONNECTIONS  # a burst waits here, not a second and more for its next try
 
-    def __init__(self, address: tuple[str, int], shelf: Shelf) -> None:
+    def __init__(self, address: tuple[str, int], shelf: Catalog) -> None:
         super().__init__(address, Handler)
         self.shelf = shelf
         port = self.server_address[1]
@@ -356,7 +356,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.turn:
             return self._computed(shelf, path)
 
-    def _computed(self, shelf: "Shelf", path: str) -> tuple[str, bytes] | None:
+    def _computed(self, shelf: "Catalog", path: str) -> tuple[str, bytes] | None:
         if path == "/":
             return "text/html; charset=utf-8", shelf.page(writes=True).encode()
         if match := re.fullmatch(r"/grid/([\w.-]{1,300})(?:/([0-9]{1,15}))?\.js", path):
@@ -376,7 +376,7 @@ def _tokens(digits: str | None) -> int | None:
     return int(digits) or None if digits else None
 
 
-def _write(shelf: Shelf, folder: Path) -> None:
+def _write(shelf: Catalog, folder: Path) -> None:
     """The page and every grid as files that need no server, on all cores; what a call of the same request wrote before
     it was stopped is kept."""
     wanted, num = _to_write(shelf, folder), len(shelf.models) * len(shelf.gpus)
@@ -399,7 +399,7 @@ Wanted = tuple[ModelSpec, tuple[GpuSpec, ...]]
 """A model and the GPUs whose figures it lacks."""
 
 
-def _to_write(shelf: Shelf, folder: Path) -> list[Wanted]:
+def _to_write(shelf: Catalog, folder: Path) -> list[Wanted]:
     """What is not there yet of this request, by this code; with a data set, whose content may have changed,
     everything."""
     stamp, made_by = folder / "grid" / STAMP, shelf.stamp()
@@ -420,7 +420,7 @@ def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:
     return folder / "grid" / f"{grid_name(model.model_id, gpu.key)}.js"
 
 
-def _write_grids(shelf: Shelf, folder: Path, wanted: Wanted) -> tuple[str, int]:
+def _write_grids(shelf: Catalog, folder: Path, wanted: Wanted) -> tuple[str, int]:
     """The model whose figures were written, and of how many GPUs."""
     model, gpus = wanted
     for gpu in gpus:

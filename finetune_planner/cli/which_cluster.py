@@ -131,7 +131,7 @@ def clusters_sheet(
 ) -> ClustersSheet:
     """Every set of GPUs with what the job takes there."""
     bounds, numbers = limits.limits(), clusters.numbers()
-    cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
+    cards, spec = _cards(clusters.gpu), options.announced(lookup.model(model))
     batch = positive("global-batch", request_options.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
     request_options = replace(request_options, global_batch=batch)
     request = request_for(spec, request_options, data.checked())
@@ -150,7 +150,7 @@ def clusters_sheet(
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
     """The cards asked for, or every card that a cloud rents on demand, each once."""
     if names:
-        return list({card.key: card for card in (options.said(find_gpu(name)) for name in names)}.values())
+        return list({card.key: card for card in (options.announced(find_gpu(name)) for name in names)}.values())
     return [card for card in all_gpus() if card.key in keys_on_demand()]
 
 

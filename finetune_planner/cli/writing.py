@@ -25,13 +25,13 @@ from planner.frameworks.exporters.chat import lacks_template
 from planner.frameworks.exporters.folder import folder_files
 from planner.frameworks.hyperparameters import choose
 from planner.memory.workload import Data, Workload
-from planner.options.absent import told
+from planner.options.absent import known_unplanned
 from planner.planning.decision.candidates import candidate
 from planner.planning.expressed import as_run
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import own_choice
 from planner.samples.dataset import kind_of_data
-from planner.samples.found import path_of
+from planner.samples.locate import path_of
 from planner.samples.rows import files_of
 from planner.samples.steps import steps_between_logs, steps_per_epoch
 from planner.setup import TrainSetup
@@ -165,7 +165,7 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(targets or EXPORTERS))
     for name in names:
         if name not in EXPORTERS:
-            if absent := told("--target", name):
+            if absent := known_unplanned("--target", name):
                 raise UsageError(absent[0], hint=absent[1])
             target_names = ", ".join(EXPORTERS)
             raise UsageError(
@@ -225,7 +225,7 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
     runs = as_run(target, setup, workload)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
         return setup
-    return setup.replace(loss="full") if "full" in setup.aim.losses else setup
+    return setup.replace(loss="full") if "full" in setup.objective_spec.losses else setup
 
 
 def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
@@ -246,7 +246,7 @@ def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) 
             num_epochs=workload.epochs,
             learning_rate=workload.learning_rate,
         ),
-        dataset=dataset_choice(data, chosen.setup.aim.data, folder),
+        dataset=dataset_choice(data, chosen.setup.objective_spec.data, folder),
         num_steps=num_steps,
         logging_steps=steps_between_logs(num_steps),
         loss_on=data.loss_on or "answers",

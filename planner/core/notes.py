@@ -29,7 +29,7 @@ class Note(str):
         return Note, (str(self), self.place)
 
 
-def found(text: str) -> Note:
+def measured(text: str) -> Note:
     """A note that was measured or refuted here."""
     return Note(text, Place.FOUND)
 

@@ -29,7 +29,7 @@ _FORMS = (
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
 )
 
-_SAID = re.compile(r"((?<!\S)(?:--?([\w-]{1,60})(?:=|\s+)|([A-Z][A-Z0-9_]{1,60})=))[^\s'\"-][^\s'\"]*")
+_SECRET_ARGUMENT = re.compile(r"((?<!\S)(?:--?([\w-]{1,60})(?:=|\s+)|([A-Z][A-Z0-9_]{1,60})=))[^\s'\"-][^\s'\"]*")
 """--hub_token X and HF_TOKEN=X in a line for a shell."""
 
 
@@ -37,7 +37,9 @@ def without_secrets(text: str) -> str:
     """The text without what looks like a secret wherever it stands."""
     for pattern, instead in _FORMS:
         text = pattern.sub(instead, text)
-    return _SAID.sub(lambda match: f"{match[1]}{LEFT_OUT}" if is_secret_name(match[2] or match[3]) else match[0], text)
+    return _SECRET_ARGUMENT.sub(
+        lambda match: f"{match[1]}{LEFT_OUT}" if is_secret_name(match[2] or match[3]) else match[0], text
+    )
 
 
 def is_secret_name(name: str) -> bool:
@@ -48,7 +50,7 @@ def is_secret_name(name: str) -> bool:
 def without_secrets_in_words(words: Sequence[str]) -> list[str]:
     """A command line: also the value of an option whose name tells (`--hub_token X`, `--password=X`, `HF_TOKEN=X`)."""
     masked = list(words)
-    for index, secret in _told_by_name(words):
+    for index, secret in _secret_values(words):
         masked[index] = words[index].removesuffix(secret) + LEFT_OUT
     redacted: list[str] = without_secrets_in(masked, secrets_known(words))
     return redacted
@@ -56,12 +58,12 @@ def without_secrets_in_words(words: Sequence[str]) -> list[str]:
 
 def secrets_known(words: Sequence[str]) -> list[str]:
     """Values of this process's variables and of options whose names tell; short ones may stand anywhere: none."""
-    of_words = (secret for _, secret in _told_by_name(words))
+    of_words = (secret for _, secret in _secret_values(words))
     of_variables = (text for name, text in os.environ.items() if is_secret_name(name))
     return sorted((secret for secret in (*of_words, *of_variables) if len(secret) >= _SHORT), key=len, reverse=True)
 
 
-def _told_by_name(words: Sequence[str]) -> Iterator[tuple[int, str]]:
+def _secret_values(words: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Index of a word, and the secret that it ends in."""
     for index, word in enumerate(words):
         name, _, value = word.partition("=")

@@ -153,11 +153,11 @@ def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> 
     rate = BASE_LEARNING_RATE
     why = [f"{BASE_LEARNING_RATE:g} (Adam, full)"]
     if setup.method in LORA_METHODS:
-        rate *= setup.aim.lora_factor or LORA_FACTOR
-        why.append(f"x {setup.aim.lora_factor or LORA_FACTOR:g} for LoRA")
-    if setup.aim.rate_factor != 1.0:
-        rate *= setup.aim.rate_factor
-        why.append(f"x {setup.aim.rate_factor:g} for {setup.aim.rate_reason}")
+        rate *= setup.objective_spec.lora_factor or LORA_FACTOR
+        why.append(f"x {setup.objective_spec.lora_factor or LORA_FACTOR:g} for LoRA")
+    if setup.objective_spec.rate_factor != 1.0:
+        rate *= setup.objective_spec.rate_factor
+        why.append(f"x {setup.objective_spec.rate_factor:g} for {setup.objective_spec.rate_reason}")
     rule = OPTIMIZERS[setup.optimizer].rate_rule
     if rule == "Lion":
         rate *= LION_FACTOR

@@ -143,7 +143,7 @@ def _tensor_ratio(name: str, capability: tuple[int, int]) -> int:
 
 def unlisted_gpu(seen: SeenGpu) -> GpuSpec:
     """A device that the table lacks, from what its driver tells, at its highest clocks (which few cards keep)."""
-    properties = seen.facts
+    properties = seen.properties
     assert properties is not None
     fp32 = 2 * properties.num_cores * properties.core_clock_hz
     half = fp32 * _tensor_ratio(seen.name, properties.capability)

@@ -130,7 +130,7 @@ def device_handle(module: ModuleType, device: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriverFacts:
+class DeviceProperties:
     """What NVML tells of a device beside its memory.
 
     Attributes:
@@ -149,18 +149,18 @@ class SeenGpu:
     """One device as the driver shows it.
 
     Attributes:
-        held_bytes: what others hold of it now; the driver's own reserve is not counted.
+        used_bytes: what others hold of it now; the driver's own reserve is not counted.
         num_sms: multiprocessors of a MIG slice, None of a whole GPU.
         share: of the GPU's memory that a MIG slice has.
-        facts: what else the driver tells of it; None of a slice, or where it does not.
+        properties: what else the driver tells of it; None of a slice, or where it does not.
     """
 
     name: str
     total_bytes: int
-    held_bytes: int
+    used_bytes: int
     num_sms: int | None = None
     share: float = 1.0
-    facts: DriverFacts | None = None
+    properties: DeviceProperties | None = None
 
 
 def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
@@ -179,11 +179,13 @@ def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
         share = total / int(module.nvmlDeviceGetMemoryInfo(whole).total)
         with contextlib.suppress(module.NVMLError):
             num_sms = int(module.nvmlDeviceGetAttributes(handle).multiprocessorCount)
-    held_bytes, properties = _held_bytes(module, handle), None if slice_name else facts_of(module, handle)
-    return SeenGpu(name=name, total_bytes=total, held_bytes=held_bytes, num_sms=num_sms, share=share, facts=properties)
+    used_bytes, properties = _used_bytes(module, handle), None if slice_name else properties_of(module, handle)
+    return SeenGpu(
+        name=name, total_bytes=total, used_bytes=used_bytes, num_sms=num_sms, share=share, properties=properties
+    )
 
 
-def _held_bytes(module: ModuleType, handle: Any) -> int:
+def _used_bytes(module: ModuleType, handle: Any) -> int:
     """NVML's second form of the memory question counts the driver's reserve apart; 0 where only the first answers."""
     version = getattr(module, "nvmlMemory_v2", None)
     if version is None:
@@ -194,13 +196,13 @@ def _held_bytes(module: ModuleType, handle: Any) -> int:
         return 0
 
 
-def facts_of(module: Any, handle: Any) -> DriverFacts | None:
+def properties_of(module: Any, handle: Any) -> DeviceProperties | None:
     """None where the driver does not tell (AMD's, an old one, a slice)."""
     try:
         core_mhz = module.nvmlDeviceGetMaxClockInfo(handle, module.NVML_CLOCK_SM)
         memory_mhz = module.nvmlDeviceGetMaxClockInfo(handle, module.NVML_CLOCK_MEM)
         major, minor = module.nvmlDeviceGetCudaComputeCapability(handle)
-        return DriverFacts(
+        return DeviceProperties(
             capability=(int(major), int(minor)),
             num_cores=int(module.nvmlDeviceGetNumGpuCores(handle)),
             core_clock_hz=core_mhz * 1e6,

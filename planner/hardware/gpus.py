@@ -29,7 +29,7 @@ _COUNTED = (
     re.compile(rf"({_COUNT})\s*[x×*]\s*(?=[a-z]|\d{{3}})(.+)", re.IGNORECASE),
     re.compile(r"([1-9]\d?)\s+(?=[a-z])(.+)", re.IGNORECASE),
 )
-_COUNTED_BEHIND = re.compile(rf"(.+?)(?:\s+[x×*]\s*|\s*:\s*)({_COUNT})", re.IGNORECASE)
+_COUNT_LAST = re.compile(rf"(.+?)(?:\s+[x×*]\s*|\s*:\s*)({_COUNT})", re.IGNORECASE)
 _MEMORY = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d+)?)[\s_-]*g(?:i?b)?(?![a-z\d])", re.IGNORECASE)
 _MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac\s*(?:studio|mini|pro)|imac)\b")
 _WORDS = re.compile(r"[a-z0-9]+").findall
@@ -76,7 +76,7 @@ def counted(text: str) -> tuple[int | None, str]:
     for pattern in _COUNTED:
         if match := pattern.fullmatch(text):
             return int(match[1]), match[2]
-    trailing = _COUNTED_BEHIND.fullmatch(text) if text.count(":") < 2 else None
+    trailing = _COUNT_LAST.fullmatch(text) if text.count(":") < 2 else None
     return (int(trailing[2]), trailing[1]) if trailing is not None else (None, text)
 
 
@@ -467,9 +467,9 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
             "no GPU found on this machine: neither NVML nor nvidia-smi nor AMD's amdsmi answers",
             hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
         )
-    total_mib, held_mib = seen.total_bytes // MIB, -(-seen.held_bytes // MIB)
+    total_mib, held_mib = seen.total_bytes // MIB, -(-seen.used_bytes // MIB)
     key = _row_of(seen)
-    if key is None and seen.facts is None:
+    if key is None and seen.properties is None:
         raise UnknownGpuError(
             f"this machine's GPU {seen.name!r} ({total_mib} MiB) is not in the table",
             hint=f'install nvidia-ml-py, which can ask its driver; or describe it: --gpu "{seen.name}:'
@@ -587,7 +587,7 @@ def _ask_nvidia_smi(device: str) -> SeenGpu | None:
     _, name, total, used, sliced = rows[place]
     if sliced == "Enabled":
         return None
-    return SeenGpu(name=name, total_bytes=int(total) * MIB, held_bytes=int(used) * MIB if used.isdecimal() else 0)
+    return SeenGpu(name=name, total_bytes=int(total) * MIB, used_bytes=int(used) * MIB if used.isdecimal() else 0)
 
 
 _SMI_FIELDS = ("uuid", "name", "memory.total", "memory.used", "mig.mode.current")

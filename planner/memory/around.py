@@ -118,7 +118,7 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
 def evaluating_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
     """`evaluation_bytes`, 0 where it surely stays below the step's peak, or is not known."""
     more = seqs > setup.micro_batch_seqs or (seqs and (logits or evaluates_whole(setup)))
-    if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
+    if not more or setup.num_gpus > 1 or setup.objective_spec.rolls_out or setup.objective_spec.whole_batch:
         return 0
     return evaluation_bytes(model, gpu, setup, seqs, logits=logits)
 
@@ -139,7 +139,7 @@ def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     `convert_outputs_to_fp32`), twice that on the GPU while they are joined at the evaluation's end, unless
     `eval_accumulation_steps` is set. A head of scores gives one for each label, counted with one."""
     size = SIZE_BYTES["fp32" if setup.autocast_dtype else setup.weight_dtype]
-    return setup.seq_len_tokens * model.vocab_size * size if setup.aim.head == "vocabulary" else size
+    return setup.seq_len_tokens * model.vocab_size * size if setup.objective_spec.head == "vocabulary" else size
 
 
 def between_steps_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

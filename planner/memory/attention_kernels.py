@@ -157,7 +157,7 @@ def class_refusal(model: ModelSpec, setup: TrainSetup) -> str:
     """Why transformers' class of this model does not train this setup on any card, "" where it does."""
     if setup.checkpointing and "checkpointing" in model.lacks:
         return f"transformers' {model.built_class} has no gradient checkpointing"
-    if setup.loss != "full" and "bare-head" in model.lacks and setup.aim.head == "vocabulary":
+    if setup.loss != "full" and "bare-head" in model.lacks and setup.objective_spec.head == "vocabulary":
         more = "more than a matrix between hidden states and logits"
         return f"{model.built_class} puts {more}, which a fused loss leaves out"
     return ""

@@ -197,7 +197,7 @@ def math_scores(traits: Traits) -> ScoreBytes:
 # What attention over a sequence that is cut over several GPUs holds beside what it holds on one.
 
 
-def dealt_heads(attention: AttentionSpec, setup: TrainSetup) -> AttentionSpec:
+def rank_heads(attention: AttentionSpec, setup: TrainSetup) -> AttentionSpec:
     """The attention as a rank of the cut sequence sees it: Ulysses repeats a key-value head for the GPUs that share
     it."""
     if setup.context_degree == 1 or setup.rings or attention.num_kv_heads >= setup.context_degree:
@@ -222,7 +222,7 @@ def exchanged_bytes(attention: AttentionSpec, context: LayerContext) -> tuple[in
     size = SIZE_BYTES[context.dtypes.attention_input]
     queries = attention.num_heads * attention.head_dim
     given = attention.num_heads * attention.value_head_dim
-    rank_attention = dealt_heads(attention, setup)
+    rank_attention = rank_heads(attention, setup)
     pairs = rank_attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     if not setup.rings:
         moved = size * (3 * max(queries, given) + pairs)
@@ -599,7 +599,7 @@ def replicas(setup: TrainSetup) -> int:
     return setup.shards // setup.expert_degree
 
 
-def dealt(layer: LayerSpec, context: LayerContext) -> bool:
+def expert_parallel(layer: LayerSpec, context: LayerContext) -> bool:
     """Whether the layer's experts are dealt out."""
     return context.setup.expert_degree > 1 and layer.mlp is not None and layer.mlp.kind == "moe"
 
@@ -608,7 +608,7 @@ def dispatch_saved(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes that the dispatch keeps for the backward beyond what routed experts keep anyway: the outputs of a token's
     experts are weighed where the token is instead of where the expert is, which keeps as much."""
     assert layer.mlp is not None
-    return PAIR_BYTES * context.tokens * layer.mlp.num_active_experts if dealt(layer, context) else 0
+    return PAIR_BYTES * context.tokens * layer.mlp.num_active_experts if expert_parallel(layer, context) else 0
 
 
 def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
@@ -619,7 +619,7 @@ def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     those of the rows, or the largest of them once more (the product of a transposed stack is copied); their reduction.
     """
     setup, dtypes = context.setup, context.dtypes
-    if not dealt(layer, context):
+    if not expert_parallel(layer, context):
         return ((0, 0),) * 3
     assert layer.mlp is not None
     size = SIZE_BYTES[dtypes.table]

@@ -16,7 +16,6 @@ from planner.memory.layer_terms import (
     activation_dtype,
     add_mlp,
     by_input,
-    dealt_heads,
     dispatched_moments,
     eager_scores,
     exchanged_bytes,
@@ -28,6 +27,7 @@ from planner.memory.layer_terms import (
     lora_mlp,
     mask_bytes,
     math_scores,
+    rank_heads,
 )
 from planner.memory.states import of_tokens
 from planner.memory.workspace import dequantized_bytes
@@ -86,7 +86,7 @@ def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
     return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
 
 
-def norm_behind(layer: LayerSpec) -> NormSpec | None:
+def post_mlp_norm(layer: LayerSpec) -> NormSpec | None:
     """The norm that takes what the MLP gives, where there is one."""
     return next(
         (norm for norm in layer.norms if norm.name in ("post_feedforward_layernorm", "post_mlp_layernorm")), None
@@ -118,7 +118,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     """
     tokens = context.tokens
     keys = context.of_keys if context.looked_at else context.of_length(attention.key_tokens)
-    attention = dealt_heads(attention, context.setup)
+    attention = rank_heads(attention, context.setup)
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
@@ -159,7 +159,7 @@ def _aligned(keys: int) -> int:
     return -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
-def attention_held(layer: LayerSpec, context: LayerContext) -> int:
+def selective_checkpoint_bytes(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes that selective checkpointing keeps: what a fused attention gives, its output and one fp32 number per head
     and token (other kernels it does not know); torchtitan's keeps every second product of matrices too.
 
@@ -201,7 +201,7 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     add_mlp(saved, layer, by_role, context, normed)
     saved.fed = saved.total - before
     saved.late += saved.fed
-    if last := norm_behind(layer):
+    if last := post_mlp_norm(layer):
         saved.behind = norm_saved(last, context, context.dtypes.residual)
     return saved
 
@@ -255,7 +255,7 @@ def _add_attention(
     for norm in layer.norms:
         if norm.rows_per_token > 1:
             saved.norm += norm_saved(norm, of_keys if norm.name.endswith("k_norm") else context, qkv)
-    looks = ("k", "v") if layer.looks else ()
+    looks = ("k", "v") if layer.is_cross_attention else ()
     projections = [linear for role in ("q", "k", "v", "qkv", "mixer", "other") for linear in by_role.get(role, ())]
     cross = layer.cross_attention
     for group in by_input([linear for linear in projections if linear.role not in looks], apart=cross is not None):
@@ -440,7 +440,7 @@ def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> t
     plain = context.traits.norm == "layer" and not dtypes.autocast  # one kernel in the stream's own type
     norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[dtypes.residual] if plain else 4)
     norm = (2 * size if "norm" in context.fused else norms) * context.hidden
-    gone = 0 if norm_behind(layer) else saved.fed
+    gone = 0 if post_mlp_norm(layer) else saved.fed
     attention = exchange = 0
     if layer.attention is not None:
         spec = layer.attention
@@ -561,13 +561,13 @@ def grouped_temporary(layer: LayerSpec, context: LayerContext) -> int:
     experts, each = layer.mlp.num_experts, tokens * layer.mlp.num_active_experts
     padded = min(experts * tokens, PADDED_MOST_BYTES // (2 * min(context.hidden + first, edges)))
     if context.dtypes.adapter == "fp32":
-        padded = min(_rung(experts) * _rung(tokens), -(-padded * 25 // 16))
+        padded = min(_quarter_step(experts) * _quarter_step(tokens), -(-padded * 25 // 16))
     if each >= PADDED_BUCKETS_ROWS:
         padded = 2 * each
     return buffers + padded * context.tokens // tokens * (edges + first) * SIZE_BYTES[context.dtypes.adapter]
 
 
-def _rung(number: int) -> int:
+def _quarter_step(number: int) -> int:
     """The next of four steps between two powers of two."""
     step = 1 << max(0, number.bit_length() - 3)
     return -(-number // step) * step
@@ -608,9 +608,9 @@ class LayerCosts:
     Attributes:
         saved: kept for the backward, by part.
         entry: a checkpointed layer's input.
-        held: what selective checkpointing keeps of it.
+        selective_bytes: what selective checkpointing keeps of it.
         forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
-        beside: in a forward that keeps everything: DoRA's largest norm, or what stands at the last matrix's adapter.
+        extra_bytes: in a forward that keeps everything: DoRA's largest norm, or what the last matrix's adapter has.
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
         mask: the attention's mask, which layers of one window share.
@@ -618,10 +618,10 @@ class LayerCosts:
 
     saved: Saved
     entry: int
-    held: int
+    selective_bytes: int
     forward: int
     merged: int
-    beside: int
+    extra_bytes: int
     moments: tuple[tuple[int, int], ...]
     dequantized: int
     mask: int
@@ -669,7 +669,7 @@ def layer_costs(
 
 def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
     """Rows of the micro-batch's pictures that a layer attends to instead of its own tokens."""
-    if not layer.looks or setup.images is None:
+    if not layer.is_cross_attention or setup.images is None:
         return 0
     from planner.models.encoders import encoder_of  # late: text alone needs none of it
 
@@ -693,10 +693,10 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     return LayerCosts(
         saved=saved,
         entry=SIZE_BYTES[dtypes.residual] * context.hidden * tokens * traits.streams,
-        held=attention_held(layer, context),
+        selective_bytes=selective_checkpoint_bytes(layer, context),
         forward=forward_temporary(layer, context),
         merged=merged_stacks(layer, context),
-        beside=extra_bytes,
+        extra_bytes=extra_bytes,
         moments=((backward_temporary(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,

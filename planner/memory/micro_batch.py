@@ -108,7 +108,7 @@ class ActivationParts(NamedTuple):
         forwards: with gradients, one after another, before one backward; all that is kept is of all of them.
         sound: of a micro-batch's clips, which stay until the step's end.
         encoder: of the pictures (`planner.memory.modality_encoder`).
-        asked: of a reference that is asked beside all this.
+        reference: of a reference that is asked beside all this.
         hooked: at the backward's end, in place of what is left of what is stored
             (`planner.memory.micro_batch.hooked_bytes`).
         cached: keys and values in the model's cache until its outputs are dropped or replaced.
@@ -126,7 +126,7 @@ class ActivationParts(NamedTuple):
     forwards: int = 1
     sound: int = 0
     encoder: EncoderBytes = NO_ENCODER
-    asked: ReferenceForward = ReferenceForward()
+    reference: ReferenceForward = ReferenceForward()
     hooked: int = 0
     cached: int = 0
 
@@ -138,7 +138,7 @@ class ActivationParts(NamedTuple):
     @property
     def until_loss(self) -> int:
         """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
-        return max(self.cast_cache, self.asked.cached)
+        return max(self.cast_cache, self.reference.cached)
 
 
 # 16-bit copies that autocast makes of fp32 adapters and matrices.
@@ -397,7 +397,7 @@ def activation_parts(
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
-    freed = _gone_behind(model, setup, costs, kept_counts)
+    freed = _freed_bytes(model, setup, costs, kept_counts)
     layer_moments = _largest_moments(setup, costs, counts, kept_counts, freed)
     largest = max(layer_moments, key=_TOTAL)
     return ActivationParts(
@@ -412,7 +412,7 @@ def activation_parts(
         adapter_casts=adapter_cache,
         forwards=forwards,
         sound=sound_bytes(model.front_end, setup) if model.front_end is not None else 0,
-        asked=reference_forward_bytes(model, setup, ground.dtypes, costs, casts[0]),
+        reference=reference_forward_bytes(model, setup, ground.dtypes, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
         cached=cached_bytes(model, setup, beside_graph=True),
     )
@@ -452,7 +452,7 @@ def _kept_by_layers(
                 stored["inputs"] += num_recomputed * cost.entry
             # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
             stored["pinned"] += 0 if setup.reentrant_checkpointing else num_recomputed * saved.pinned
-            stored["attention"] += num_recomputed * cost.held if setup.selective_checkpointing else 0
+            stored["attention"] += num_recomputed * cost.selective_bytes if setup.selective_checkpointing else 0
     return stored
 
 
@@ -468,7 +468,7 @@ def _masks(model: ModelSpec, costs: Sequence[LayerCosts]) -> int:
     )
 
 
-def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept_counts: Sequence[int]) -> int:
+def _freed_bytes(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept_counts: Sequence[int]) -> int:
     """With every n-th layer checkpointed: bytes of the kept layers behind the last checkpointed one, which are gone by
     its turn."""
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
@@ -487,7 +487,7 @@ def _largest_moments(
         if count > num:
             # an offloaded input is copied to the host when its layer is done, and back when its turn comes
             recomputed = cost.saved.total + (cost.entry if setup.activation_offload else 0)
-            recomputed = max(0, recomputed - (cost.held if setup.selective_checkpointing else 0) - freed)
+            recomputed = max(0, recomputed - (cost.selective_bytes if setup.selective_checkpointing else 0) - freed)
             moments.append([_moment(recomputed, *sizes) for sizes in cost.moments])
         if num:
             moments.append([_moment(0, *sizes) for sizes in cost.moments])
@@ -511,7 +511,7 @@ def _forward_temporaries(
         if count > num:
             recomputed = max(recomputed, cost.forward + cost.merged + (cost.entry if setup.activation_offload else 0))
         if num:
-            whole = max(whole, cost.forward - cost.saved.total, cost.beside)
+            whole = max(whole, cost.forward - cost.saved.total, cost.extra_bytes)
     return max(recomputed - freed, whole)
 
 

@@ -19,7 +19,7 @@ from planner.core.units import MIN_BLOCK_BYTES
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.states import Held, RankState
+from planner.memory.states import Allocation, RankState
 from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, holes_of_loss
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
@@ -254,12 +254,12 @@ class ModelProfiles:
 
     Attributes:
         versions: of what was run.
-        passed_on: of ranks' profiles, by identity, those without gradients (`planner.memory.ranks`).
+        without_gradients: of ranks' profiles, by identity, those without gradients (`planner.memory.ranks`).
     """
 
     def __init__(self, raw: Mapping[str, Any], model: ModelSpec | None = None) -> None:
         self.versions: Mapping[str, str] = raw["versions"]
-        self.passed_on: dict[int, StepProfile] = {}
+        self.without_gradients: dict[int, StepProfile] = {}
         self._raw = raw
         self._found: dict[str, StepProfile] = {}
         self._moments: dict[tuple[int, int], ProfileMoment] = {}
@@ -598,7 +598,7 @@ class StepTerms:
         if size > 0:
             self._found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
 
-    def add_held(self, allocations: Iterable[Held]) -> None:
+    def add_allocations(self, allocations: Iterable[Allocation]) -> None:
         """What an engine holds all along, cuBLAS's workspaces and the optimizer's states."""
         for allocation in allocations:
             self.add(allocation.category, allocation.name, allocation.size_bytes, *PHASES)
@@ -635,13 +635,15 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
     for phase in PHASES:
         for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
             terms.add(category, name, size, phase)
-    terms.add_held(_buckets(state))
+    terms.add_allocations(_buckets(state))
     return terms.breakdown(_gap_bytes(step, setup, sizes, terms.temporaries))
 
 
-def _buckets(state: RankState) -> list[Held]:
+def _buckets(state: RankState) -> list[Allocation]:
     """DDP's, which are there all along and no part of what one GPU does."""
-    return [allocation for allocation in state.held if allocation.resident and allocation.category == "gradients"]
+    return [
+        allocation for allocation in state.allocations if allocation.resident and allocation.category == "gradients"
+    ]
 
 
 def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:

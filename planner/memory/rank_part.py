@@ -49,7 +49,7 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
     Source: PyTorch 2.13 `torch/distributed/pipelining`; accelerate 1.15 `infer_auto_device_map` (cuts by size, which is
     by layers where they are alike).
     """
-    model = headed(model, setup.aim.head)
+    model = headed(model, setup.objective_spec.head)
     stages = setup.num_gpus if setup.parallel == "device-map" else setup.pipeline_degree
     stages = min(stages, model.num_layers)
     if setup.parallel == "dp":
@@ -178,7 +178,7 @@ def _expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
         replace(
             layer,
             linears=tuple(
-                replace(linear, num=linear.num // degree, dealt=True) if linear.is_stack else linear
+                replace(linear, num=linear.num // degree, expert_parallel=True) if linear.is_stack else linear
                 for linear in layer.linears
             ),
         )

@@ -66,7 +66,7 @@ def rank_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep
     if profile is None:
         return None
     if not engine.reduces_layers:
-        profile = _passed_on(profiles, profile)
+        profile = _without_gradients(profiles, profile)
     return step_of(profile, model, inner)
 
 
@@ -75,9 +75,9 @@ def as_profiled(inner: TrainSetup) -> TrainSetup:
     return inner.replace_trusted(quantization="nf4-double") if inner.quantization == "nf4" else inner
 
 
-def _passed_on(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
+def _without_gradients(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
     """The profile without gradients but the head's in the loss: an engine takes each as it comes."""
-    stripped = profiles.passed_on.get(id(profile))
+    stripped = profiles.without_gradients.get(id(profile))
     if stripped is None:
         pieces = [
             Piece(
@@ -93,7 +93,7 @@ def _passed_on(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
             )
             for piece in profile.pieces
         ]
-        stripped = profiles.passed_on[id(profile)] = StepProfile(pieces=tuple(pieces))
+        stripped = profiles.without_gradients[id(profile)] = StepProfile(pieces=tuple(pieces))
     return stripped
 
 
@@ -117,7 +117,7 @@ class RankMoments:
     def __init__(self, step: ProfiledStep, state: RankState, *, accumulated: bool) -> None:
         self._step, self._state, self._accumulated = step, state, accumulated
         self._held = dict(state.moment_bytes)
-        for allocation in state.held:
+        for allocation in state.allocations:
             if allocation.name == ONE_GRADIENT:
                 for moment in allocation.moments:
                     self._held[moment] -= allocation.size_bytes
@@ -176,7 +176,7 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
     chain = loss_parts(state.part.model, state.setup)
     moments = RankMoments(step, state, accumulated=accumulated).at(micro, chain)
     terms = StepTerms(gpu, setup, state)
-    terms.add_held(allocation for allocation in state.held if allocation.resident)
+    terms.add_allocations(allocation for allocation in state.allocations if allocation.resident)
     largest = {phase: max(each, key=lambda candidate: candidate.size_bytes) for phase, each in moments.items()}
     for phase, moment in largest.items():
         groups = step.groups_at(moment.of_profile, micro, accumulated=accumulated)
@@ -184,7 +184,7 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
         for (category, name), size in groups.items():
             terms.add(category, name, size, phase)
         remaining = moment.size_bytes - moment.computing
-        for allocation in state.held:
+        for allocation in state.allocations:
             if moment.of_engine in allocation.moments and not allocation.resident and allocation.name != ONE_GRADIENT:
                 terms.add(allocation.category, allocation.name, allocation.size_bytes, phase)
                 remaining -= allocation.size_bytes

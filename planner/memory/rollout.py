@@ -19,14 +19,14 @@ def vllm_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     Source: vLLM's `gpu_memory_utilization` is a share of the whole card, whatever else lies there.
     Not counted: CUDA graphs beyond it, and what of it stays when it sleeps.
     """
-    if not setup.aim.rolls_out or not setup.rolls.colocated:
+    if not setup.objective_spec.rolls_out or not setup.rollout_settings.colocated:
         return 0
-    return int(setup.rolls.vllm_fraction * gpu.memory_bytes)
+    return int(setup.rollout_settings.vllm_fraction * gpu.memory_bytes)
 
 
 def resident_vllm(gpu: GpuSpec, setup: TrainSetup) -> int:
     """Of `vllm_bytes`, what is there while the model trains too: nothing where it sleeps."""
-    return vllm_bytes(gpu, setup) if setup.rolls.generator == "vllm" else 0
+    return vllm_bytes(gpu, setup) if setup.rollout_settings.generator == "vllm" else 0
 
 
 def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradients: int) -> tuple[Term, ...]:
@@ -37,11 +37,11 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
 
     Not counted: masks of prompts of unequal length, under which SDPA also repeats keys and values of grouped queries.
     """
-    if not setup.aim.rolls_out or setup.rolls.generator == "vllm-server":
+    if not setup.objective_spec.rolls_out or setup.rollout_settings.generator == "vllm-server":
         return ()
-    mid_step = setup.rolls.within_a_step(setup.global_batch_seqs)
+    mid_step = setup.rollout_settings.within_a_step(setup.global_batch_seqs)
     gradient_terms: tuple[Term, ...] = (("gradients", "accumulated gradients", gradients),) if mid_step else ()
-    if setup.rolls.colocated:
+    if setup.rollout_settings.colocated:
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
         return (*gradient_terms, ("other", VLLM, awake))
     shared = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1)
@@ -61,7 +61,7 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
     head = [model.head.num_weights] if model.head is not None else []
     casts = out * sum(weights + head) if out < stream else 0
 
-    def held(tokens: int, temporaries: int) -> tuple[Term, ...]:
+    def cache_terms(tokens: int, temporaries: int) -> tuple[Term, ...]:
         return (
             ("activations", f"keys and values of {seqs} completions", cache_bytes(model, setup, seqs, tokens)),
             ("activations", "one forward's temporaries in generation", temporaries),
@@ -73,8 +73,8 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
     grown = seqs * max((_kept(layer.attention, longest, stream, 0) for layer in layers if layer.attention), default=0)
     sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
     return max(
-        held(setup.prompt_tokens, before),
-        held(longest, max(grown, sampled)),
+        cache_terms(setup.prompt_tokens, before),
+        cache_terms(longest, max(grown, sampled)),
         key=lambda terms: sum(term[2] for term in terms),
     )
 

@@ -551,7 +551,7 @@ BACKWARD = ("head", "first", "turn", "last", "end")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class Allocation:
     """Bytes of one kind that a rank holds at some moments (all of MOMENTS: resident)."""
 
     category: Category
@@ -565,14 +565,14 @@ class Held:
         return len(self.moments) == len(MOMENTS)
 
 
-def weights_held(name: str, size_bytes: int, *moments: str) -> Held:
+def weight_allocation(name: str, size_bytes: int, *moments: str) -> Allocation:
     """Weights at these moments; all along where none is named."""
-    return Held(category="weights", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+    return Allocation(category="weights", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
 
 
-def gradients_held(name: str, size_bytes: int, *moments: str) -> Held:
+def gradient_allocation(name: str, size_bytes: int, *moments: str) -> Allocation:
     """Gradients, and the buffers that they travel in, at these moments; all along where none is named."""
-    return Held(category="gradients", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+    return Allocation(category="gradients", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -593,14 +593,14 @@ class RankState:
             layer's weights, before it runs.
         holes_bytes: what the allocator holds of weights that are gathered and freed again.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
-        moment_bytes: what `held` adds up to at each moment beyond what is "resident".
+        moment_bytes: what `allocations` add up to at each moment beyond what is "resident".
     """
 
     part: RankPart
     setup: TrainSetup
     trained: Trained
     local: Trained
-    held: tuple[Held, ...]
+    allocations: tuple[Allocation, ...]
     optimizer_on_device: bool = True
     stepped: int | None = None
     gone_in_step_bytes: int = 0
@@ -614,7 +614,7 @@ class RankState:
 
     def __post_init__(self) -> None:
         totals = dict.fromkeys((*MOMENTS, "resident"), 0)
-        for allocation in self.held:
+        for allocation in self.allocations:
             for moment in ("resident",) if allocation.resident else allocation.moments:
                 totals[moment] += allocation.size_bytes
         self.moment_bytes.update(totals)
@@ -642,11 +642,10 @@ class RankState:
         return state_bytes(self.local.num, self.local.dtype, optimizer, matrix_edge_sum=self.local.edge_sum)
 
 
-def rank_state(part: RankPart, setup: TrainSetup, allocations: Iterable[Held], **other: Any) -> RankState:
+def rank_state(part: RankPart, setup: TrainSetup, allocations: Iterable[Allocation], **other: Any) -> RankState:
     """The state of a rank that shards: what holds nothing is left out."""
-    return RankState(
-        part=part, setup=setup, held=tuple(allocation for allocation in allocations if allocation.size_bytes), **other
-    )
+    some = tuple(allocation for allocation in allocations if allocation.size_bytes)
+    return RankState(part=part, setup=setup, allocations=some, **other)
 
 
 def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
@@ -657,13 +656,13 @@ def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
         return Trained(num=0, dtype=setup.resolved_adapter_dtype, edge_sum=0, largest=0, head=0, embeddings=0)
 
 
-def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iterator[Held]:
+def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iterator[Allocation]:
     """The weights, and what LoRA adds to them, as they are on one GPU."""
     for name, size in weight_bytes(model, setup).items():
         if size:
-            yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
+            yield Allocation(category="weights", name=f"weights: {name}", size_bytes=size)
     if setup.method != "full":
-        yield Held(
+        yield Allocation(
             category="adapters",
             name=f"{'LoRA matrices' if setup.adapter == 'lora' else setup.kind.title.partition(' (')[0]}"
             f"{' and whole modules' if setup.modules_to_save else ''}",
@@ -671,12 +670,12 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
         )
         if setup.kind.form == "shared":
             linears = [linear for _, _, group in lora_linears(model, setup.lora_targets) for linear in group]
-            yield Held(
+            yield Allocation(
                 category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
             )
         if setup.kind.form == "rows":
             table = max(weights.num_params for weights in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
-            yield Held(
+            yield Allocation(
                 category="gradients",
                 name="gradient of the embedding with its rows",
                 size_bytes=table,
@@ -684,10 +683,10 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             )
             if model.tied and setup.loss == "full" and not setup.kbit_fp32_cast:
                 name = "the tied head with its rows"  # multiplied from a copy of the table
-                yield Held(category="weights", name=name, size_bytes=table, moments=("loss", "head"))
+                yield Allocation(category="weights", name=name, size_bytes=table, moments=("loss", "head"))
     elif setup.copies_reference:
         size = sum(weight_bytes(model, setup).values())
-        yield Held(category="weights", name=REFERENCE, size_bytes=size)
+        yield Allocation(category="weights", name=REFERENCE, size_bytes=size)
 
 
 def rotary_table_bytes(model: ModelSpec, setup: TrainSetup) -> int:
@@ -777,21 +776,20 @@ def _decoder_share(model: ModelSpec) -> float:
     return sum(num for num, decoder in parts if decoder) / max(1, sum(num for num, _ in parts))
 
 
-def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Allocation]:
     """Gradients that stay whole until the step, as on one GPU; where the optimizer steps in the backward each goes as
     it comes, as if it were added to others that take no room."""
     goes = setup.trainer.steps_in_backward
     at = backward_gradients(model, setup, trained, accumulated=accumulated or goes)
     allocations = [
-        Held(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
+        Allocation(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
         for moment, size in at.items()
     ]
     if goes:
         return allocations
-    allocations.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
+    size = trained.size_bytes
+    allocations.append(Allocation(category="gradients", name="gradients", size_bytes=size, moments=("step",)))
     if accumulated:
-        moments = (*COMPUTE, "end")
-        allocations.append(
-            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=moments)
-        )
+        name, moments = "accumulated gradients", (*COMPUTE, "end")
+        allocations.append(Allocation(category="gradients", name=name, size_bytes=size, moments=moments))
     return allocations

@@ -173,7 +173,7 @@ def in_flight_bytes(state: RankState, setup: TrainSetup, saved: int, flight: int
     if flight < 2:
         return 0
     apart = 0
-    for allocation in state.held:
+    for allocation in state.allocations:
         if "gather" in allocation.moments and not allocation.resident:
             gradients = allocation.category == "gradients" and micro_batches <= flight
             weights = allocation.category == "weights" and setup.reshard_after_forward
@@ -229,7 +229,7 @@ def _with_head_in_pieces(chain: LossChain, shape: LossShape) -> LossChain:
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
-    dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.aim
+    dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.objective_spec
     several = setup.micro_batch_seqs > 1 and (by.packs_rows or not setup.packing)  # all but one row's last: no copy
     shape = LossShape(
         tokens=setup.forward_tokens if objective.head == "none" else setup.scored_tokens,
@@ -247,7 +247,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
         compiled=setup.compiled and by.compiles_loss,
-        asked=setup.asks_reference,
+        with_reference=setup.asks_reference,
         widened=by.widens_outputs and dtypes.autocast is not None,
         upcast_early=(by.transformers_loss or by.shifted_loss) and setup.before_transformers(4, 46),
         log_probs=setup.log_probs,
@@ -267,7 +267,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     return replace(chain, kept_bytes=chain.kept_bytes + cached_bytes(model, setup))
 
 
-def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
+def last_stage_loss(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
     """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part."""
     chain = loss_parts(part.model, inner)
     outputs = setup.num_gpus * chain.logits_bytes if setup.parallel == "dp" and not part.follower else 0
@@ -281,14 +281,14 @@ class LossMoment(NamedTuple):
         within: in the model's forward (autocast's cache is still alive).
         forward: its own forward; backward: its own backward.
         head: the head's gradient beside 16-bit logits (with accumulation too: it is made, then added).
-        asked: while a reference's layers run; arriving: of it, the next layer's weights.
+        reference: while a reference's layers run; arriving: of it, the next layer's weights.
     """
 
     within: int
     forward: int
     backward: int
     head: int
-    asked: int
+    reference: int
     arriving: int
 
     @classmethod
@@ -313,7 +313,7 @@ class LossMoment(NamedTuple):
         peak = max(self.within + until_loss, self.forward, self.backward, self.head)
         if not reference.frames:
             return peak
-        return max(peak, self.asked + reference.frames + reference.cached + max(reference.layer, self.arriving))
+        return max(peak, self.reference + reference.frames + reference.cached + max(reference.layer, self.arriving))
 
 
 def loss_terms(
@@ -327,7 +327,7 @@ def loss_terms(
     name, extra_name = f"loss chain ({loss})", "weights and buffers beside the loss"
     moment = LossMoment.of(state, chain, outputs_bytes)
     within = moment.within + parts.until_loss
-    reference_terms = _asking(state, chain, parts, loss)
+    reference_terms = _reference_terms(state, chain, parts, loss)
     if total_bytes(reference_terms) > max(within, moment.forward, moment.backward, moment.head):
         return reference_terms
     if within >= moment.forward and within > max(moment.backward, moment.head):
@@ -341,14 +341,14 @@ def loss_terms(
     return ("loss", name, chain.backward_bytes), ("loss", extra_name, state.loss_backward_bytes)
 
 
-def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
+def _reference_terms(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
     """What is there while a reference's layers run: one layer's temporaries, or the next one's weights arriving."""
-    if not parts.asked.frames:
+    if not parts.reference.frames:
         return ()
     return (
         ("loss", f"what the loss keeps ({loss})", chain.reference_forward_bytes),
-        ("activations", "what the reference's forward holds", parts.asked.frames + parts.asked.cached),
-        ("activations", "one layer of it, or the next one's weights", max(parts.asked.layer, state.arriving_bytes)),
+        ("activations", "what the reference's forward holds", parts.reference.frames + parts.reference.cached),
+        ("activations", "one layer of it, or the next one's weights", max(parts.reference.layer, state.arriving_bytes)),
         ("weights", "weights and buffers beside it", state.reference_forward_bytes),
     )
 
@@ -502,14 +502,14 @@ class MomentLines(NamedTuple):
     """The moments of computing as straight lines in the micro-batch.
 
     Attributes:
-        beside: by moment those without the loss that no other of it is always above.
+        envelopes: by moment those without the loss that no other of it is always above.
         loss: the loss's, without it; kept: what each micro-batch in flight adds.
         layer: by which a layer's forward and backward are above what is kept.
     """
 
-    beside: tuple[tuple[str, tuple[Line, ...]], ...]
+    envelopes: tuple[tuple[str, tuple[Line, ...]], ...]
     loss: Line
-    kept: Line
+    saved: Line
     layer: tuple[Line, ...]
 
     @classmethod
@@ -526,10 +526,10 @@ class MomentLines(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The moments of one rank as straight lines in the micro-batch; `beside` are those without the loss that no other
+    """The moments of one rank as straight lines in the micro-batch; `envelope` are those without the loss that no other
     is always above; `loss_alone` and `layer` what the loss and a layer hold beyond the activations kept."""
 
-    beside: tuple[Line, ...]
+    envelope: tuple[Line, ...]
     loss: Line
     loss_alone: Line
     layer: tuple[Line, ...]
@@ -538,22 +538,24 @@ class Lines(NamedTuple):
     def through(cls, state: RankState, computed: MomentLines) -> "Lines":
         """What computing holds on top of what the rank's engine does."""
         engine_bytes, loss = state.moment_bytes, computed.loss
-        lines = [(engine_bytes[name] + intercept, slope) for name, each in computed.beside for intercept, slope in each]
+        lines = [
+            (engine_bytes[name] + intercept, slope) for name, each in computed.envelopes for intercept, slope in each
+        ]
         return cls(
-            _highest(lines), (engine_bytes["loss"] + loss[0], loss[1]), _less(loss, computed.kept), computed.layer
+            _highest(lines), (engine_bytes["loss"] + loss[0], loss[1]), _less(loss, computed.saved), computed.layer
         )
 
     def largest(self, micro_batch_seqs: int, in_loss: int) -> int:
         """The largest moment before the step at one micro-batch."""
         more = micro_batch_seqs - 1
         highest = self.loss[0] + more * self.loss[1] + in_loss
-        for intercept, slope in self.beside:
+        for intercept, slope in self.envelope:
             here = intercept + more * slope
             if here > highest:
                 highest = here
         return highest
 
-    def come_and_gone(self, micro_batch_seqs: int, in_loss: int) -> tuple[int, int]:
+    def transient_bytes(self, micro_batch_seqs: int, in_loss: int) -> tuple[int, int]:
         """What the loss and what a layer make beyond the activations kept, at one micro-batch."""
         more = micro_batch_seqs - 1
         alone, slope = self.loss_alone
@@ -610,7 +612,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         shown.add((phase,), _held_at(state, moments[best].name))
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
-        alone, layer = _come_and_gone(moments)
+        alone, layer = _transient_bytes(moments)
         of_loss = gap_of_loss(setup.loss, setup.checkpointing)
         layer = max(layer, total_bytes(generated))
         gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss) + state.holes_bytes
@@ -620,7 +622,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside_allocator)
 
 
-def _come_and_gone(moments: Sequence[Moment]) -> tuple[int, int]:
+def _transient_bytes(moments: Sequence[Moment]) -> tuple[int, int]:
     """What the loss, its chain not counted, and what a layer make beyond the activations kept."""
     sizes: dict[str, int] = {}
     for moment in moments:
@@ -634,7 +636,7 @@ def _in_loss(
     """What is there in the loss beside the activations, and the bytes of outputs that the loop keeps from it."""
     if not part.last:
         return (), 0
-    chain, outputs, others = loss_beside(part, setup, state.setup, part.in_flight)
+    chain, outputs, others = last_stage_loss(part, setup, state.setup, part.in_flight)
     more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
     return (*loss_terms(state, chain, parts, outputs, setup.loss), more), chain.kept_bytes
 
@@ -646,7 +648,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
     return [
         *(
             (allocation.category, allocation.name, allocation.size_bytes)
-            for allocation in state.held
+            for allocation in state.allocations
             if allocation.resident
         ),
         ("weights", "rotary tables of every layer", rotary_table_bytes(part.model, setup)),
@@ -661,7 +663,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
 def _held_at(state: RankState, moment: str) -> list[Term]:
     return [
         (allocation.category, allocation.name, allocation.size_bytes)
-        for allocation in state.held
+        for allocation in state.allocations
         if moment in allocation.moments and not allocation.resident
     ]
 

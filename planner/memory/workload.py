@@ -10,7 +10,7 @@ from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.images import Images, with_text
-from planner.options.objectives import Objective, aim_of, seqs_per_sample
+from planner.options.objectives import Objective, objective_spec_of, seqs_per_sample
 from planner.samples import steps
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Workload:
         return images
 
     @property
-    def aim(self) -> Objective:
+    def objective_spec(self) -> Objective:
         """What the step trains for."""
-        return aim_of(self.fixed)
+        return objective_spec_of(self.fixed)
 
     @property
     def seqs_per_sample(self) -> int:

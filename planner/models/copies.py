@@ -39,7 +39,7 @@ def plain_name(name: str) -> tuple[str, dict[str, Any]]:
 def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]]:
     """The catalogue's model of which a name is a copy, and what the copy's config.json has more; None: of none, or not
     known of which layers."""
-    from planner.models.spoken import understand  # late: an id of the catalogue needs none of it
+    from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
     if plain.lower().partition("/")[0] not in PUBLISHERS:

@@ -57,7 +57,7 @@ def _seeing(model: ModelSpec, built: str) -> ModelSpec:
     """With its encoder idle, and the text's layers one name deeper, those that look at pictures among them."""
     encoder = _encoder(model, 32, 32)
     parts = [*encoder.model.layer_counts, *((projector.layer, projector.num) for projector in encoder.projectors)]
-    model = mllama.looking(model) if model.model_type == "mllama" else model
+    model = mllama.with_cross_attention(model) if model.model_type == "mllama" else model
     return replace(
         model,
         built_class=built,

@@ -62,7 +62,7 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
     if model is None and "/" in name and hub.is_repo_id(name):
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
     if model is None:
-        model = _spoken(name)
+        model = _by_common_name(name)
     if model is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
     if model is None:
@@ -72,14 +72,14 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
     return model
 
 
-def _spoken(name: str) -> ModelSpec | None:
+def _by_common_name(name: str) -> ModelSpec | None:
     """The catalogue's model that people call so, or of which this is a copy by its name; None where it is none.
 
     Raises:
         UnknownModelError: it may be several.
     """
     from planner.models.copies import plain_name
-    from planner.models.spoken import understand  # late: an id of the catalogue needs none of it
+    from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
     taken = understand(plain)
@@ -96,7 +96,7 @@ def _spoken(name: str) -> ModelSpec | None:
 
 def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:
     """Ask the hub; where it gives nothing, the cache, and the catalogue unless a revision was asked for."""
-    spoken = None if ("/" in name and hub.is_repo_id(name)) or catalogue.find(name) else _spoken(name)
+    spoken = None if ("/" in name and hub.is_repo_id(name)) or catalogue.find(name) else _by_common_name(name)
     taken_as = spoken.taken_as if spoken is not None else ""
     name = spoken.model_id if spoken is not None else name
     answer = hub.from_hub(name, revision)
@@ -128,7 +128,7 @@ def _spec(
         if answer.config is not None:
             return spec_from_config(answer.config, model_id=name, source=answer.source + note, like=like)
         reasons.append(answer.reason)
-    if "/" in name and revision is None and (copy := _spoken(name)) is not None:
+    if "/" in name and revision is None and (copy := _by_common_name(name)) is not None:
         return copy
     raise UnknownModelError(
         f"model {shown(name)} is no local directory and not in the catalogue; {'; '.join(dict.fromkeys(reasons))}",
@@ -140,7 +140,7 @@ def meant(name: str) -> list[str]:
     """Lower-case hub ids of the catalogue that a name may mean, best first: what `resolve_model` takes or asks about,
     else those that hold it, else close ones."""
     from planner.models.copies import plain_name
-    from planner.models.spoken import understand
+    from planner.models.name_matching import understand
 
     entry = catalogue.find(name)
     try:
@@ -156,7 +156,7 @@ def meant(name: str) -> list[str]:
 def _close(name: str) -> list[str]:
     """Hub ids of the catalogue with a name like this one."""
     from planner.core.close import close_names
-    from planner.models.spoken import of_other_size
+    from planner.models.name_matching import of_other_size
 
     close = of_other_size(name) or close_names(name.lower().rpartition("/")[2], catalogue.all_names(), num=12)
     return list(

@@ -55,7 +55,7 @@ class LinearSpec:
             child of nn.Linear, which transformers passes over (`integrations/bitsandbytes.py`: `type(module) is`).
         of_encoder: its input is the encoder's output (keys and values of a cross attention).
         refused: PEFT puts no adapter there: its class does more than a product, or PEFT names it as unfit.
-        dealt: a rank's share of experts that are dealt out over GPUs (`planner.memory.rank_part`), which may be one.
+        expert_parallel: a rank's share of experts that are spread over GPUs (`planner.memory.rank_part`), maybe one.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LinearSpec:
     kept: bool = False
     of_encoder: bool = False
     refused: bool = False
-    dealt: bool = False
+    expert_parallel: bool = False
 
     @property
     def quantizes(self) -> bool:
@@ -84,7 +84,7 @@ class LinearSpec:
     @property
     def is_expert(self) -> bool:
         """Whether it stands for routed experts, stacked or modules of their own (`planner.models.earlier`)."""
-        return self.num > 1 or self.dealt
+        return self.num > 1 or self.expert_parallel
 
     @property
     def leaf(self) -> str:
@@ -201,7 +201,7 @@ class LayerSpec:
     frozen: bool = False
 
     @property
-    def looks(self) -> bool:
+    def is_cross_attention(self) -> bool:
         """Whether it attends to pictures instead of to the text."""
         return self.attention is not None and self.attention.cross
 
@@ -404,10 +404,13 @@ class ModelSpec:
         return tuple(linear.num for layer in self.layer_kinds for linear in layer.linears if linear.is_stack)
 
     @cached_property
-    def num_dealt_weights(self) -> int:
+    def num_expert_parallel_weights(self) -> int:
         """Elements of experts that are dealt out over GPUs (`planner.memory.rank_part.expert_shard`)."""
         return sum(
-            linear.num_weights * num for layer, num in self.layer_counts for linear in layer.linears if linear.dealt
+            linear.num_weights * num
+            for layer, num in self.layer_counts
+            for linear in layer.linears
+            if linear.expert_parallel
         )
 
     @property

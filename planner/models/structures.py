@@ -14,7 +14,7 @@ from planner.models.targets import num_lora_params
 
 VOCABULARY_TILE = 32_768
 """Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""
-FEWEST_BESIDE = -6
+FEWEST_OUTSIDE_LAYERS = -6
 """Modules, tensors in lists or calls that come beside those of every layer: so many fewer, or up to as many more as a
 model has layers (37 were run: up to 30, five lists of what five other modules have)."""
 Sizes = dict[str, int]
@@ -102,16 +102,16 @@ class Resizer:
     """
 
     def __init__(self, source: Mapping[str, int], other: Mapping[str, int]) -> None:
-        self._own, self._other = source, other
+        self._source, self._target = source, other
         self._tags = [(name, tag) for name in _FACTORS if (tag := _odd(source.get(name, 1))) > 1]
 
     def size(self, number: float) -> float:
         """A dimension, or the factor of one."""
         for name in _SUMS:
-            if source_size := self._own.get(name):
+            if source_size := self._source.get(name):
                 ratio = number / source_size
                 if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
-                    return self._other[name] * ratio
+                    return self._target[name] * ratio
         rest, factor = self._divided(number * 2**_LEAST)  # also of packed weights, two of them a byte, and of scales
         either = _is_power(rest) or _is_power(rest / 3)  # queries, keys and values of as many heads are three
         return rest * factor / 2**_LEAST if either else number
@@ -120,15 +120,15 @@ class Resizer:
         """Bytes, or their factor: also a matrix with the vocabulary or of queries, keys and values together, and a
         product with what no size has (experts, constants)."""
         for name, across in _WITH_WIDTH:
-            if across in self._own and _is_power(ratio := number / (self._own[name] * self._own[across])):
-                return self._other[name] * self._other[across] * ratio
+            if across in self._source and _is_power(ratio := number / (self._source[name] * self._source[across])):
+                return self._target[name] * self._target[across] * ratio
         resized = self.size(number)
         if resized != number:
             return resized
         rest, factor = self._divided(number)
-        width, constant = number / self._own["hidden"], _is_power(number) or _is_power(number / 3)
+        width, constant = number / self._source["hidden"], _is_power(number) or _is_power(number / 3)
         if factor == 1.0 and width > 0 and not constant and abs(width / 2.0 ** round(math.log2(width)) - 1) < _NEARLY:
-            factor = self._other["hidden"] / self._own["hidden"]
+            factor = self._target["hidden"] / self._source["hidden"]
         return rest * factor
 
     def _divided(self, number: float) -> tuple[float, float]:
@@ -136,14 +136,14 @@ class Resizer:
         rest, factor = number, 1.0
         for name, tag in self._tags:
             while rest % tag == 0:
-                rest, factor = rest / tag, factor * self._other[name] * tag / self._own[name]
+                rest, factor = rest / tag, factor * self._target[name] * tag / self._source[name]
         return rest, factor
 
     def count(self, number: int) -> int:
         """How many there are of something in all layers and beside them."""
-        layers = self._own["layers"]
-        each, extra = divmod(number - FEWEST_BESIDE, layers)
-        return each * self._other["layers"] + extra + FEWEST_BESIDE
+        layers = self._source["layers"]
+        each, extra = divmod(number - FEWEST_OUTSIDE_LAYERS, layers)
+        return each * self._target["layers"] + extra + FEWEST_OUTSIDE_LAYERS
 
 
 def _is_power(ratio: float) -> bool:

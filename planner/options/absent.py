@@ -142,7 +142,7 @@ def absent(name: object) -> tuple[str, str] | None:
     return ABSENT.get(re.sub("[ _]", "-", str(name).strip().lower()))
 
 
-def told(option: str, value: object) -> tuple[str, str] | None:
+def known_unplanned(option: str, value: object) -> tuple[str, str] | None:
     """(problem, hint) for a value of an option that is known and no choice; None for any other."""
     row = absent(value)
     return (f"{option} {value} is not planned: {row[0]}", f"use {row[1]}") if row is not None else None

@@ -51,7 +51,7 @@ class LossShape:
         in_place: the stack's own kernel of the full loss writes the gradient over the logits; shifted: over a copy of
             their fp32 form.
         kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
-        asked: a reference is asked between its forward and its backward.
+        with_reference: a reference is asked between its forward and its backward.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
@@ -74,7 +74,7 @@ class LossShape:
     shifted: bool = False
     kept: bool = False
     widened: bool = False
-    asked: bool = False
+    with_reference: bool = False
     compiled: bool = False
     upcast_early: bool = False
     copies_shifted: bool = False
@@ -227,7 +227,7 @@ class ChunkedLoss(Loss):
         # the head's fp32 gradient is cast to the weight's type at the end, beside the last tile
         cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
         rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
-        reference_rows = rows if shape.asked else 0  # the policy's, and the reference's hidden states
+        reference_rows = rows if shape.with_reference else 0  # the policy's, and the reference's hidden states
         forward = tile + rows + 2 * reference_rows
         return LossChain(
             loss_bytes=forward,

@@ -117,7 +117,7 @@ def _chain(shape: LossShape, forward: float, backward: float, *, extra: int = 0,
     elements = shape.tokens * shape.vocab_size
     wide, logits = _wide(shape) * elements, shape.logit_bytes * elements
     kept_bytes = (logits if shape.softcap else 0) + shape.cast_bytes
-    reference = int(reference * wide) + (logits if shape.softcap else 0) if shape.asked else 0
+    reference = int(reference * wide) + (logits if shape.softcap else 0) if shape.with_reference else 0
     return LossChain(
         loss_bytes=int(forward * wide) + extra * elements + kept_bytes,
         backward_bytes=int(backward * wide) + kept_bytes,
@@ -153,11 +153,11 @@ def _pairs_chain(shape: LossShape, stack: str) -> LossChain:
     kernel; LLaMA-Factory 0.9.5 `train/dpo/trainer.py` get_batch_loss_metrics, `train/trainer_utils.py` get_batch_logps.
     """
     if stack == "llamafactory":
-        return _chain(shape, 4 if shape.asked else 2, 3, reference=2)
+        return _chain(shape, 4 if shape.with_reference else 2, 3, reference=2)
     if shape.log_probs:
         return _older_pairs_chain(shape)
     extra = shape.logit_bytes if shape.widened else 0
-    return _chain(shape, 2 if shape.asked else 1, 2, extra=extra, reference=1)
+    return _chain(shape, 2 if shape.with_reference else 1, 2, extra=extra, reference=1)
 
 
 def _older_pairs_chain(shape: LossShape) -> LossChain:
@@ -170,15 +170,17 @@ def _older_pairs_chain(shape: LossShape) -> LossChain:
     Source: `SetupValues.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
     """
     if shape.log_probs == "gathered beside":
-        return _chain(shape, 4.5 if shape.asked else 3, 3, reference=2.5)
+        return _chain(shape, 4.5 if shape.with_reference else 3, 3, reference=2.5)
     if shape.log_probs == "gathered":
-        return _chain(shape, 3 if shape.asked else 2.5, 3, reference=1)
+        return _chain(shape, 3 if shape.with_reference else 2.5, 3, reference=1)
     wide = _wide(shape) == 4
     if shape.log_probs == "rows" or (wide and shape.log_probs == "kept rows"):
         return _chain(shape, 2.5, 4 if wide else 2, reference=1)
     if shape.log_probs == "kept rows":
-        return _chain(shape, 3.5 if shape.asked else 2.5, 2, reference=2)
-    return _chain(shape, (4.5 if wide else 5.5) if shape.asked else 3.5, 4 if wide else 2, reference=2 if wide else 3)
+        return _chain(shape, 3.5 if shape.with_reference else 2.5, 2, reference=2)
+    return _chain(
+        shape, (4.5 if wide else 5.5) if shape.with_reference else 3.5, 4 if wide else 2, reference=2 if wide else 3
+    )
 
 
 def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
@@ -191,7 +193,7 @@ def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
     backward = 3 if by_gather else 4 if wide else 2
     others = int(shape.log_probs != "rows apart")  # other prompts'
     policy = 3 if by_gather or not wide else 2
-    return _chain(shape, (4 if shape.asked else policy) + others, backward, reference=2)
+    return _chain(shape, (4 if shape.with_reference else policy) + others, backward, reference=2)
 
 
 def _older_rollouts_chain(shape: LossShape, stack: str) -> LossChain:
@@ -386,11 +388,11 @@ OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}
 """Every objective by its name."""
 
 
-def aim_of(fixed: Mapping[str, tuple[Any, ...]]) -> Objective:
+def objective_spec_of(fixed: Mapping[str, tuple[Any, ...]]) -> Objective:
     """The objective among the setup fields that a user decided."""
     return OBJECTIVES[fixed.get("objective", (DEFAULT,))[0]]
 
 
 def seqs_per_sample(fixed: Mapping[str, tuple[Any, ...]]) -> int:
     """Sequences of one sample under the setup fields that a user decided."""
-    return aim_of(fixed).seqs_per_sample + int(fixed.get("hard_negatives", (0,))[0])
+    return objective_spec_of(fixed).seqs_per_sample + int(fixed.get("hard_negatives", (0,))[0])

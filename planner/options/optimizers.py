@@ -15,13 +15,13 @@ class States:
     """What an optimizer keeps from step to step.
 
     Attributes:
-        own_type: states per parameter in the parameter's own type.
+        param_dtype_states: states per parameter in the parameter's own type.
         eight_bit: states per parameter of one byte and an fp32 scale per BLOCK_8BIT.
         fp32: states per parameter in fp32.
         factored: one fp32 row and one fp32 column per matrix instead of a state per parameter.
     """
 
-    own_type: int = 0
+    param_dtype_states: int = 0
     eight_bit: int = 0
     fp32: int = 0
     factored: bool = False
@@ -105,7 +105,7 @@ class Optimizer:
         states = self.states
         eight_bit = states.eight_bit * num_trained + self.scale_bytes(num_trained)
         factored = 4 * matrix_edge_sum if states.factored else 0
-        return (states.own_type * size_bytes + 4 * states.fp32) * num_trained + eight_bit + factored
+        return (states.param_dtype_states * size_bytes + 4 * states.fp32) * num_trained + eight_bit + factored
 
     def scale_bytes(self, num: int) -> int:
         """Bytes of the scales of `num` parameters' 8-bit states."""
@@ -165,7 +165,7 @@ _ROWS = (
         name="adamw",
         planned=False,
         tie_break=1,
-        states=States(own_type=2),
+        states=States(param_dtype_states=2),
         temporaries=Temporaries(copies=1),
         passes=20.0,
         kernels_per_tensor=0.3,
@@ -180,7 +180,7 @@ _ROWS = (
         name="adamw-fused",
         planned=True,
         tie_break=0,
-        states=States(own_type=2),
+        states=States(param_dtype_states=2),
         temporaries=Temporaries(),
         passes=7.0,
         kernels_per_tensor=0.05,

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.core.errors import SetupError, UsageError
-from planner.core.notes import found, risk, usual
+from planner.core.notes import measured, risk, usual
 from planner.core.units import gib, seconds
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of, why_not
@@ -23,20 +23,20 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
+from planner.planning.decision.alternatives import alternatives, in_backward
 from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose
-from planner.planning.decision.facts import WalkResults, merged
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node
-from planner.planning.decision.others import alternatives, in_backward
 from planner.planning.decision.policy import compile_s, job_notes
+from planner.planning.decision.results import WalkResults, merged
 from planner.planning.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
+from planner.planning.groups import WalkCache
 from planner.planning.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.refine import CorrectionKey
-from planner.planning.runs import WalkCache
-from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, kinds, micro_batches
-from planner.planning.walk import Point
+from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, micro_batches, sample_setups
+from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 from planner.setup.packages import PROGRAMS, packages_of, requirement
@@ -53,9 +53,9 @@ class _Walked(NamedTuple):
 
     workload: Workload
     values: Mapping[str, tuple[Any, ...]]
-    facts: WalkResults
+    results: WalkResults
     node: Node | None
-    best: Point | None
+    best: WalkedSetup | None
 
     @classmethod
     def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache) -> "_Walked":
@@ -64,7 +64,7 @@ class _Walked(NamedTuple):
             workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
         elif workload.targets == ("loggetta",) and "quantize_experts" not in workload.fixed:
             workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})  # it has nothing else
-        values, results = dimension_values(workload), WalkResults(known=cache)
+        values, results = dimension_values(workload), WalkResults(cache=cache)
         return cls(workload, values, results, *choose(workload, values, results, corrections))
 
 
@@ -99,7 +99,7 @@ def plan_workload(
     walked = _Walked.all(workload, corrections, cache)
     if walked.node is None or walked.best is None:
         return _nothing_fits(walked, corrections, helped, explained)
-    written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
+    written = _of_some_target(walked.workload, walked.best, corrections, walked.results.cache)
     if written is None:
         return _plan(walked, walked.node, walked.best, num_ranked, explained)
     walked, note = written
@@ -109,15 +109,15 @@ def plan_workload(
     return replace(plan, notes=(note, *plan.notes))
 
 
-def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
+def _plan(walked: _Walked, node: Node, best: WalkedSetup, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
     """The answer where something fits."""
-    workload, results = walked.workload, walked.facts
+    workload, results = walked.workload, walked.results
     if not explained:
         space, chosen = _space_count(workload, walked.values, results), candidate(workload, best.setup)
         return Plan(workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space)
-    alone = _one_gpu(workload, results.known) if workload.num_gpus > 1 else None
+    alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup)
-    installed = _with_packages(workload, chosen, results.known)
+    installed = _with_packages(workload, chosen, results.cache)
     fastest = merged(results.of_node(node).values()).ranked()
     others = [point for point in fastest if point is not best][: num_ranked - 1]
     return Plan(
@@ -135,29 +135,29 @@ def _nothing_fits(
     walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True, explained: bool = True
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
-    workload, results = walked.workload, walked.facts
+    workload, results = walked.workload, walked.results
     space = _space_count(workload, walked.values, results)
     if not space.walked:
         unpacked = _of_unpacked(workload, corrections)
         if unpacked is not None:
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
-        check_something_expressed(workload, kinds(workload, walked.values, layouts))
+        check_something_expressed(workload, sample_setups(workload, walked.values, layouts))
         raise _nothing_to_walk(workload, results)
     instead = (
-        _with_packed_experts(workload, corrections, results.known)
+        _with_packed_experts(workload, corrections, results.cache)
         or _of_plain_copy(workload, corrections)
-        or _in_the_host(workload, corrections, results.known)
+        or _in_the_host(workload, corrections, results.cache)
     )
     if instead is not None:
         return instead
-    from planner.planning.decision.others import refusal  # a plan needs none
+    from planner.planning.decision.alternatives import refusal  # a plan needs none
 
     if not explained:
         return refusal(workload, results, (), space, (), helped=False)
-    alone = _one_gpu(workload, results.known) if workload.num_gpus > 1 else None
+    alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     tree = tuple(answers(workload, results, None, None, None, alone))
-    installed = _with_packages(workload, None, results.known)
+    installed = _with_packages(workload, None, results.cache)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
     refused = refusal(workload, results, tree, space, notes, helped=helped)
     if not helped:
@@ -307,7 +307,7 @@ def _in_the_host(
                 if more:
                     others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
                     eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
-                    notes.insert(0, found("; ".join((stateless, *eight))))
+                    notes.insert(0, measured("; ".join((stateless, *eight))))
                 return replace(plan, notes=(*notes, *plan.notes))
     return None
 
@@ -328,7 +328,7 @@ def _with_packed_experts(
 
 
 def _of_some_target(
-    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
+    workload: Workload, fastest: WalkedSetup, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
 ) -> tuple[_Walked, str] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note that says
     so; None where one has, or no target trains anything that fits."""
@@ -345,7 +345,7 @@ def _of_some_target(
     if not options:
         return None
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
-    note = found(f"no tool has a file for the fastest setup ({speed}): {reason}")
+    note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
     return min(options, key=lambda option: option[:3])[-1], note
 
 
@@ -368,7 +368,7 @@ def _of_unpacked(
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
     note = f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}"
-    return replace(plan, notes=(found(note), *plan.notes))
+    return replace(plan, notes=(measured(note), *plan.notes))
 
 
 def _chosen(workload: Workload) -> Candidate | None:
@@ -403,7 +403,7 @@ def _with_packages(workload: Workload, chosen: Candidate | None, cache: WalkCach
         return ()
     request = replace(workload, absent_packages=())
     values = dimension_values(request)
-    _, best = choose(request, values, WalkResults(known=cache))
+    _, best = choose(request, values, WalkResults(cache=cache))
     if best is None or (chosen is not None and best.setup == chosen.setup):
         return ()
     other = candidate(request, best.setup)

@@ -194,7 +194,7 @@ def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> in
     return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
 
 
-def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> Predict:
+def with_extras(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> Predict:
     """The prediction with what a config holds beside its step: adapters on token tables, another model, and the
     evaluation between two steps."""
     if not (config.adapted_tables or config.beside_bytes or config.eval_seqs):
@@ -202,13 +202,13 @@ def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSp
 
     def predicted(setup: TrainSetup) -> Prediction:
         prediction = predict(setup)
-        step_bytes = prediction.peak_device_bytes + held_bytes(config, model, setup)
+        step_bytes = prediction.peak_device_bytes + extra_bytes(config, model, setup)
         return replace(prediction, peak_device_bytes=max(step_bytes, evaluating_bytes(config, model, gpu, setup)))
 
     return predicted
 
 
-def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
+def extra_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
     """What a config holds beside what its setup says: adapters on token tables, another model."""
     return table_bytes(model, setup, config.adapted_tables) + config.beside_bytes
 
@@ -216,13 +216,13 @@ def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
     peak_bytes = around.evaluating_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
-    return peak_bytes + held_bytes(config, model, setup) if peak_bytes else 0
+    return peak_bytes + extra_bytes(config, model, setup) if peak_bytes else 0
 
 
 def _keeps_all_logits(config: ReadConfig) -> bool:
     """Whether logits of the vocabulary pile up on the GPU over a whole evaluation, which is as long as the data."""
     keeps_logits = config.eval_seqs > 0 and config.eval_logits and "eval_accumulation_steps" not in config.values
-    return keeps_logits and config.setup.aim.head == "vocabulary"
+    return keeps_logits and config.setup.objective_spec.head == "vocabulary"
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
 WHOLE_EVALUATION = "Liger's loss makes no logits in training alone"
 
 
-def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
+def reload_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
     """Device memory where a program loads its model once more after the training; 0 where it does not."""
     if not config.loaded_again[0] or config.setup.num_gpus > 1:
         return 0
@@ -255,7 +255,7 @@ def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
     return between_steps_bytes + SIZE_BYTES[config.loaded_again[1]] * model.num_params
 
 
-def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
+def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
     """What loading takes of the host where several processes do it, and a second model after the training."""
     notes = []
     setup, where = config.setup, config.loaded_again[0]
@@ -278,11 +278,11 @@ def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwa
 
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
-    of_step = including(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
+    of_step = with_extras(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
     evaluation = evaluating_bytes(config, model, gpu, config.setup)
     decides = evaluation > of_step.peak_device_bytes
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
-    predict = including(predict, config, model, gpu)
+    predict = with_extras(predict, config, model, gpu)
     step_band = band_of(of_step, config)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
@@ -302,7 +302,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
-    afterwards = again_bytes(config, model, gpu)
+    afterwards = reload_bytes(config, model, gpu)
     if verdict is Verdict.FITS and afterwards > budget_bytes:
         verdict = Verdict.UNCERTAIN
     return CheckResult(
@@ -316,7 +316,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         evaluation_bytes=evaluation if decides else 0,
         notes=(
             *_evaluation_notes(config, model, evaluation if decides else 0),
-            *_around_notes(config, model, of_step.peak_device_bytes, afterwards),
+            *_loading_notes(config, model, of_step.peak_device_bytes, afterwards),
             *(_cache_notes(of_step, budget_bytes) or _length_notes(of_step, config.setup)),
         ),
     )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from planner.core.errors import NotExpressed, SetupError, UsageError
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.frameworks.tools.field import changed_fields
 from planner.memory.workload import Workload
 from planner.options.stacks import TARGET_ROWS, written_by
@@ -99,7 +99,7 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
 
 def writers(workload: Workload) -> list[str]:
     """Launch targets that have a file for the objective and start from nothing but it."""
-    return [name for name in written_by(workload.aim.name) if name not in CONFIGS]
+    return [name for name in written_by(workload.objective_spec.name) if name not in CONFIGS]
 
 
 def unwritten(workload: Workload, setup: TrainSetup) -> str:
@@ -122,7 +122,7 @@ def target_notes(workload: Workload, chosen: TrainSetup) -> tuple[str, ...]:
     chosen, if so."""
     if not workload.targets:
         reason = unwritten(workload, chosen)
-        return (found(f"no launch file can be written: {reason}"),) if reason else ()
+        return (measured(f"no launch file can be written: {reason}"),) if reason else ()
     first, *others = workload.targets
     note = f"planned as {first} runs it (--target): setups that it would run otherwise are left out"
     return (note + (f"; {', '.join(others)} must run and fit as well" if others else ""),)

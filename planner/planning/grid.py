@@ -12,8 +12,8 @@ from planner.memory.workload import Workload
 from planner.options.precisions import PRECISIONS
 from planner.planning.answer import best_by_method, plan_workload
 from planner.planning.decision.candidates import candidate
+from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
-from planner.planning.runs import WalkCache
 from planner.planning.space import branches, dimension_values
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate

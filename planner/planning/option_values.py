@@ -8,7 +8,7 @@ from decimal import Decimal
 from planner.core.errors import UsageError
 from planner.core.units import GIB, gib
 from planner.hardware.gpu import GpuSpec
-from planner.options.absent import told
+from planner.options.absent import known_unplanned
 from planner.setup import allowed as fields
 
 HEADROOM_FRACTION = 0.04
@@ -70,7 +70,7 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
         raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
     for value in chosen:
         if value not in allowed:
-            if explanation := told(f"--{name}", value):
+            if explanation := known_unplanned(f"--{name}", value):
                 raise UsageError(explanation[0], hint=explanation[1])
             raise UsageError(
                 f"--{name} must be one of {', '.join(allowed)}; got {value!r}",

@@ -29,7 +29,7 @@ from planner.memory.step import (
     computing,
     gap_of_loss,
     in_flight_bytes,
-    loss_beside,
+    last_stage_loss,
     step_parts,
 )
 from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
@@ -53,19 +53,19 @@ class Peaks:
 
     def __init__(self, ranks: Sequence[AtPair], num_pairs: int) -> None:
         self._ranks = ranks
-        self._found: list[list[int] | None] = [None] * num_pairs
+        self._by_pair: list[list[int] | None] = [None] * num_pairs
 
     def at(self, index: int) -> list[int]:
         """Per optimizer, at one pair."""
-        peaks = self._found[index]
+        peaks = self._by_pair[index]
         if peaks is None:
             every = [rank(index) for rank in self._ranks]
-            peaks = self._found[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
+            peaks = self._by_pair[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
         return peaks
 
     def fit(self, limit_bytes: int) -> bool:
         """Whether any of them is at most so large."""
-        return any(min(self.at(index)) <= limit_bytes for index in range(len(self._found)))
+        return any(min(self.at(index)) <= limit_bytes for index in range(len(self._by_pair)))
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -86,7 +86,7 @@ class _Activations:
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
-        self.until_loss = self.parts.until_loss, self.parts.asked
+        self.until_loss = self.parts.until_loss, self.parts.reference
 
     @cached_property
     def lines(self) -> MomentLines:
@@ -125,7 +125,7 @@ class SharedLayers:
     """What the layers of one model hold, for all setups and cards for which it is the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Layers] = {}
+        self._cache: dict[Any, _Layers] = {}
 
     def of(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup, kernels: tuple[str, ...]) -> _Layers:
         """A part's layers with these attention kernels; `inner` has micro-batch 1."""
@@ -133,9 +133,9 @@ class SharedLayers:
         if alike.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
             alike = alike.replace_trusted(quantization="nf4")
         key = (part.model, part.last, alike, kernels)
-        layers = self._known.get(key)
+        layers = self._cache.get(key)
         if layers is None:
-            layers = self._known[key] = _Layers(part, gpu, alike)
+            layers = self._cache[key] = _Layers(part, gpu, alike)
         return layers
 
 
@@ -143,14 +143,14 @@ Stepping = dict[str, tuple[int, int]]
 """By optimizer: bytes of its states, and at the step's moment."""
 
 
-class _Held(NamedTuple):
+class _RankBaseline(NamedTuple):
     """What a rank holds under one loss, which knows checkpointing from none."""
 
     state: RankState
     stepping: Stepping
 
 
-class _InLoss(NamedTuple):
+class _LossMemory(NamedTuple):
     """The loss of one micro-batch: its moment, bytes of other micro-batches' in flight, and of the logits that the
     stack's loop holds all along."""
 
@@ -163,8 +163,8 @@ class Rank:
     """One part of the job under one branch and spread: its states and its loss chains, each found once.
 
     Attributes:
-        pairs: (micro-batch, accumulation); flights: micro-batches in flight at each.
-        beside: bytes that are there whatever it holds: workspaces, communicators, vLLM.
+        pairs: (micro-batch, accumulation); in_flight: micro-batches in flight at each.
+        extra_bytes: that are there whatever it holds: workspaces, communicators, vLLM.
     """
 
     def __init__(
@@ -175,41 +175,41 @@ class Rank:
         pairs: Sequence[tuple[int, int]],
         shared_layers: SharedLayers,
     ) -> None:
-        self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, shared_layers
+        self.part, self.gpu, self.pairs, self._shared = part, gpu, pairs, shared_layers
         self.engine = engine_of(setup)
-        self.beside = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
-        self.beside += communicator_bytes(gpu, setup)
-        self.flights = [0] * len(pairs)
+        self.extra_bytes = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
+        self.extra_bytes += communicator_bytes(gpu, setup)
+        self.in_flight = [0] * len(pairs)
         if setup.pipeline_degree > 1:
-            self.flights = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
+            self.in_flight = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
         self._layers: dict[tuple[object, ...], _Layers] = {}
-        self._held: dict[tuple[bool, str, bool], _Held] = {}
+        self._held: dict[tuple[bool, str, bool], _RankBaseline] = {}
         self._chains: dict[tuple[str, int], tuple[LossChain, int, int]] = {}
-        self._in_loss: dict[tuple[bool, str, bool], dict[int, _InLoss]] = {}
+        self._in_loss: dict[tuple[bool, str, bool], dict[int, _LossMemory]] = {}
 
     def activations(self, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
         """The activations of a setup of this branch; `inner` has micro-batch 1."""
         key = (inner.kernels, kernels, inner.attention, inner.checkpointing > 0)
         layers = self._layers.get(key)
         if layers is None:
-            layers = self._layers[key] = self._known.of(self.part, self.gpu, inner, kernels)
+            layers = self._layers[key] = self._shared.of(self.part, self.gpu, inner, kernels)
         return layers.activations(inner)
 
     def generating(self, setup: TrainSetup, state: RankState) -> int:
         """Bytes of generation at its largest moment beyond what is resident."""
         return total_bytes(generation_terms(self.part.model, self.gpu, setup, state.trained.size_bytes))
 
-    def held(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> _Held:
+    def baseline(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> _RankBaseline:
         """What the rank holds with a loss, and what its optimizers add."""
-        loss = self.engine.held_alike(self.part.model, setup, loss)
+        loss = self.engine.equivalent_loss(self.part.model, setup, loss)
         key = (setup.checkpointing > 0, loss, accumulated)
         baseline = self._held.get(key)
         if baseline is None:
             state = self.engine.state(self.part, setup.replace_trusted(loss=loss), accumulated=accumulated)
-            baseline = self._held[key] = _Held(state, {})
+            baseline = self._held[key] = _RankBaseline(state, {})
         return baseline
 
-    def stepping(self, baseline: _Held, optimizers: Sequence[str]) -> list[tuple[int, int]]:
+    def stepping(self, baseline: _RankBaseline, optimizers: Sequence[str]) -> list[tuple[int, int]]:
         """The `Stepping` of each optimizer."""
         state, by_optimizer = baseline.state, baseline.stepping
         for optimizer in optimizers:
@@ -218,23 +218,23 @@ class Rank:
                 by_optimizer[optimizer] = (states, state.moment_bytes["step"] + temporaries)
         return [by_optimizer[optimizer] for optimizer in optimizers]
 
-    def in_loss(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> dict[int, _InLoss]:
+    def in_loss(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> dict[int, _LossMemory]:
         """What is known of the loss by the pair's place."""
         return self._in_loss.setdefault((setup.checkpointing > 0, loss, accumulated), {})
 
     def chain(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> tuple[LossChain, int, int]:
-        """The loss chain at one pair, and what is beside it (`loss_beside`)."""
+        """The loss chain at one pair, and what is beside it (`last_stage_loss`)."""
         key = (loss, index)
         chained = self._chains.get(key)
         if chained is None:
             inner = state.setup.replace_trusted(loss=loss, micro_batch_seqs=self.pairs[index][0])
-            chained = self._chains[key] = loss_beside(self.part, setup, inner, self.flights[index])
+            chained = self._chains[key] = last_stage_loss(self.part, setup, inner, self.in_flight[index])
         return chained
 
-    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _InLoss:
+    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _LossMemory:
         """The loss at one pair."""
         chain, outputs, others = self.chain(setup, loss, index, state)
-        return _InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
+        return _LossMemory(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
 
 
 class Family:
@@ -252,7 +252,9 @@ class Family:
 
     @cached_property
     def _plain(self) -> bool:
-        return not (self._activations.parts.encoder.inputs or self._rank.flights[0] or self._setup.aim.rolls_out)
+        return not (
+            self._activations.parts.encoder.inputs or self._rank.in_flight[0] or self._setup.objective_spec.rolls_out
+        )
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         """The peaks without the CUDA context, by the step profile where there is one."""
@@ -271,20 +273,20 @@ class Family:
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
         for accumulated in (False, True):
-            baseline = self._rank.held(self._setup, loss, accumulated=accumulated)
+            baseline = self._rank.baseline(self._setup, loss, accumulated=accumulated)
             at_end = baseline.state.moment_bytes["step"]
             for by_accumulation, (states, step_bytes) in zip(
                 stepping, self._rank.stepping(baseline, optimizers), strict=True
             ):
                 by_accumulation[accumulated] = states, step_bytes - at_end
-        state, extra_bytes, pairs = baseline.state, self._rank.beside, self.pairs
+        state, extra_bytes, pairs = baseline.state, self._rank.extra_bytes, self.pairs
         return lambda index: profiled_peaks(step, state, extra_bytes, pairs[index], stepping)
 
     def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         from planner.memory.ranks import RankMoments, before_step
 
         rank, setup, of_loss = self._rank, self._setup, gap_of_loss(loss, self._setup.checkpointing)
-        holding = [rank.held(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
+        holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         rank_moments = [
             RankMoments(step, baseline.state, accumulated=place > 0) for place, baseline in enumerate(holding)
         ]
@@ -294,7 +296,7 @@ class Family:
             baseline, moments = holding[steps > 1], rank_moments[steps > 1]
             sizes = moments.at(micro, rank.chain(setup, loss, index, baseline.state)[0])
             before = before_step(sizes, of_loss, baseline.state.holes_bytes)
-            resident = baseline.state.moment_bytes["resident"] + rank.beside
+            resident = baseline.state.moment_bytes["resident"] + rank.extra_bytes
             largest = before.size_bytes + before.gap_bytes
             at_end = sizes["step"][0].size_bytes - baseline.state.moment_bytes["step"] + GAP_FLOOR_BYTES
             return [
@@ -317,34 +319,34 @@ class Family:
                 loss_memory = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
                 in_loss = loss_memory.moment.largest(until, reference) + loss_memory.others
                 resident += loss_memory.kept
-            largest, (alone, layer) = lines.largest(micro, in_loss), lines.come_and_gone(micro, in_loss)
+            largest, (alone, layer) = lines.largest(micro, in_loss), lines.transient_bytes(micro, in_loss)
             if not self._plain:
-                more, largest, generated = self._beside(state, index, largest)
+                more, largest, generated = self._rare_parts(state, index, largest)
                 resident, layer = resident + more, max(layer, generated)
             resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss) + state.holes_bytes
             return [resident + states + max(largest, step) for states, step in stepping]
 
         return at
 
-    def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int, int]:
+    def _rare_parts(self, state: RankState, index: int, largest: int) -> tuple[int, int, int]:
         """(bytes that are resident, of the largest moment, of generation) with what only some setups have: pictures,
         further micro-batches in flight, generation."""
         rank, setup, encoder = self._rank, self._setup, self._activations.parts.encoder
         generated = 0
         micro, steps = rank.pairs[index]
         resident = micro * steps * encoder.inputs
-        if rank.flights[index]:
-            boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
+        if rank.in_flight[index]:
+            boundary, in_flight = self._in_flight(state, micro, steps, rank.in_flight[index])
             resident, largest = resident + boundary, largest + in_flight
         largest += (micro - 1) * (micro - 2) * encoder.mask  # beyond its straight line through 1 and 2
-        if setup.aim.rolls_out:
+        if setup.objective_spec.rolls_out:
             whole = setup.replace_trusted(micro_batch_seqs=micro, accumulation_steps=steps)
             generated = rank.generating(whole, state)
         return resident, max(largest, generated), generated
 
     def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
         """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
-        first_bytes, slope = self._activations.lines.kept
+        first_bytes, slope = self._activations.lines.saved
         in_flight = in_flight_bytes(state, self._setup, first_bytes + (micro - 1) * slope, flight, steps)
         batched = self._inner.replace_trusted(micro_batch_seqs=micro)
         part = self._rank.part
@@ -352,15 +354,21 @@ class Family:
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int]], int, dict[int, _InLoss]]:
+    ) -> tuple[RankState, Lines, list[tuple[int, int]], int, dict[int, _LossMemory]]:
         """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
         without."""
         rank = self._rank
-        baseline = rank.held(self._setup, loss, accumulated=accumulated)
+        baseline = rank.baseline(self._setup, loss, accumulated=accumulated)
         state = baseline.state
         key = tuple(state.moment_bytes.values())
         lines = self._lines.get(key)
         if lines is None:
             lines = self._lines[key] = Lines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
-        return state, lines, rank.stepping(baseline, optimizers), state.moment_bytes["resident"] + rank.beside, losses
+        return (
+            state,
+            lines,
+            rank.stepping(baseline, optimizers),
+            state.moment_bytes["resident"] + rank.extra_bytes,
+            losses,
+        )

@@ -52,7 +52,7 @@ class Alternative:
     trade: str
 
 
-def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
+def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
     """(memory, speed) evidence of each candidate, a whole column from one rung, because the difference of two rungs
     would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
     launch file does not replace, else the formula."""
@@ -68,12 +68,12 @@ def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Meas
 
 def trade(chosen: Candidate, other: Candidate) -> str:
     """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
-    return _trade(*on_one_rung((chosen, other)), verdict=other.verdict)
+    return _trade(*on_one_level((chosen, other)), verdict=other.verdict)
 
 
 def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
-    mine, *theirs = on_one_rung((chosen, *(alternative.candidate for alternative in others)))
+    mine, *theirs = on_one_level((chosen, *(alternative.candidate for alternative in others)))
     return tuple(
         replace(alternative, trade=_trade(mine, other, verdict=alternative.candidate.verdict))
         for alternative, other in zip(others, theirs, strict=True)

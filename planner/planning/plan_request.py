@@ -14,7 +14,7 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.options.adapters import ADAPTERS
 from planner.options.images import with_text
-from planner.options.objectives import aim_of, seqs_per_sample
+from planner.options.objectives import objective_spec_of, seqs_per_sample
 from planner.options.rollouts import Rollout
 from planner.options.sound import TEXT_TOKENS
 from planner.planning.lora_rank import rank_floor
@@ -144,7 +144,7 @@ class PlanRequest:
         samples = positive("samples", self.data.num_samples)
         if samples is None:
             return replace(self.data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
-        objective = aim_of(self.fixed)
+        objective = objective_spec_of(self.fixed)
         if objective.rolls_out:
             samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
         whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.core.notes import found, risk
+from planner.core.notes import measured, risk
 from planner.core.units import gib, percent
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import (
@@ -174,7 +174,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     if positions is not None and setup.seq_len_tokens > positions:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
         if model.front_end is not None:
-            notes.append(found(f"this cannot run: {beyond}, which {model.built_class} refuses"))
+            notes.append(measured(f"this cannot run: {beyond}, which {model.built_class} refuses"))
         else:
             notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
     if streamed := streamed_stacks(model, setup):
@@ -242,7 +242,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
         why = "no fused kernel takes this dtype, card and head layout"
-        packed = setup.replace_trusted(packing=setup.aim.packs)
+        packed = setup.replace_trusted(packing=setup.objective_spec.packs)
         fused = "math" not in attention_kernels(model, gpu, packed) and packs_apart(model, setup.attention)
         way = "; of packed rows it gets a mask, which a fused one takes (--packing)" if fused else ""
         notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
@@ -250,7 +250,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
     missing = missing_kernels(model, gpu, setup)
     if missing:
-        notes.append(found(f"this cannot run: {missing}"))
+        notes.append(measured(f"this cannot run: {missing}"))
     if gpu.vendor in ("Apple", "Intel"):
         notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
     return notes
@@ -278,7 +278,7 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
 def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What is said of the form in which the weights were published."""
     if refused := stored_refusal(setup, model):
-        return [found(f"this cannot run: {refused}")]
+        return [measured(f"this cannot run: {refused}")]
     if dequantizing_class(model):
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):

@@ -142,7 +142,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         if failed:
             notes = (
                 *notes,
-                noted.found(f"what fits by its size does not run: {next(iter(failed.values())).message[:300]}"),
+                noted.measured(f"what fits by its size does not run: {next(iter(failed.values())).message[:300]}"),
             )
         nearest = _with_run(plan.nearest, runs)
         missing = max(1, nearest.memory_evidence.peak_device_bytes - plan.workload.budget_bytes)
@@ -217,7 +217,7 @@ def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
             if candidate.verdict == verdict:
                 return replace(plan, chosen=candidate)
     return replace(
-        plan, notes=(*plan.notes, noted.found("no dry run has confirmed this setup yet: give more --headroom"))
+        plan, notes=(*plan.notes, noted.measured("no dry run has confirmed this setup yet: give more --headroom"))
     )
 
 
@@ -258,5 +258,5 @@ def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:
         return plan
     chosen = replace(plan.chosen, dry_run=failure)
     band = percent(chosen.formula.memory_band_fraction)
-    note = noted.found(f"no dry run: {failure.message}; the formula's band of {band} stands")
+    note = noted.measured(f"no dry run: {failure.message}; the formula's band of {band} stands")
     return replace(plan, chosen=chosen, ranked=(chosen, *plan.ranked[1:]), notes=(*plan.notes, note))

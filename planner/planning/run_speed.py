@@ -36,7 +36,7 @@ def with_run_speed(
     travels = setup.activation_offload or (
         OPTIMIZERS[setup.optimizer].paged and paged_overflow(model, gpu, setup, prediction.peak_device_bytes)
     )
-    if program is None or setup.num_gpus > 1 or setup.aim.rolls_out or travels or gpu.vendor != "NVIDIA":
+    if program is None or setup.num_gpus > 1 or setup.objective_spec.rolls_out or travels or gpu.vendor != "NVIDIA":
         return prediction
     run = run_speed(program, gpu, setup)
     formula = speed_profile(model, gpu, setup).step_time(setup)

@@ -163,7 +163,7 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
 
 def _batches(setup: TrainSetup) -> list[Tried]:
     """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
-    if setup.aim.whole_batch:
+    if setup.objective_spec.whole_batch:
         sizes = [size for size in PLANNED_CACHES if size < (setup.cached_seqs or setup.micro_batch_seqs)]
         return [(f"a cached loss, {size} sequences at once", {"cached_seqs": size}, False) for size in sizes]
     if setup.trainer.steps_in_backward:

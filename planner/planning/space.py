@@ -81,11 +81,11 @@ def dimension_values(workload: Workload) -> Values:
     _keep_as_stored(values, workload)
     if values["quantize_experts"] == (True,):
         if "lora_targets" not in workload.fixed:
-            grouped = STACKS[_own_stack(workload)].grouped_experts
+            grouped = STACKS[_branch_stack(workload)].grouped_experts
             values["lora_targets"] = (EXPERT_TARGETS if grouped else "attention",)
         attention = supported_attentions(workload.model, workload.gpu)[0]
         fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
-        packed = TrainSetup(method="qlora", attention=attention, stack=_own_stack(workload), **fields)
+        packed = TrainSetup(method="qlora", attention=attention, stack=_branch_stack(workload), **fields)
         if reason := missing_kernels(workload.model, workload.gpu, packed):
             raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
@@ -127,7 +127,7 @@ def _open_values(workload: Workload) -> Values:
         "attention": (*supported_attentions(workload.model, gpu), *xformers),
         "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
-        "kernels": planned_kernels(workload.targets, workload.aim.name),
+        "kernels": planned_kernels(workload.targets, workload.objective_spec.name),
         "linear_attention": planned_linear_attentions(workload.model, gpu),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
         "quantize_experts": (False,),
@@ -277,7 +277,7 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
         "seq_len_tokens": workload.seq_len_tokens,
         "packing": bool(values.get("packing", (objective.packed,))[0]),
         "objective": name,
-        "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(_own_stack(workload)),
+        "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(_branch_stack(workload)),
         "loss": "full" if objective.supervised else values["loss"][0],
         "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
         "checkpointing": 0 if values["checkpointing"] == (0,) else 1,
@@ -285,13 +285,13 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
     }
 
 
-def _own_stack(workload: Workload) -> str:
+def _branch_stack(workload: Workload) -> str:
     """The stack that a branch is made for before its target runs it: another's where the default has no such setup."""
     grouped = [name for name in workload.targets if name in STACKS and STACKS[name].grouped_experts]
     return grouped[0] if grouped else DEFAULT_STACK
 
 
-def kinds(
+def sample_setups(
     workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]" = ()
 ) -> Iterator[TrainSetup]:
     """A setup for every branch, spread, loss, attention and kernel family that the options allow, whatever runs it."""
@@ -324,7 +324,7 @@ def selecting_matters(workload: Workload) -> bool:
     return workload.seq_len_tokens > workload.model.hidden_size
 
 
-def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+def layer_variants(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
     branch and a layout decide."""
     variants = []

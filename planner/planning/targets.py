@@ -15,10 +15,10 @@ from planner.options.stacks import TARGET_ROWS
 from planner.planning.answer import plan_workload
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.choosing import choose
-from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults
 from planner.planning.decision.policy import left_out
+from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults
+from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
-from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
@@ -53,7 +53,7 @@ def compare_targets(workload: Workload) -> list[TargetChoice]:
         apart = (*apart, "loggetta")
     if workload.fixed.get("method") != ("full",):
         apart = (*apart, "torchtune-in-bwd")
-    names = [name for name in workload.aim.targets if name not in apart]
+    names = [name for name in workload.objective_spec.targets if name not in apart]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
@@ -120,7 +120,7 @@ def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
     choices = []
     for family in KERNELS.values():
         for target in family.only:
-            if target not in request.aim.targets or not (
+            if target not in request.objective_spec.targets or not (
                 reason := left_out(request, chosen.setup.replace_trusted(stack=target))
             ):
                 continue
@@ -141,7 +141,7 @@ def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
 def _quick(workload: Workload, cache: WalkCache) -> Candidate | None:
     """What is planned, without the rest of a plan; None where nothing is."""
     try:
-        best = choose(workload, dimension_values(workload), WalkResults(known=cache))[1]
+        best = choose(workload, dimension_values(workload), WalkResults(cache=cache))[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None

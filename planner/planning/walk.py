@@ -8,8 +8,8 @@ from planner.memory.model import memory_of
 from planner.memory.workload import Workload
 from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
+from planner.planning.groups import SetupGroup, WalkCache
 from planner.planning.peaks import Peaks
-from planner.planning.runs import Run, WalkCache
 from planner.planning.space import PREFERENCE_FRACTION, dimension_values
 from planner.planning.useful import useful_speeds
 from planner.setup import TrainSetup
@@ -22,7 +22,7 @@ Limit = Callable[[TrainSetup], int]
 """The largest peak that fits, of points with this shared setup."""
 
 
-class Point(NamedTuple):
+class WalkedSetup(NamedTuple):
     """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
 
     Attributes:
@@ -57,7 +57,7 @@ def walk(
     cache: WalkCache | None = None,
     limit: Limit | None = None,
     sure: Limit | None = None,
-) -> Iterator[Point]:
+) -> Iterator[WalkedSetup]:
     """Every setup of the space under every layout that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
     express.
@@ -72,10 +72,10 @@ def walk(
     several = len(workload.targets) > 1
     limit, sure = (None, None) if several else (limit, sure)
     points = _walk(workload, values, layouts, cache if cache is not None else WalkCache(), limit, sure)
-    return _for_all(points, workload) if several else points
+    return _for_all_targets(points, workload) if several else points
 
 
-def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
+def _for_all_targets(points: Iterable[WalkedSetup], workload: Workload) -> Iterator[WalkedSetup]:
     """The points of several targets: one that another runs otherwise has the larger of both peaks, each file has to
     fit."""
     shared: TrainSetup | None = None
@@ -100,23 +100,23 @@ class _Speeds:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._known: dict[tuple[int, str], Speeds] = {}
+        self._cache: dict[tuple[int, str], Speeds] = {}
         self._useful: dict[tuple[int, str], Speeds] = {}
         self._alike: dict[tuple[object, ...], Speeds] = {}
 
-    def of_rows(self, run: Run, loss: str) -> Speeds:
+    def of_rows(self, run: SetupGroup, loss: str) -> Speeds:
         """Tokens/s of full rows."""
-        speeds = self._known.get((id(run), loss))
+        speeds = self._cache.get((id(run), loss))
         if speeds is None:
             workload, shared = self._workload, run.shared
             group = (id(run.ranks), shared.kernels, shared.attention, shared.checkpointing > 0)
             like = self._alike.get(group)
             speeds = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster, like)
-            self._known[id(run), loss] = speeds
+            self._cache[id(run), loss] = speeds
             self._alike.setdefault(group, speeds)
         return speeds
 
-    def useful(self, run: Run, loss: str) -> Speeds:
+    def useful(self, run: SetupGroup, loss: str) -> Speeds:
         """Tokens/s that are the samples' own."""
         if not self._workload.data.real_fractions:
             return self.of_rows(run, loss)
@@ -133,7 +133,7 @@ def _walk(
     cache: WalkCache,
     limit: Limit | None,
     sure: Limit | None,
-) -> Iterator[Point]:
+) -> Iterator[WalkedSetup]:
     """The points run by run. A run that its rival outruns is left out: the rival is never larger (where it outruns all
     and no checkpoints, it does some)."""
     speeds, context = _Speeds(workload), context_bytes(workload.gpu)
@@ -161,8 +161,8 @@ def _walk(
 
 
 def _points(
-    run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None, context: int
-) -> Iterator[Point]:
+    run: SetupGroup, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None, context: int
+) -> Iterator[WalkedSetup]:
     """The points of a run with one loss; where none fits one for all of them, the smallest, without a speed.
 
     Attention implementations that run the same kernels in every layer share their figures. `context` is what the
@@ -173,7 +173,7 @@ def _points(
         (micro, steps), at_first = pairs[0], peaks.at(0)
         peak, others = min(at_first), len(pairs) * len(at_first) * len(run.attentions) - 1
         optimizer = run.choices[loss][at_first.index(peak)]
-        yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak + context, 0.0, others)
+        yield WalkedSetup(shared, run.attentions[0], loss, optimizer, micro, steps, peak + context, 0.0, others)
         return
     speeds_of = speeds.useful(run, loss)
     for place, optimizer in enumerate(run.choices[loss]):
@@ -183,15 +183,15 @@ def _points(
             beyond = len(pairs) - len(listed)  # counted with the last
             for index, (peak, speed) in enumerate(zip(listed, tokens_per_s, strict=True), 1):
                 more = beyond if index == len(listed) else 0
-                yield Point(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
+                yield WalkedSetup(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
 
 
-def _fits(workload: Workload, cache: WalkCache, run: Run, limit_bytes: int | None) -> bool:
+def _fits(workload: Workload, cache: WalkCache, run: SetupGroup, limit_bytes: int | None) -> bool:
     """Whether any point of a run fits; where nothing limits them all do."""
     return limit_bytes is None or any(cache.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
 
 
-def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
+def _dominated(speeds: _Speeds, run: SetupGroup, rival: SetupGroup) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
     loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
@@ -201,7 +201,7 @@ def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
     return all(speed < (1 - PREFERENCE_FRACTION) * best for speed, best in zip(mine, first, strict=True))
 
 
-def _slower(speeds: _Speeds, run: Run, num_layers: int, fastest: float) -> bool:
+def _slower(speeds: _Speeds, run: SetupGroup, num_layers: int, fastest: float) -> bool:
     """Whether a run that checkpoints some layers is slower than `fastest` at every micro-batch, whatever fits. Seconds
     are nearly affine in how many are checkpointed (1 % is kept for what is not)."""
     if run.ends is None or not fastest:

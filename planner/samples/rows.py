@@ -316,7 +316,7 @@ def sample_of(row: Row, kind: str) -> Row | None:
     if kind == "prompt-completion":
         prompt, completion = _text(row, "prompt"), _text(row, "completion")
         return {"prompt": prompt, "completion": completion} if completion.strip() else None
-    turns = _alternating(_turns(row))
+    turns = _alternating(_messages(row))
     if not any(message["role"] == "assistant" for message in turns):
         return None
     tools = row.get("tools")
@@ -336,7 +336,7 @@ def _text(row: Row, column: str) -> str:
     return value
 
 
-def _turns(row: Row) -> list[Row]:
+def _messages(row: Row) -> list[Row]:
     """Who said what, as it stands."""
     messages: list[Row] = []
     if column := _first(row, CHATS):
@@ -350,41 +350,45 @@ def _turns(row: Row) -> list[Row]:
             raise DataError(f"{column} is no list of turns")
         for number, message in enumerate(turns):  # plain texts take turns
             messages.append(
-                _turn(message) if isinstance(message, dict) else _said(("user", "assistant")[number % 2], message)
+                _message_of(message)
+                if isinstance(message, dict)
+                else _message(("user", "assistant")[number % 2], message)
             )
     elif isinstance(row.get("prompt"), list) and "completion" in row:
         completion = row["completion"]
         messages = [
-            _turn(message) for message in [*row["prompt"], *(completion if isinstance(completion, list) else [])]
+            _message_of(message) for message in [*row["prompt"], *(completion if isinstance(completion, list) else [])]
         ]
-        messages += [_said("assistant", completion)] * isinstance(completion, str)
+        messages += [_message("assistant", completion)] * isinstance(completion, str)
     else:
         question, answer = _question(row), _first(row, ANSWERS)
         for pair in row.get("history") or ():
-            messages += [_said(*role_text) for role_text in zip(("user", "assistant"), pair, strict=False)]
+            messages += [_message(*role_text) for role_text in zip(("user", "assistant"), pair, strict=False)]
         context = next((row[key] for key in CONTEXTS if key != question and row.get(key)), None)
-        prompt = _said("user", row[question])
+        prompt = _message("user", row[question])
         if context is not None:
-            prompt["content"] = f"{prompt['content']}\n{_said('user', context)['content']}"
-        messages += [prompt, _said("assistant", row[answer])]
+            prompt["content"] = f"{prompt['content']}\n{_message('user', context)['content']}"
+        messages += [prompt, _message("assistant", row[answer])]
     system = next((row[key] for key in SYSTEMS if row.get(key)), None)
     if system is not None and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, _said("system", system))
+        messages.insert(0, _message("system", system))
     return messages
 
 
-def _turn(message: Any) -> Row:
+def _message_of(message: Any) -> Row:
     if not isinstance(message, dict):
         raise DataError(f"a turn is {type(message).__name__}, no object")
     who = message.get("role") or message.get("from")
     role = ROLES.get(str(who).lower())
     if role is None:
         raise DataError(f"nobody is called {str(who)[:40]!r}: {', '.join(sorted(ROLES))} are known")
-    converted = _said(role, message["content"] if "content" in message else message.get("value", message.get("text")))
+    converted = _message(
+        role, message["content"] if "content" in message else message.get("value", message.get("text"))
+    )
     return converted | {key: message[key] for key in ("tool_calls", "name") if message.get(key)}
 
 
-def _said(role: str, content: Any) -> Row:
+def _message(role: str, content: Any) -> Row:
     if isinstance(content, list):  # parts, of which the texts count
         content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
     if isinstance(content, (dict, bool)):

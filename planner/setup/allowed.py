@@ -5,7 +5,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from planner.core.errors import SetupError
-from planner.options.absent import told
+from planner.options.absent import known_unplanned
 from planner.options.adapters import ADAPTERS as _ADAPTERS
 from planner.options.adapters import Adapter, refusal
 from planner.options.images import WITH_IMAGES
@@ -152,7 +152,7 @@ def one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = ""
     """Refuses a value that is none of these."""
     if value not in allowed:
         options = ", ".join(allowed)
-        if reason := told(name, value):
+        if reason := known_unplanned(name, value):
             raise SetupError(reason[0], hint=f"{reason[1]}; {name} is one of {options}")
         raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
 
@@ -243,7 +243,7 @@ def check(setup: SetupValues) -> None:
         _check_context(setup)
         _check_experts(setup)
     whole = setup.method == "full" and setup.num_gpus == 1 and setup.accumulation_steps == 1
-    if setup.trainer.steps_in_backward and not (whole and setup.aim.head == "vocabulary"):
+    if setup.trainer.steps_in_backward and not (whole and setup.objective_spec.head == "vocabulary"):
         raise SetupError(
             f"stack {setup.stack!r} trains a whole model on one GPU, every micro-batch a step",
             hint="use --method full, and --global-batch as large as one micro-batch",
@@ -484,7 +484,7 @@ def _check_images(setup: SetupValues) -> None:
 
 def _check_objective(setup: SetupValues) -> None:
     """What another objective than supervised training leaves of the other fields."""
-    row = setup.aim
+    row = setup.objective_spec
     if setup.loss not in row.losses:
         raise SetupError(
             f"no trainer of objective {setup.objective!r} has loss {setup.loss!r}",
@@ -502,7 +502,7 @@ def _check_objective(setup: SetupValues) -> None:
             hint="use --objective embedding",
         )
     if row.rolls_out:
-        _check_rollout(setup, setup.rolls)
+        _check_rollout(setup, setup.rollout_settings)
     elif setup.rollout is not None:
         raise SetupError(f"objective {setup.objective!r} generates nothing, got a rollout")
 

@@ -24,7 +24,7 @@ Decoder = Callable[[Any], Any]
 DAMAGED = "the file was changed by hand, or damaged"
 
 
-class _Misfit(Exception):
+class _TypeMismatch(Exception):
     """A value that does not fit its type; the path to it grows while the error rises."""
 
     def __init__(self, problem: str) -> None:
@@ -44,7 +44,7 @@ def decode(kind: type[T], value: Any, where: str = "", *, newer: bool = False) -
     """
     try:
         decoded: T = _decoder(cast(Hashable, kind), newer)(value)
-    except _Misfit as misfit:
+    except _TypeMismatch as misfit:
         path = "".join(reversed(misfit.path))
         raise ConfigError(f"{where or kind.__name__}{path}: {misfit.problem}", hint=DAMAGED) from misfit
     return decoded
@@ -81,7 +81,7 @@ def _plain(kind: Any) -> Decoder:
 
     def plain(value: Any) -> Any:
         if type(value) not in accepted:
-            raise _misfit(value, f"a {kind.__name__}")
+            raise _mismatch(value, f"a {kind.__name__}")
         return float(value) if kind is float else value
 
     return plain
@@ -89,11 +89,11 @@ def _plain(kind: Any) -> Decoder:
 
 def _setup(value: Any) -> TrainSetup:
     if not isinstance(value, dict):
-        raise _misfit(value, "an object")
+        raise _mismatch(value, "an object")
     try:
         return setup_from_dict(value)
     except SetupError as error:
-        raise _Misfit(error.message) from error
+        raise _TypeMismatch(error.message) from error
 
 
 def _union(options: list[Decoder], optional: bool) -> Decoder:
@@ -103,7 +103,7 @@ def _union(options: list[Decoder], optional: bool) -> Decoder:
         for option in options[:-1]:
             try:
                 return option(value)
-            except _Misfit:
+            except _TypeMismatch:
                 continue
         return options[-1](value)
 
@@ -115,7 +115,7 @@ def _one_of(allowed: Mapping[Any, Any], words: str) -> Decoder:
 
     def one_of(value: Any) -> Any:
         if not isinstance(value, (str, int)) or value not in allowed:
-            raise _misfit(value, words)
+            raise _mismatch(value, words)
         return allowed[value]
 
     return one_of
@@ -124,14 +124,14 @@ def _one_of(allowed: Mapping[Any, Any], words: str) -> Decoder:
 def _tuple(items: list[Decoder], endless: bool) -> Decoder:
     def several(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise _misfit(value, "a list")
+            raise _mismatch(value, "a list")
         if not endless and len(value) != len(items):
-            raise _misfit(value, f"{len(items)} items")
+            raise _mismatch(value, f"{len(items)} items")
         decoded: list[Any] = []
         try:
             for number, item in enumerate(value):
                 decoded.append(items[0 if endless else number](item))
-        except _Misfit as misfit:
+        except _TypeMismatch as misfit:
             misfit.path.append(f"[{len(decoded)}]")
             raise
         return tuple(decoded)
@@ -142,12 +142,12 @@ def _tuple(items: list[Decoder], endless: bool) -> Decoder:
 def _mapping(item: Decoder) -> Decoder:
     def mapping(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _misfit(value, "an object")
+            raise _mismatch(value, "an object")
         decoded = {}
         for key, entry in value.items():
             try:
                 decoded[key] = item(entry)
-            except _Misfit as misfit:
+            except _TypeMismatch as misfit:
                 misfit.path.append(f".{key}")
                 raise
         return decoded
@@ -161,28 +161,28 @@ def _dataclass(kind: Any, newer: bool) -> Decoder:
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise _misfit(value, "an object")
+            raise _mismatch(value, "an object")
         decoded, name = {}, ""
         try:
             for name, entry in value.items():
                 if not newer or name in decoders:
                     decoded[name] = decoders[name](entry)
-        except _Misfit as misfit:
+        except _TypeMismatch as misfit:
             misfit.path.append(f".{name}")
             raise
         except KeyError:
-            raise _misfit(name, f"only fields of {kind.__name__}") from None
+            raise _mismatch(name, f"only fields of {kind.__name__}") from None
         try:
             return kind(**decoded)
         except (TypeError, ValueError) as error:
-            raise _Misfit(str(error)) from error
+            raise _TypeMismatch(str(error)) from error
 
     return build
 
 
-def _misfit(value: Any, expected: str) -> _Misfit:
+def _mismatch(value: Any, expected: str) -> _TypeMismatch:
     shown = repr(value)
-    return _Misfit(f"expected {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}")
+    return _TypeMismatch(f"expected {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}")
 
 
 Outcome = Measurement | ProbeFailure

@@ -113,26 +113,28 @@ def _check_types(clean: Mapping[str, Any]) -> None:
         raise SetupError(f"lora_dropout must be a number, got {dropout!r}")
 
 
-def asked_form(setup: TrainSetup) -> dict[str, Any]:
-    """A setup as `asked_setup` reads it back: the allocator and the form of checkpointing are said where they are not
-    the stack's own default."""
+def request_form(setup: TrainSetup) -> dict[str, Any]:
+    """A setup as `setup_from_request` reads it back: the allocator and the form of checkpointing stand where they are
+    not the stack's own default."""
     nondefault = {
-        name: getattr(setup, name) for name, usual in _own_of(setup.stack).items() if getattr(setup, name) != usual
+        name: getattr(setup, name)
+        for name, usual in _stack_defaults(setup.stack).items()
+        if getattr(setup, name) != usual
     }
     return {**setup_to_dict(setup), **nondefault}
 
 
-def asked_setup(values: Mapping[str, Any]) -> TrainSetup:
+def setup_from_request(values: Mapping[str, Any]) -> TrainSetup:
     """`setup_from_dict` of a run that anybody may have started: what it does not say of the allocator and the form of
     checkpointing is the stack's own default, not what the launch files of a plan set.
 
     Raises:
         SetupError: as there.
     """
-    return setup_from_dict({**_own_of(str(values.get("stack", _DEFAULTS["stack"]))), **values})
+    return setup_from_dict({**_stack_defaults(str(values.get("stack", _DEFAULTS["stack"]))), **values})
 
 
-def _own_of(stack: str) -> dict[str, Any]:
+def _stack_defaults(stack: str) -> dict[str, Any]:
     """What a stack sets by itself around its step; nothing of one that is not known."""
     row = STACKS.get(stack)
     return {} if row is None else {name: getattr(row, name) for name in AROUND_FIELDS if name != "stack"}

@@ -187,7 +187,7 @@ Evidence = Prediction | Measurement | ProbeFailure
 Verdict = Literal["fits", "tight", "over"]
 
 
-def speed_rung(evidence: Evidence) -> Fidelity:
+def speed_level(evidence: Evidence) -> Fidelity:
     """Where a speed figure comes from: beside a step profile's memory stands the formula's speed."""
     return Fidelity.FORMULA if evidence.rung is Fidelity.PROFILE else evidence.rung
 
@@ -208,7 +208,7 @@ class Candidate:
     run: Measurement | ProbeFailure | None = None
 
     @property
-    def rungs(self) -> tuple[tuple[Fidelity, Evidence], ...]:
+    def levels(self) -> tuple[tuple[Fidelity, Evidence], ...]:
         """What was asked, the lowest first."""
         answers = (
             (Fidelity.DRY_RUN, self.dry_run),
@@ -224,12 +224,12 @@ class Candidate:
     @property
     def memory_evidence(self) -> Prediction | Measurement:
         """The highest rung that gave memory figures."""
-        return next(evidence for _, evidence in reversed(self.rungs) if not isinstance(evidence, ProbeFailure))
+        return next(evidence for _, evidence in reversed(self.levels) if not isinstance(evidence, ProbeFailure))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What every rung that answered says, the highest first; what a lower one knows stays true."""
-        answered = (evidence for _, evidence in reversed(self.rungs) if not isinstance(evidence, ProbeFailure))
+        answered = (evidence for _, evidence in reversed(self.levels) if not isinstance(evidence, ProbeFailure))
         notes = (note for evidence in answered for note in evidence.notes)
         return tuple(dict.fromkeys(notes))
 

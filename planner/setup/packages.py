@@ -51,7 +51,7 @@ def packages_of(setup: TrainSetup) -> list[str]:
     if setup.stack in PROGRAMS:
         return [setup.stack]
     needs = [packages.get(getattr(setup, name)) for name, packages in PACKAGED.items()]
-    needs += [VLLM] * (setup.aim.rolls_out and setup.rolls.by_vllm)
+    needs += [VLLM] * (setup.objective_spec.rolls_out and setup.rollout_settings.by_vllm)
     return [name for name in dict.fromkeys(needs) if name]
 
 

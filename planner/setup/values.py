@@ -66,14 +66,14 @@ class Goal:
     """Sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once."""
 
     @property
-    def aim(self) -> Objective:
+    def objective_spec(self) -> Objective:
         """The objective's row."""
         return OBJECTIVES[self.objective]
 
     @property
     def seqs_per_sample(self) -> int:
         """Sequences that one sample puts into all forwards of its micro-batch."""
-        return self.aim.seqs_per_sample + self.hard_negatives
+        return self.objective_spec.seqs_per_sample + self.hard_negatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,26 +312,26 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
 
     @property
-    def rolls(self) -> Rollout:
+    def rollout_settings(self) -> Rollout:
         """How completions come about, of an objective that generates them."""
         return self.rollout or Rollout.usual(self.seq_len_tokens)
 
     @property
     def prompt_tokens(self) -> int:
         """What is left of a sequence for the prompt, of an objective that generates the rest."""
-        return self.seq_len_tokens - self.rolls.completion_tokens
+        return self.seq_len_tokens - self.rollout_settings.completion_tokens
 
     @property
     def generation_seqs(self) -> int:
         """Completions that are generated at once."""
-        return self.rolls.at_once(self.global_batch_seqs)
+        return self.rollout_settings.at_once(self.global_batch_seqs)
 
     @property
     def has_reference(self) -> bool:
         """Whether the step also asks the model as it was before training."""
         if self.precomputed_reference:
             return False
-        return self.aim.reference or (self.aim.rolls_out and self.rolls.reference)
+        return self.objective_spec.reference or (self.objective_spec.rolls_out and self.rollout_settings.reference)
 
     @property
     def copies_reference(self) -> bool:
@@ -341,22 +341,22 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     @property
     def asks_reference(self) -> bool:
         """Whether it is asked while the activations of a forward with gradients are there."""
-        return self.has_reference and not self.aim.rolls_out
+        return self.has_reference and not self.objective_spec.rolls_out
 
     @property
     def extra_forwards(self) -> int:
         """Forwards of every micro-batch without gradients."""
-        if not self.aim.rolls_out:
-            precomputed = self.aim.reference_forwards if self.precomputed_reference else 0
-            return self.aim.extra_forwards - precomputed + bool(self.cached_seqs)
-        old = self.aim.asks_old or self.rolls.old_log_probs(self.global_batch_seqs)
-        return int(self.rolls.reference) + int(old)
+        if not self.objective_spec.rolls_out:
+            precomputed = self.objective_spec.reference_forwards if self.precomputed_reference else 0
+            return self.objective_spec.extra_forwards - precomputed + bool(self.cached_seqs)
+        old = self.objective_spec.asks_old or self.rollout_settings.old_log_probs(self.global_batch_seqs)
+        return int(self.rollout_settings.reference) + int(old)
 
     @property
     def num_forwards(self) -> int:
         """Forwards with gradients that a micro-batch is cut into, each of as many sequences."""
         pieces = -(-self.micro_batch_seqs // self.cached_seqs) if self.cached_seqs else 1
-        return pieces * (self.aim.forwards + self.hard_negatives)
+        return pieces * (self.objective_spec.forwards + self.hard_negatives)
 
     @property
     def live_forwards(self) -> int:
@@ -376,7 +376,7 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     def least_seqs(self, batch: int) -> int:
         """Samples of the smallest micro-batch that a plan takes of so large a batch: all of them where nothing
         accumulates."""
-        return batch if self.trainer.steps_in_backward else self.aim.least(batch)
+        return batch if self.trainer.steps_in_backward else self.objective_spec.least(batch)
 
     @property
     def adds_gradients(self) -> bool:
@@ -386,9 +386,9 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     @property
     def scored_tokens(self) -> int:
         """Tokens of one micro-batch whose logits are asked for: all, or those of the completions."""
-        if not self.aim.rolls_out:
+        if not self.objective_spec.rolls_out:
             return self.tokens_per_micro_batch
-        return self.micro_batch_seqs * self.rolls.completion_tokens
+        return self.micro_batch_seqs * self.rollout_settings.completion_tokens
 
     @property
     def compiled(self) -> bool:

@@ -45,7 +45,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
         cluster: None: one GPU, or the cluster that the setup's number of GPUs suggests.
     """
     if setup.alone:
-        model = headed(model, setup.aim.head)
+        model = headed(model, setup.objective_spec.head)
         by_program = _by_program(model, gpu, setup)
         return by_program or throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.speed.several_gpus.speed import layout_profile  # one GPU never needs it
@@ -76,17 +76,17 @@ def family_speeds(
         like: those of a setup with all else the same but what is recomputed and the loss, where some are at hand.
     """
     if setup.alone:
-        model = headed(model, setup.aim.head)
+        model = headed(model, setup.objective_spec.head)
         by_program = _by_program(model, gpu, setup)
         if by_program is not None:
             return by_program
         if isinstance(like, ThroughputProfile):
-            return like.beside(setup)
+            return like.sibling(setup)
         return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.speed.several_gpus.speed import Loop, layout_loop  # one GPU never needs it
 
     if isinstance(like, Loop):
-        return like.beside(setup)
+        return like.sibling(setup)
     cluster, used = cluster_of(gpu, setup, cluster), load_calibration()
     return layout_loop(model, gpu, setup, cluster, used, conditions_of(setup))
 

@@ -221,13 +221,13 @@ class Sized:
             for place in places:
                 piece = by_place.get(place)
                 if piece is None:
-                    piece = by_place[place] = self._found(place, courses)
+                    piece = by_place[place] = self._course(place, courses)
                 pieces.append(piece)
             piece = composed(pieces) if len(pieces) > 1 else pieces[0]
             course = courses.blocks[id(block)] = piece if times == 1 else piece.times(times)
         return course
 
-    def _found(self, place: int, courses: "_Courses") -> Course:
+    def _course(self, place: int, courses: "_Courses") -> Course:
         """The course of a segment; those that no tile cuts are the same whatever the tiles."""
         if place in self._issues.tiled or courses.tiles is UNCUT:
             return self._segment(place, courses)
@@ -258,7 +258,7 @@ class Sized:
         """The device's seconds of a micro-batch by part, and how many calls it is."""
         parts: dict[str, float] = defaultdict(float)
         times: Counter[int] = Counter()
-        for places, repeats in (*program.ahead, *program.behind):
+        for places, repeats in (*program.forward, *program.backward):
             for place in places:
                 times[place] += repeats
         num_calls = 0
@@ -381,11 +381,11 @@ class ProgramSpeed:
         program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
         ahead, backward = (
             sized.blocks(blocks, checkpointed=self._hooks, tiles=tiles, scale=scale)
-            for blocks in (program.ahead, program.behind)
+            for blocks in (program.forward, program.backward)
         )
         timeline = Timeline(
-            ahead=(Stage("forward", ahead),),
-            behind=(Stage("backward", backward),),
+            forward=(Stage("forward", ahead),),
+            backward=(Stage("backward", backward),),
             added=sized.counted(program.added, scale),
             num_modules=program.num_modules,
             scale=scale,
@@ -400,7 +400,7 @@ class ProgramSpeed:
             courses = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
         return courses
 
-    def beside_formula(self, seqs: int) -> float:
+    def ratio_to_formula(self, seqs: int) -> float:
         """How many times as long as by the formula a micro-batch takes."""
         family, busy = self.formula.family, sum(self.formula.micro_parts(seqs).values())
         wall = (busy**family.work.power + family.host_s**family.work.power) ** (1 / family.work.power)
@@ -493,32 +493,35 @@ class ScaledSpeed:
     as that one's program is beside its formula."""
 
     def __init__(self, profile: ThroughputProfile, like: ProgramSpeed) -> None:
-        self._own, self._like = profile, like
+        self._formula_profile, self._similar_program = profile, like
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
         pair = micro_batch_seqs, accumulation_steps
-        seconds, tokens_per_s = self._own.at(*pair)
-        longer = self._like.at(*pair)[0] / self._like.formula.at(*pair)[0]
+        seconds, tokens_per_s = self._formula_profile.at(*pair)
+        longer = self._similar_program.at(*pair)[0] / self._similar_program.formula.at(*pair)[0]
         return seconds * longer, tokens_per_s / longer
 
-    def beside_formula(self, seqs: int) -> float:
-        """See `ProgramSpeed.beside_formula`."""
-        return self._like.beside_formula(seqs)
+    def ratio_to_formula(self, seqs: int) -> float:
+        """See `ProgramSpeed.ratio_to_formula`."""
+        return self._similar_program.ratio_to_formula(seqs)
 
     def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
-        speeds = [speed.tokens_per_s(optimizer, pairs) for speed in (self._own, self._like, self._like.formula)]
+        speeds = [
+            speed.tokens_per_s(optimizer, pairs)
+            for speed in (self._formula_profile, self._similar_program, self._similar_program.formula)
+        ]
         return [target * program / formula for target, program, formula in zip(*speeds, strict=True)]
 
     def step_time(self, setup: TrainSetup) -> StepTime:
         """The full answer for one setup."""
-        answer, other = self._own.step_time(setup), self._like.step_time(setup)
+        answer, other = self._formula_profile.step_time(setup), self._similar_program.step_time(setup)
         longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / answer.step_time_s
         gain = other.step_time_s / (answer.step_time_s * longer) - 1.0
         return replace(
             answer,
-            band_fraction=self._own.scaled_band(answer, setup, other, gain),
+            band_fraction=self._formula_profile.scaled_band(answer, setup, other, gain),
             step_time_s=answer.step_time_s * longer,
             parts_s={name: seconds * longer for name, seconds in answer.parts_s.items()},
             mfu_fraction=answer.mfu_fraction / longer,

@@ -89,8 +89,8 @@ class StepProgram(NamedTuple):
         checkpointed: whether the step recomputes.
     """
 
-    ahead: Blocks
-    behind: Blocks
+    forward: Blocks
+    backward: Blocks
     added: Counts
     steps: Mapping[str, Counts]
     num_modules: int
@@ -154,8 +154,8 @@ class ModelPrograms:
             return program
         ahead, backward, added, steps, num_modules, checkpointed = self._raw["programs"][key]
         program = self._found[key] = StepProgram(
-            ahead=self._blocks(ahead),
-            behind=self._blocks(backward),
+            forward=self._blocks(ahead),
+            backward=self._blocks(backward),
             added=self._steps[added],
             steps={optimizer: self._steps[place] for optimizer, place in steps.items()},
             num_modules=num_modules,
@@ -170,8 +170,8 @@ class ModelPrograms:
             none, every = map(self.get, keys)
             program = spaced(none, every, apart, num_layers) if none is not None and every is not None else None
             if program is not None:
-                ahead, backward = (self._blocks(blocks) for blocks in (program.ahead, program.behind))
-                program = program._replace(ahead=ahead, behind=backward)
+                ahead, backward = (self._blocks(blocks) for blocks in (program.forward, program.backward))
+                program = program._replace(forward=ahead, backward=backward)
             self._spaced[key] = program
         return self._spaced[key]
 
@@ -191,10 +191,10 @@ def spaced(none: StepProgram, every: StepProgram, apart: int, num_layers: int) -
     """The program that checkpoints the first of every `apart` layers, of those that checkpoint none and every one; None
     where their layers do not stand side by side."""
     ahead, backward = (
-        _spaced(none.ahead, every.ahead, apart, num_layers),
-        _spaced(none.behind, every.behind, apart, num_layers, backward=True),
+        _spaced(none.forward, every.forward, apart, num_layers),
+        _spaced(none.backward, every.backward, apart, num_layers, backward=True),
     )
-    return every._replace(ahead=ahead, behind=backward) if ahead and backward else None
+    return every._replace(forward=ahead, backward=backward) if ahead and backward else None
 
 
 def _spaced(none: Blocks, every: Blocks, apart: int, num_layers: int, *, backward: bool = False) -> Blocks:
@@ -262,8 +262,8 @@ def save_programs(
     segments = [(segment.phase, segment.runs) for segment in tables.segments]
     packed = {
         key: (
-            program.ahead,
-            program.behind,
+            program.forward,
+            program.backward,
             number("steps", program.added),
             {optimizer: number("steps", counts) for optimizer, counts in sorted(program.steps.items())},
             program.num_modules,

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import percent
 from planner.setup import TrainSetup
@@ -157,8 +157,8 @@ class Timeline:
         scale: of the host.
     """
 
-    ahead: Sequence[Stage]
-    behind: Sequence[Stage]
+    forward: Sequence[Stage]
+    backward: Sequence[Stage]
     added: Course
     num_modules: int
     scale: float
@@ -170,8 +170,8 @@ class Timeline:
     def micro_batch(self, loop: "Loop") -> list[Stage]:
         """The stages of a micro-batch, with what the program does around them."""
         walked = self._spent(loop.trainer * (self.num_modules * WALK_S["micro-batch"] + MICRO_BATCH_S))
-        looked = [self._spent(loop.trainer * METRICS_S), self._looked(loop)] if self.ahead else []
-        return [Stage("", walked), *self.ahead, *(Stage("loss", course) for course in looked), *self.behind]
+        looked = [self._spent(loop.trainer * METRICS_S), self._looked(loop)] if self.forward else []
+        return [Stage("", walked), *self.forward, *(Stage("loss", course) for course in looked), *self.backward]
 
     @staticmethod
     def _looked(loop: "Loop") -> Course:
@@ -294,7 +294,7 @@ def host_notes(run: RunTime) -> tuple[str, ...]:
         return ()
     slower = run.slower_host_s / run.step_s - 1
     return (
-        found(
+        measured(
             f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
             f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {run.host} adds "
             f"{percent(slower)})"
@@ -409,8 +409,8 @@ class _Priced:
         added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
         end = len(order) - len(program.step)
         timeline = Timeline(
-            ahead=ahead,
-            behind=order[:end],
+            forward=ahead,
+            backward=order[:end],
             added=self._course(added, scale),
             num_modules=program.num_modules,
             scale=scale,

@@ -171,18 +171,18 @@ class _Alive:
         if not self._indices:
             return
         if not isinstance(item, Repetition):
-            self._one(item)
+            self._add_event(item)
         elif self._index + item.num_events > self._indices[0]:
             for event in item.events():
-                self._one(event, item)
+                self._add_event(event, item)
         else:
             for place in item.pattern.left:
                 self._make(item.first + place, item)
             for event in chain.from_iterable(item.holes):
-                self._one(event)
+                self._add_event(event)
             self._index += item.num_own_events
 
-    def _one(self, event: Event, repetition: Repetition | None = None) -> None:
+    def _add_event(self, event: Event, repetition: Repetition | None = None) -> None:
         if isinstance(event, Alloc):
             self._make(event.id, repetition)
         elif isinstance(event, Free):

@@ -16,8 +16,8 @@ from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import cache
-from probes.dryrun.ahead import reported
 from probes.dryrun.followed import why_not_traced
+from probes.dryrun.helper import reported
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused
@@ -85,21 +85,21 @@ def _report(
 ) -> DryRunReport | ProbeFailure:
     """`dry_run_report` of the very setup."""
     options: dict[str, Any] = {"full_depth": full_depth}
-    outcome = _asked(model, gpu, setup, options, use_cache)
+    outcome = _cached_report(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome
-    overhead_bytes = outside_bytes(gpu, setup)
-    limit = gpu.memory_bytes - overhead_bytes
+    overhead = overhead_bytes(gpu, setup)
+    limit = gpu.memory_bytes - overhead
     if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
-        limited = _asked(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
+        limited = _cached_report(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
-    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead_bytes)
+    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
     prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 
-def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
+def overhead_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device memory outside PyTorch's count: the CUDA context, with several GPUs the communicators too."""
     if setup.num_gpus == 1:
         return context_bytes(gpu)
@@ -108,7 +108,7 @@ def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     return context_bytes(gpu) + communicator_bytes(gpu, setup)
 
 
-def _asked(
+def _cached_report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
     """The answer from the cache, or a run that is then kept. `options` are `report_for_config`'s keywords."""

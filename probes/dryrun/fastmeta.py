@@ -91,7 +91,7 @@ class Remembered:
         if cached is None:
             out = func(*args, **kwargs)
             self.number = len(self._kept)
-            self._kept[key] = _kept(out, args), self.number
+            self._kept[key] = _layouts_of(out, args), self.number
             return out
         layouts, self.number = cached
         if layouts is _NOT_KEPT:
@@ -129,7 +129,7 @@ def _key(values: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _kept(out: Any, args: tuple[Any, ...]) -> Any:
+def _layouts_of(out: Any, args: tuple[Any, ...]) -> Any:
     """The layouts of an operator's outputs: of one tensor, or a list with None where it gave None."""
     single = isinstance(out, torch.Tensor)
     if not single and not isinstance(out, tuple):

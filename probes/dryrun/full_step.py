@@ -10,7 +10,7 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.metaops import quick_checks
-from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
+from probes.dryrun.trace import Trace, Trainable, claim_optimizer_state
 from probes.dryrun.tracker import Origin, Tracker
 from probes.dryrun.workspaces import temporaries
 from probes.stack.optimizers import make_optimizer
@@ -104,7 +104,7 @@ class OptimizerRun:
                 tracker.log.begin_full_step(self.layers)
             with self.shards.stepping(), quick_checks(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
-            own_optimizer_state(tracker, optimizer, owners)
+            claim_optimizer_state(tracker, optimizer, owners)
             steps.append(
                 StepEvents(
                     events=tracker.events[first:],

@@ -66,11 +66,11 @@ class LayoutTracker(Tracker):
 
     def allocate(self, size_bytes: int, op: str) -> int:
         """As `Tracker.allocate`, unless the work is the host's."""
-        return _ELSEWHERE if self.phase in self.host_phases else super().allocate(size_bytes, op)
+        return _ON_HOST if self.phase in self.host_phases else super().allocate(size_bytes, op)
 
     def release(self, number: int) -> None:
         """As `Tracker.release`."""
-        if number != _ELSEWHERE:
+        if number != _ON_HOST:
             super().release(number)
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class LayoutTracker(Tracker):
     def resizing(self) -> AbstractContextManager[None]:
         """Within it, `UntypedStorage.resize_` is followed: for the allocator one block dies and another is made."""
 
-        def told(storage: Any) -> None:
+        def on_resize(storage: Any) -> None:
             if storage.device.type == self.device_type:
                 entry = self._alive.pop(storage._cdata, None)
                 if entry is not None:
@@ -109,7 +109,7 @@ class LayoutTracker(Tracker):
                 if storage.nbytes():
                     self._follow(storage, storage._cdata, storage.nbytes(), GATHERED)
 
-        return resizes(told)
+        return resizes(on_resize)
 
     @contextmanager
     def following_shards(self) -> Iterator[None]:
@@ -224,5 +224,5 @@ _HOOKS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "root_
 _COPY = torch.ops.aten.copy_.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _CPU = torch.device("cpu")
-_ELSEWHERE = -1
+_ON_HOST = -1
 """Stands for an allocation that is not the device's."""

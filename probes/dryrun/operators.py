@@ -104,7 +104,7 @@ class OperatorLog:
         """Python calls a module."""
         self.calls.append(MODULE)
 
-    def stepping_again(
+    def replacing_step(
         self, tracker: Any, mark: Callable[[str, int | None], None]
     ) -> Callable[[str, int | None], None]:
         """`mark`, which has `tracker` note this step's optimizer in place of an earlier one's."""

@@ -26,7 +26,7 @@ from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import WORKSPACE, Origin
 
-_ELSEWHERE, _ONCE = -1, -2
+_OTHERS, _ONCE = -1, -2
 
 
 class RepetitionError(ValueError):
@@ -202,7 +202,7 @@ class _Splicer:
         """`hole` with a release of what a layer made as those of all its copies, each with its layer."""
 
         def layer_of(entry: tuple[int, int]) -> int | None:
-            return self.home[entry[0]][0].layer if entry[1] == _ELSEWHERE else None
+            return self.home[entry[0]][0].layer if entry[1] == _OTHERS else None
 
         return self.layers.unrolled(hole, layer_of)
 
@@ -213,7 +213,7 @@ class _Splicer:
         assert segment.layer is not None
         distance = maker.layer - segment.layer
         if abs(distance) <= 1:
-            yield self._release(self._twin(maker, place, layer + distance), layer + distance)
+            yield self._release(self._number_at(maker, place, layer + distance), layer + distance)
             return
         copies = self.layers.full[maker.layer]
         if len(copies) != 1:
@@ -223,7 +223,7 @@ class _Splicer:
         if last:
             yield self._release(number, copies[0])
 
-    def _twin(self, maker: _Segment, place: int, layer: int) -> int:
+    def _number_at(self, maker: _Segment, place: int, layer: int) -> int:
         """The number in the run of what a layer of the full model made where the layer of `maker` made its own."""
         run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
         duplicate = self.duplicates.get((maker.occurrence, maker.phase, maker.nth, run))
@@ -238,7 +238,7 @@ class _Splicer:
         if segment.layer != 0 or segment.phase != "backward":
             return False
         if id(segment) not in self._graph_ends:
-            makers = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _ELSEWHERE]
+            makers = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _OTHERS]
             self._graph_ends[id(segment)] = any((maker.layer or 0) > 1 for maker in makers)
         return self._graph_ends[id(segment)]
 
@@ -282,7 +282,7 @@ class _Splicer:
         self.events.extend(self._release_all(after))
 
     def _release_all(self, numbers: list[int]) -> Iterator[Event]:
-        for (number, _), layer in self._of_every_layer([(number, _ELSEWHERE) for number in numbers]):
+        for (number, _), layer in self._of_every_layer([(number, _OTHERS) for number in numbers]):
             yield self._release(number, layer)
 
     def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> Event:
@@ -330,7 +330,7 @@ class _Parting:
     def add(self, event: Event, origins: Mapping[int, Origin]) -> None:
         """The next event."""
         if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
-            self._beside(event.id, _ONCE)
+            self._add_hole(event.id, _ONCE)
         elif isinstance(event, Alloc):
             self.places[event.id] = len(self.numbers)
             self.runs[-1].append((len(self.numbers), event.size_bytes))
@@ -338,11 +338,11 @@ class _Parting:
         elif isinstance(event, Free):
             place = self.places.pop(event.id, None)
             if place is None:
-                self._beside(event.id, _ELSEWHERE)
+                self._add_hole(event.id, _OTHERS)
             else:
                 self.runs[-1].append((place, None))
 
-    def _beside(self, number: int, kind: int) -> None:
+    def _add_hole(self, number: int, kind: int) -> None:
         if self.runs[-1] or not self.holes:
             self.holes.append([])
             self.runs.append([])

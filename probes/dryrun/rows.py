@@ -35,7 +35,7 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
     """Three setups of one with as many tokens in all, in shorter rows; none where it has no such, or where a window
     hides something of the row and nothing of a shorter one."""
     tokens, row = setup.micro_batch_seqs * setup.seq_len_tokens, setup.seq_len_tokens
-    plain = setup.num_gpus == 1 and setup.aim.supervised and not setup.packing and setup.images is None
+    plain = setup.num_gpus == 1 and setup.objective_spec.supervised and not setup.packing and setup.images is None
     mixers = [layer.attention for layer in model.layer_kinds if layer.attention is not None]
     shortest = max(SHORTEST[mixer.kind] for mixer in mixers)
     hiding = any(mixer.window_tokens is not None and shortest < mixer.window_tokens <= row for mixer in mixers)

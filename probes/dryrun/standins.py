@@ -5,8 +5,8 @@ kernels ask the symbolic shapes (and with them sympy) about plain numbers. Loadi
 cold dry run. After `stand_in` those modules are stood in for: a name taken from one is a `Late` object, of which
 nothing is an instance.
 
-For the child that makes reports (`beside.py`) and nothing else: where something there needs the real module after all,
-the child ends, and who asked it makes the report without stand-ins (`ahead.py`).
+For the child that makes reports (`helper_child.py`) and nothing else: where something there needs the real module after
+all, the child ends, and who asked it makes the report without stand-ins (`helper.py`).
 
 Only with the versions it was checked with (`CHECKED_WITH`): another one may ask for names that nobody thought of.
 """

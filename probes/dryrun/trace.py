@@ -12,10 +12,10 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.allocator.repetitions import Repetition, flat
-from probes.dryrun.again import Replay
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.operators import OperatorLog
+from probes.dryrun.step_replay import Replay
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.stack.autocast import emulation_installed
@@ -121,7 +121,7 @@ def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, .
     Raises:
         ValueError: the model class has no flash-attention 2 path.
     """
-    model_class = auto_class(config, setup.aim.head)._model_mapping[type(config)]
+    model_class = auto_class(config, setup.objective_spec.head)._model_mapping[type(config)]
     if setup.attention == "flash-attention-2":
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ValueError(f"transformers has no flash-attention 2 path for {config.model_type}")
@@ -254,13 +254,13 @@ def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log:
         for number in range(steps):
             mark = _marker(tracker, model, owners, gradients)
             if operators is not None and 0 < number == steps - 1:  # the first step also makes the optimizer's states
-                mark = operators.stepping_again(tracker, mark)
+                mark = operators.replacing_step(tracker, mark)
             if replay is None:
                 _step(trainer, layout, batches, mark)
             elif not replay.step(trainer, mark):
                 with replay.watching_gradients(), first_operators(tracker) as noting:
                     train_step(trainer, batches, replay.watching(mark), noting(replay.micro_batch))
-            own_optimizer_state(tracker, trainer.optimizer, owners)
+            claim_optimizer_state(tracker, trainer.optimizer, owners)
             tracker.log = None
         del batches, waiting, replay
     return gradients
@@ -275,7 +275,7 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
         yield lambda done: done
         return
 
-    def told(done: Done) -> Done:
+    def noting(done: Done) -> Done:
         def begins(loss: torch.Tensor | None) -> torch.Tensor | None:
             copied_loss = done(loss)
             if copied_loss is None:
@@ -285,7 +285,7 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
         return begins
 
     with log.following():
-        yield told
+        yield noting
     tracker.log = None
 
 
@@ -354,7 +354,7 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> Owners:
     owners: Owners = {}
     tracker.mark("load", None)
 
-    def own(tensor: torch.Tensor, category: str, name: str) -> None:
+    def claim(tensor: torch.Tensor, category: str, name: str) -> None:
         number = tracker.track(local(tensor), "load")
         if number is not None:
             owners.setdefault(number, (category, name))
@@ -362,11 +362,11 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> Owners:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}{path}.{name}"
-            own(parameter, "adapters" if "lora_" in full or "modules_to_save" in full else "weights", full)
+            claim(parameter, "adapters" if "lora_" in full or "modules_to_save" in full else "weights", full)
         for name, buffer in module.named_buffers(recurse=False):
-            own(buffer, "weights", f"{prefix}{path}.{name}")
+            claim(buffer, "weights", f"{prefix}{path}.{name}")
         for name, tensor in quantized_tensors(module):
-            own(tensor, "weights", f"{prefix}{path}.{name}")
+            claim(tensor, "weights", f"{prefix}{path}.{name}")
     return owners
 
 
@@ -394,7 +394,7 @@ def _marker(tracker: Tracker, model: Any, owners: Owners, gradients: _Gradients)
     return mark
 
 
-def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: Owners) -> None:
+def claim_optimizer_state(tracker: Tracker, optimizer: Any, owners: Owners) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:

@@ -66,7 +66,7 @@ class _Card:
         self.values = values
         self.origins = self
 
-    def asked(self, *_: Any) -> None:
+    def record_question(self, *_: Any) -> None:
         """A program's user is told what was asked; a dry run has none."""
 
     def made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -92,7 +92,7 @@ class ValuedTracker(Tracker):
         if not metas and str(kwargs.get("device", "")) != "meta":
             return func(*args, **kwargs)
         if func is _ITEM:
-            value = self.values.known(args[0])
+            value = self.values.real(args[0])
             return answer(args[0].dtype, self.values.uniform(args[0])) if value is None else value.item()
         if func is _TO_COPY and str(kwargs.get("device")) == "cpu":
             return self._to_host(args[0], kwargs.get("dtype") or args[0].dtype)
@@ -117,7 +117,7 @@ class ValuedTracker(Tracker):
             and (len(args) < 3 or args[2] in (-1, args[0].dim() - 1))
             and self.values.worth_keeping(torch.int64, out[1].numel())
         ):
-            self.values.keep(out[1], _dealt(out[1], args[0].shape[-1]))
+            self.values.keep(out[1], _round_robin(out[1], args[0].shape[-1]))
         return out
 
     def _noted(self, func: Any, out: Any) -> Any:
@@ -125,17 +125,17 @@ class ValuedTracker(Tracker):
         return out
 
     def _to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        value = self.values.known(tensor)
+        value = self.values.real(tensor)
         if value is not None:
             return value.to(dtype, copy=True)
         return torch.full(tensor.shape, answer(tensor.dtype, self.values.uniform(tensor)), dtype=dtype)
 
     def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """`destination.copy_(source)` between any two kinds of tensors."""
-        values = self.values.known(source) if _is_meta(source) else source
+        values = self.values.real(source) if _is_meta(source) else source
         if not _is_meta(destination):
             return destination if values is None else destination.copy_(values)
-        mine = self.values.known(destination)
+        mine = self.values.real(destination)
         if values is None:
             self.values.drop(destination.untyped_storage()._cdata)
         elif mine is not None:
@@ -162,7 +162,7 @@ def selecting_all() -> Iterator[None]:
         yield
 
 
-def _dealt(like: torch.Tensor, num: int) -> torch.Tensor:
+def _round_robin(like: torch.Tensor, num: int) -> torch.Tensor:
     """Places 0 to `num` - 1 in turn, in the shape of what `topk` picked: no row has one twice, every place is picked
     equally often."""
     return (torch.arange(like.numel()) % num).reshape(like.shape)

@@ -19,7 +19,7 @@ from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
 from probes.allocator.repetitions import flat
-from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
+from probes.dryrun.api import DEFAULT_CAPABILITY, overhead_bytes
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
 from probes.dryrun.startup import collection_paused, load_libraries
@@ -98,7 +98,7 @@ def over_lengths(
         load_libraries()
         at, rounded = _by_length(sorted({*batches}), run)
         say(f"replaying {len(batches)} micro-batches ...")
-        epoch, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
+        epoch, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - overhead_bytes(gpu, setup))
     return OverLengths(
         source=source,
         seed=seed,

@@ -124,14 +124,14 @@ def cublas_workspaces(size_bytes: int, take: Callable[[int, str], object]) -> Ca
     """What is told of every operator and takes a workspace at the first product of either thread."""
     seen: set[str] = set()
 
-    def told(func: Any) -> None:
+    def on_op(func: Any) -> None:
         if len(seen) < 2 and func in _MATMULS:
             thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             if thread not in seen:
                 seen.add(thread)
                 take(size_bytes, f"{WORKSPACE} ({thread})")
 
-    return told
+    return on_op
 
 
 _PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probes.gpu.child import StatusPipe
-from probes.gpu.device import turns
+from probes.gpu.device import lease_all
 from probes.gpu.worker import EXIT_RANK_FAILED, begin, leave
 
 STATUS_FD = 0
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     status.progress(f"starting {request.num_ranks} ranks")
     command = [*argv[at + 1 :], *errand.arguments, "--parent", str(os.getpid())]
     command += ["--status-fd", str(STATUS_FD)] if errand.status_fd is not None else []
-    with turns(request.devices, status.waiting):
+    with lease_all(request.devices, status.waiting):
         return run_ranks(request.num_ranks, command)
 
 

@@ -52,17 +52,17 @@ def lease_device(device: str, waiting: Callable[[bool], None], *, read: ReadStat
     ends, so that it does not count against the probe's own time."""
     if device == "cpu":
         return DeviceLease(descriptor=None, before=None)
-    return clean_lease(device, descriptor=_held(_lock_name(device, read), waiting), read=read)
+    return clean_lease(device, descriptor=_acquire(_lock_name(device, read), waiting), read=read)
 
 
 @contextlib.contextmanager
-def turns(
+def lease_all(
     devices: Sequence[str], waiting: Callable[[bool], None], *, read: ReadStatus = device_status
 ) -> Iterator[None]:
     """Within it all devices of a job are ours: waits for their locks in one order for everybody, so that two jobs never
     wait for each other. Whether each device is clean its own rank looks (`clean_lease`)."""
     names = {_lock_name(device, read) for device in devices if device != "cpu"}
-    descriptors = [_held(name, waiting) for name in sorted(names)]
+    descriptors = [_acquire(name, waiting) for name in sorted(names)]
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def _lock_name(device: str, read: ReadStatus) -> str:
     return status.uuid if status is not None else device.replace(":", "-")
 
 
-def _held(name: str, waiting: Callable[[bool], None]) -> int | None:
+def _acquire(name: str, waiting: Callable[[bool], None]) -> int | None:
     """The descriptor of a device's lock, once it is ours; None where there is no place for one."""
     descriptor = _open_lock(name)
     if descriptor is not None:

@@ -78,7 +78,7 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         runner = DepthRunner(
             request=request,
             status=status,
-            turn=lease,
+            lease=lease,
             process_group=process_group,
             devices=devices,
             resources=resources,
@@ -146,7 +146,7 @@ def _depths(request: ProbeRequest) -> Depths:
 
 
 @dataclass(kw_only=True)
-class _Found:
+class _Readings:
     """What the depths gave: memory and times of the whole model, and what a reader must know about them."""
 
     runs: list[DepthRun]
@@ -196,10 +196,10 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
     )
 
 
-def _one_depth(depths: Depths, runner: DepthRunner) -> _Found:
+def _one_depth(depths: Depths, runner: DepthRunner) -> _Readings:
     """All layers run."""
     only = runner.run(depths.full, timed=True)
-    return _Found(
+    return _Readings(
         runs=[only],
         phases=only.phase_peaks_bytes,
         reserved_bytes=only.reserved_bytes,
@@ -209,14 +209,14 @@ def _one_depth(depths: Depths, runner: DepthRunner) -> _Found:
     )
 
 
-def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _Found:
+def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _Readings:
     """Two depths timed and extended; the memory of all layers where it was asked for and fits."""
     assert depths.short is not None
     assert depths.long is not None
     short, long = runner.run(depths.short, timed=True), runner.run(depths.long, timed=True)
     full = extend(short, long, depths.full)
     whole = runner.whole(depths.full, full) if request.check_depth else None
-    readings = _Found(
+    readings = _Readings(
         runs=[short, long],
         phases=full.phase_peaks_bytes,
         reserved_bytes=0,
@@ -244,7 +244,7 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
     return readings
 
 
-def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], readings: _Found) -> None:
+def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], readings: _Readings) -> None:
     """What a person must know about this step and this device."""
     setup, notes = request.setup, readings.notes
     if setup.accumulation_steps > request.limits.max_accumulation:
@@ -255,7 +255,7 @@ def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, 
         notes.append(
             "this PyTorch ignores expandable_segments here: memory is lost to fragments that launch files avoid"
         )
-    _device_notes(request, runner.turn, readings.reserved_bytes + readings.context_bytes, readings.flags, notes)
+    _device_notes(request, runner.lease, readings.reserved_bytes + readings.context_bytes, readings.flags, notes)
     if shards_first(setup) and setup.quantized:
         model = build_model(request.config, setup, device="meta", attention=attention_name(request))
         notes.append(

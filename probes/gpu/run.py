@@ -49,7 +49,7 @@ class DepthRunner:
 
     request: ProbeRequest
     status: StatusPipe
-    turn: DeviceLease
+    lease: DeviceLease
     process_group: ProcessGroup
     devices: tuple[str, ...]
     resources: ExitStack
@@ -66,7 +66,7 @@ class DepthRunner:
         if self.request.device == "cpu":
             meter = CpuMeter(self.request.limits.cpu_clock, layout=self.process_group.rank_info.size > 1)
         else:
-            before = self.turn.before
+            before = self.lease.before
             meter = CudaMeter(
                 self.request.device,
                 self.resources,

@@ -30,7 +30,7 @@ from planner.core.redaction import without_secrets, without_secrets_in_words
 from planner.core.units import gib
 from planner.setup.codec import Outcome, decode
 from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
-from probes.gpu.device import turns
+from probes.gpu.device import lease_all
 from probes.gpu.environment import device_status, read_environment
 from probes.gpu.executors import Executor
 from probes.gpu.failures import classify_exit, oom_kill_count
@@ -162,7 +162,7 @@ class FileExecutor(Executor):
             if self._on_progress is not None:
                 self._on_progress(text, time.monotonic() - started)
 
-        with _work_folder(self._work_dir) as folder, turns((request.device,), lambda begins: None):
+        with _work_folder(self._work_dir) as folder, lease_all((request.device,), lambda begins: None):
             self._prepare(request, folder, say)
             ends_at = started + self._limit_s
             return _Watched(self._file, request, folder, self._num_steps, ends_at, say).outcome()

@@ -96,8 +96,8 @@ class _Report:
         if os.getpid() != self._owner:
             return
         self._owner = None
-        if Refused.said:  # also where the program caught it and took another path
-            self._status, self._error = "refused", Refused.said[0]
+        if Refused.messages:  # also where the program caught it and took another path
+            self._status, self._error = "refused", Refused.messages[0]
         summary(phantom, self._status, self._error, time.monotonic() - self._began).write(self._path)
 
     def finished(self, phantom: Any) -> None:
@@ -109,14 +109,14 @@ class _Report:
         """The program ends with an exception."""
         import torch
 
-        from probes.phantom.failures import of_copies, status_of, told
+        from probes.phantom.failures import error_text, of_copies, status_of
 
         if self._in_copies:
             of_copies.update((errno.EACCES, errno.EPERM))
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         self._status = "out of memory" if out_of_memory else status_of(error, trace, phantom.stand_in_rows)
         if not isinstance(error, SystemExit):
-            self._error = told(error, phantom.stand_in_rows)
+            self._error = error_text(error, phantom.stand_in_rows)
 
 
 def _start(order: dict[str, Any], watcher: Watcher) -> None:

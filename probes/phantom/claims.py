@@ -89,10 +89,10 @@ def says_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
     return getattr(tensor, "_says_pinned", False)
 
 
-def lying(claims: Claims) -> AbstractContextManager[None]:
+def claims_answered(claims: Claims) -> AbstractContextManager[None]:
     """Within it tensors answer their claims wherever Python asks for a device."""
 
-    def told(true: Any, answer: Any) -> property:
+    def answering_property(true: Any, answer: Any) -> property:
         def get(tensor: torch.Tensor) -> Any:
             if claims.depth or not is_meta(tensor):
                 return true(tensor)
@@ -112,6 +112,7 @@ def lying(claims: Claims) -> AbstractContextManager[None]:
         "is_cpu": lambda device: device.type == "cpu",
     }
     replacements: list[Replacement] = [
-        (torch.Tensor, name, told(getattr(base, name).__get__, answer)) for name, answer in answers.items()
+        (torch.Tensor, name, answering_property(getattr(base, name).__get__, answer))
+        for name, answer in answers.items()
     ]
     return replaced([*replacements, (torch.Tensor, "get_device", get_device)])

@@ -63,10 +63,10 @@ class Tree:
                 if os.path.isfile(location):
                     os.unlink(location) if empty else _take(location, target)
                 break
-            location = self.where(self._led(os.path.dirname(location), target), change=True)
+            location = self.where(self._link_target(os.path.dirname(location), target), change=True)
         return location
 
-    def _led(self, folder: str, target: str) -> str:
+    def _link_target(self, folder: str, target: str) -> str:
         """Where a link of the user's own in a folder of the tree leads to, in the tree."""
         return self.top + os.path.normpath(os.path.join(folder.removeprefix(self.top) or "/", target))
 
@@ -84,7 +84,7 @@ class Tree:
                 location = child
                 continue
             if not target.startswith(OURS):
-                led = self._led(location, target)
+                led = self._link_target(location, target)
                 further = os.path.join(led, *parts[index + 1 :])
                 return self._folder(further, change, num_links + 1) if num_links < _NUM_LINKS else None
             if not change:
@@ -153,7 +153,7 @@ class Tree:
                 num_deleted += sum(len(files_in(path)) for path in before)
             for name in names:
                 copy, original = f"{folder}/{name}", f"{source}/{name}"
-                was, is_now = _told(original), _told(copy)
+                was, is_now = _file_state(original), _file_state(copy)
                 if is_now is None or is_now == was or (stat.S_ISLNK(is_now[0]) and os.readlink(copy).startswith(OURS)):
                     continue
                 num_replaced += was is not None
@@ -167,7 +167,7 @@ class Tree:
         }
 
 
-def _told(path: str) -> tuple[int, int, int] | None:
+def _file_state(path: str) -> tuple[int, int, int] | None:
     try:
         status = os.lstat(path)
     except OSError:

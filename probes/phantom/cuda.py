@@ -23,14 +23,14 @@ class Refused(NotImplementedError):
     """The program asks for something that the phantom GPU cannot follow.
 
     Attributes:
-        said: everything that was refused in this process: a program that catches it has left its true path.
+        messages: everything that was refused in this process: a program that catches it has left its true path.
     """
 
-    said: ClassVar[list[str]] = []
+    messages: ClassVar[list[str]] = []
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
-        self.said.append(what)
+        self.messages.append(what)
 
 
 class Properties(SimpleNamespace):
@@ -138,7 +138,7 @@ def _refused_class(what: str) -> type:
     return type("Refused", (), {"__init__": _refuse(what)})
 
 
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_own_object(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function object of its own: PyTorch's compiler keeps rules by object and refuses one with two names."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -388,7 +388,7 @@ def answered(phantom: Phantom) -> AbstractContextManager[None]:
     """Within it `torch.cuda` answers for the card."""
     return replaced(
         (
-            (owner, name, _own(value) if callable(value) and not isinstance(value, type) else value)
+            (owner, name, _as_own_object(value) if callable(value) and not isinstance(value, type) else value)
             for owner, name, value in _answers(phantom)
         ),
         create=True,

@@ -69,7 +69,7 @@ def missing_package(error: BaseException) -> str:
     return next((name for word, name in _PACKAGES.items() if word in text), "")
 
 
-def told(error: BaseException, stand_in_rows: str = "") -> str:
+def error_text(error: BaseException, stand_in_rows: str = "") -> str:
     """What is said of `error`, with the way to get what it misses: a package for GPUs, or the rows of a data set."""
     text = f"{type(error).__name__}: {error}"
     if stand_in_rows and isinstance(error, _OF_ROWS):

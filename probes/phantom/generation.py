@@ -86,12 +86,14 @@ def _sampling(phantom: Phantom, true: Callable[..., Any], running: list[_Run]) -
             "generation: no sequence ends before the program's maximum"
             + run.has_skipped * "; its first and last tokens were followed, reserved memory is a lower bound there"
         )
-        return _known(phantom, self, input_ids, output, length) if isinstance(output, torch.Tensor) else output
+        return _with_values(phantom, self, input_ids, output, length) if isinstance(output, torch.Tensor) else output
 
     return _sample
 
 
-def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, sequences: torch.Tensor, length: int) -> torch.Tensor:
+def _with_values(
+    phantom: Phantom, model: Any, prompt: torch.Tensor, sequences: torch.Tensor, length: int
+) -> torch.Tensor:
     """The sequences with values: prompts, then a token that ends nothing, so that masks and lengths are whole."""
     special: set[Any] = set()
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
@@ -99,7 +101,7 @@ def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, sequences: torch.
         special |= set(value) if isinstance(value, list) else {value}
     token = next(token_id for token_id in range(_FIRST_TOKEN, _FIRST_TOKEN + 8) if token_id not in special)
     ids = torch.full((sequences.shape[0], length), token, dtype=torch.int64)
-    before = phantom.values.known(prompt)
+    before = phantom.values.real(prompt)
     if before is not None:
         ids[:, : prompt.shape[1]] = before
     return ids.to(sequences.device)

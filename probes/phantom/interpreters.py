@@ -69,10 +69,10 @@ def _prefixes(command: Sequence[str]) -> Iterator[str]:
     environments = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYENV_ROOT"))
     for folder in (*filter(None, environments), *glob.glob("*venv*"), *glob.glob(".*venv*")):
         yield folder
-        yield from _home(f"{folder}/pyvenv.cfg")
+        yield from _base_installation(f"{folder}/pyvenv.cfg")
 
 
-def _home(path: str) -> Iterator[str]:
+def _base_installation(path: str) -> Iterator[str]:
     """Of a virtual environment, the installation that it is of."""
     try:
         with open(path) as file:

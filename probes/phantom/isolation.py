@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 from probes.phantom import copies, landlock
 from probes.phantom.interpreters import GUARD, encodings_of
-from probes.phantom.overlays import Outside, Tree, call, is_foreign, libc, mount_points, places, sockets_in_files
+from probes.phantom.overlays import HostView, Tree, call, is_foreign, libc, mount_points, places, sockets_in_files
 
 NAMESPACES, LANDLOCK, NONE = "namespaces", "landlock", "none"
 """Kinds of protection."""
@@ -99,7 +99,7 @@ def _outcome(order: dict[str, Any]) -> dict[str, Any] | None:
             continue
         except _NoProgram as error:
             return {"no_program": str(error)}
-        return _kept(child, report, kind, order)
+        return _wait(child, report, kind, order)
     return {"unavailable": "; ".join(reasons) or f"not on {sys.platform}"}
 
 
@@ -115,7 +115,7 @@ def _attempts(order: dict[str, Any]) -> Iterator[tuple[str, int]]:
         yield LANDLOCK, 0
 
 
-def _kept(child: int, report: int, kind: str, order: dict[str, Any]) -> dict[str, Any] | None:
+def _wait(child: int, report: int, kind: str, order: dict[str, Any]) -> dict[str, Any] | None:
     """Waits until the program ends, whoever ordered it is gone, its time is over or the disk is full."""
     folder, until, began_s = Path(order["folder"]), time.monotonic() + order["time_limit_s"], time.time()
     woken, wake = os.pipe()
@@ -177,7 +177,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
     """
     own_users = bool(flags & _CLONE_NEWUSER)
     try:
-        host = _outside(order, own_users) if flags else None
+        host = _host_view(order, own_users) if flags else None
         started = _in_copies(order) if kind == LANDLOCK else order
     except OSError as error:
         raise _Unavailable(str(error)) from error
@@ -209,7 +209,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
     raise (_NoProgram if failure.startswith(_EXEC) else _Unavailable)(failure.removeprefix(_EXEC))
 
 
-def _outside(order: dict[str, Any], own_users: bool) -> Outside:
+def _host_view(order: dict[str, Any], own_users: bool) -> HostView:
     """What the namespaces need to know.
 
     Raises:
@@ -219,7 +219,7 @@ def _outside(order: dict[str, Any], own_users: bool) -> Outside:
         raise OSError(errno.EOVERFLOW, "an ordinary user's overlay copies no folder of another owner or group")
     mounts = mount_points()
     guard = GUARD.format(**order["guard"])
-    return Outside(
+    return HostView(
         mounts=mounts,
         places=places(order, mounts),
         sockets=sockets_in_files(),
@@ -282,7 +282,7 @@ def _map_users(child: int) -> None:
 
 
 def _unshare(
-    order: dict[str, Any], host: Outside | None, flags: int, channel: socket.socket, reported: int
+    order: dict[str, Any], host: HostView | None, flags: int, channel: socket.socket, reported: int
 ) -> NoReturn:
     """Enters the namespaces, starts their first process and ends as it does."""
     keeper = os.getppid()
@@ -311,7 +311,7 @@ def _unshare(
     os._exit(_code(status))
 
 
-def _first(order: dict[str, Any], host: Outside | None, flags: int, channel: socket.socket, reported: int) -> NoReturn:
+def _first(order: dict[str, Any], host: HostView | None, flags: int, channel: socket.socket, reported: int) -> NoReturn:
     """The first process: builds the tree, runs the program, ends what is left of it and says what was redirected."""
     if host is None:
         _become(order, channel)

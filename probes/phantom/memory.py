@@ -53,7 +53,7 @@ class CardMemory:
         number = self.num_allocations
         self.num_allocations += 1
         block = self.malloc(size_bytes, op) if size_bytes > 0 else None
-        self._origins.found[number] = Origin(self._origins, op, size_bytes, len(self.events))
+        self._origins.by_allocation[number] = Origin(self._origins, op, size_bytes, len(self.events))
         self.events.append(Alloc(number, size_bytes))
         events, free = self.events, self.allocator.free
 

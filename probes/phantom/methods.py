@@ -100,7 +100,7 @@ class _Methods:
         """A real tensor with what is known of `tensor`, without taking memory for what is not."""
         import numpy
 
-        values = self._phantom.values.known(tensor)
+        values = self._phantom.values.real(tensor)
         if values is not None:
             return values
         if tensor.dtype is torch.bfloat16:

@@ -133,9 +133,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self.claims.claim(storage, CPU, self.values.drop)
             return
         self.claims.devices[key] = CUDA
-        self._alive[key] = self._held(storage, op)
+        self._alive[key] = self._allocate(storage, op)
 
-    def _held(self, storage: Any, op: str) -> tuple[int, Any, Callable[[], None]]:
+    def _allocate(self, storage: Any, op: str) -> tuple[int, Any, Callable[[], None]]:
         """A new block for `storage`: its number, what waits for the storage's end, and what gives the block back."""
         key = storage._cdata
         number, release = self.memory.take(storage.nbytes(), op)
@@ -154,7 +154,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         key = storage._cdata
         if key in self._alive:
             self._alive.pop(key)[2]()
-            self._alive[key] = self._held(storage, "gathered weights")
+            self._alive[key] = self._allocate(storage, "gathered weights")
 
     # Dispatch
 
@@ -274,7 +274,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         dtype = kwargs.get("dtype") or tensor.dtype
         if self._on_card(tensor) and not kwargs.get("non_blocking"):
             self.issued.waited()
-        values = self.values.known(tensor)
+        values = self.values.real(tensor)
         on_host = self.claims.devices.get(tensor.untyped_storage()._cdata) is CPU
         if values is not None and not on_host:
             return values.to(dtype, copy=True)
@@ -283,21 +283,21 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             out = _TO_COPY(tensor, **{**kwargs, "device": META})
             self.adopt(out.untyped_storage(), CPU, "to cpu")
             return out
-        self.origins.asked(self, "values of a GPU tensor on the host")
+        self.origins.record_question(self, "values of a GPU tensor on the host")
         uniform = self.values.uniform(tensor)
         return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype, device=CPU)
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`destination.copy_(source)` between any two kinds of tensors."""
         destination, source = args[0], args[1]
-        values = self.values.known(source) if _is_meta(source) else source
+        values = self.values.real(source) if _is_meta(source) else source
         if not _is_meta(destination):
             if values is not None:
                 destination.copy_(values)
             return destination
         key = destination.untyped_storage()._cdata
         if values is not None and self.values.worth_keeping(destination.dtype, destination.numel()):
-            mine = self.values.known(destination)
+            mine = self.values.real(destination)
             if mine is not None:
                 mine.copy_(values)
             elif destination.numel() * destination.element_size() == destination.untyped_storage().nbytes():
@@ -313,12 +313,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _item(self, tensor: torch.Tensor) -> Any:
         if self._on_card(tensor):
             self.issued.waited()
-        value = self.values.known(tensor)
+        value = self.values.real(tensor)
         if value is not None:
             return value.item()
         uniform = self.values.uniform(tensor)
         if uniform is None:
-            self.origins.asked(self, f"a {str(tensor.dtype).removeprefix('torch.')} value")
+            self.origins.record_question(self, f"a {str(tensor.dtype).removeprefix('torch.')} value")
         return answer(tensor.dtype, uniform)
 
 

@@ -14,10 +14,10 @@ Handler = Callable[[Phantom, Any, Any, dict[str, Any]], Any]
 
 
 def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    operands = [phantom.values.known(tensor) if tensor.is_meta else tensor for tensor in args[:2]]
+    operands = [phantom.values.real(tensor) if tensor.is_meta else tensor for tensor in args[:2]]
     if all(operand is not None for operand in operands):
         return func(*operands)
-    phantom.origins.asked(phantom, "whether two tensors are equal")
+    phantom.origins.record_question(phantom, "whether two tensors are equal")
     return bool(args[0].shape == args[1].shape)
 
 
@@ -25,7 +25,7 @@ def _of_unknown(handler: Handler) -> Handler:
     """For a first argument whose values are unknown: of known ones the operator itself runs."""
 
     def handle(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_known = phantom.values.known(args[0]) is not None
+        is_known = phantom.values.real(args[0]) is not None
         return NotImplemented if is_known else handler(phantom, func, args, kwargs)
 
     return handle
@@ -36,7 +36,7 @@ def _unknown_size(what: str) -> Handler:
 
     @_of_unknown
     def handler(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        phantom.origins.asked(phantom, f"how many elements {what} (all were assumed)")
+        phantom.origins.record_question(phantom, f"how many elements {what} (all were assumed)")
         return NotImplemented
 
     return handler
@@ -45,7 +45,7 @@ def _unknown_size(what: str) -> Handler:
 @_of_unknown
 def _unique(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    phantom.origins.asked(phantom, "how many elements differ (all were assumed)")
+    phantom.origins.record_question(phantom, "how many elements differ (all were assumed)")
     return tuple(
         phantom.made(shape, dtype)
         for shape, dtype in (
@@ -83,13 +83,13 @@ def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) ->
     """Indexing by masks: those whose values are known select as many elements as they truly do."""
     tensor, indices = args[0], args[1]
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if not masks or not tensor.is_meta or phantom.values.known(tensor) is not None:
+    if not masks or not tensor.is_meta or phantom.values.real(tensor) is not None:
         return NotImplemented
     places: dict[int, torch.Tensor] = {}
     for mask in masks:
-        values = phantom.values.known(mask) if mask.is_meta else mask
+        values = phantom.values.real(mask) if mask.is_meta else mask
         if values is None:
-            phantom.origins.asked(phantom, "how many elements a mask selects (all were assumed)")
+            phantom.origins.record_question(phantom, "how many elements a mask selects (all were assumed)")
             return NotImplemented
         places[id(mask)] = values.nonzero()
     chosen: list[Any] = []

@@ -63,7 +63,7 @@ class Origins:
     """What is running now, and where every allocation came from.
 
     Attributes:
-        found: allocation -> origin.
+        by_allocation: allocation -> origin.
         owners: allocation -> (category, name) of parameters, gradients and optimizer states.
         refused: the first request that the card refused.
         num_forwards: calls of outermost modules in training mode.
@@ -75,7 +75,7 @@ class Origins:
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, Origin] = {}
+        self.by_allocation: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
         self.refused: Refusal | None = None
         self.questions: dict[tuple[str, Line | None], int] = {}
@@ -122,7 +122,7 @@ class Origins:
         self._began.append(torch._C._autograd._get_sequence_nr())
         self._ran.append(self._modules[-1] if self._modules else "")
 
-    def asked(self, phantom: Any, what: str) -> None:
+    def record_question(self, phantom: Any, what: str) -> None:
         """The program asked for a value that only a GPU could know."""
         key = (what, user_line())
         self.questions[key] = self.questions.get(key, 0) + 1
@@ -139,7 +139,7 @@ class Origins:
                 op=op,
             )
 
-    def own(self, number: int | None, category: str, name: str) -> None:
+    def set_owner(self, number: int | None, category: str, name: str) -> None:
         """Allocation `number` is known by name."""
         if number is not None:
             self.owners.setdefault(number, (category, name))

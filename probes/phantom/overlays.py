@@ -34,7 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Outside:
+class HostView:
     """What is looked up before the namespaces are entered.
 
     Attributes:
@@ -55,9 +55,9 @@ class Outside:
 class Tree:
     """The file systems as the program sees them."""
 
-    def __init__(self, folder: Path, host: Outside) -> None:
+    def __init__(self, folder: Path, host: HostView) -> None:
         self._folder = folder
-        self._outside = host
+        self._host = host
         self._overlays: dict[str, tuple[str, int]] = {}  # place -> its upper folder; the place itself, by number
         self._old = self._disk = self._memory = ""
 
@@ -78,8 +78,8 @@ class Tree:
             f"/proc/self/fd/{os.open(folder, os.O_PATH)}" for folder in (old, memory, disk)
         )
         self._devices()
-        places = self._outside.places
-        for target in sorted({*places, *self._outside.mounts}, key=lambda path: path.count("/")):
+        places = self._host.places
+        for target in sorted({*places, *self._host.mounts}, key=lambda path: path.count("/")):
             if target in places:
                 self._overlay(target)
             elif self._covered(target):
@@ -148,9 +148,9 @@ class Tree:
             self._overlays[place] = (upper, lower)
             return
         os.close(lower)
-        if any(mount != place and _is_below(mount, place) for mount in self._outside.mounts):
+        if any(mount != place and _is_below(mount, place) for mount in self._host.mounts):
             for entry in os.scandir(self._old + place):
-                if entry.is_dir(follow_symlinks=False) and f"{place}/{entry.name}" not in self._outside.mounts:
+                if entry.is_dir(follow_symlinks=False) and f"{place}/{entry.name}" not in self._host.mounts:
                     self._overlay(f"{place}/{entry.name}")
 
     def _devices(self) -> None:
@@ -173,18 +173,18 @@ class Tree:
         try:
             _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
         except PermissionError:
-            if not self._outside.own_users:
+            if not self._host.own_users:
                 raise
 
     def _cover_sockets(self) -> None:
-        for path in self._outside.sockets:
+        for path in self._host.sockets:
             with _missing_is_fine():
                 if stat.S_ISSOCK(os.stat(path).st_mode):
                     _mount("/dev/null", path, None, _MS_BIND)
 
     def _add(self) -> None:
         """To files, for the program alone; their compiled forms are covered."""
-        for number, (path, text) in enumerate(self._outside.added.items()):
+        for number, (path, text) in enumerate(self._host.added.items()):
             with _missing_is_fine():
                 copy = f"{self._memory}/added-{number}"
                 Path(copy).write_bytes(Path(path).read_bytes() + text.encode())

@@ -59,7 +59,7 @@ class _MicroBatch:
             self.requests = _requests(phantom.memory.events[self.first_event :], self.first_allocation, loss_allocation)
             self.loss = loss.shape, loss.dtype, loss_allocation
 
-    def again(self, phantom: Phantom) -> torch.Tensor:
+    def replay(self, phantom: Phantom) -> torch.Tensor:
         """Its requests of small blocks once more, and a loss like its own."""
         assert self.requests is not None
         assert self.loss is not None
@@ -128,17 +128,17 @@ class _Step:
         """It has been run."""
         self._ran[-1].returned(self._phantom, loss)
 
-    def again(self) -> torch.Tensor:
+    def replay(self) -> torch.Tensor:
         """It has not."""
         self._phantom.num_repeated += 1
-        return self._ran[-1].again(self._phantom)
+        return self._ran[-1].replay(self._phantom)
 
 
 def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
     """What of a trainer's inputs can decide what memory is asked for: shapes, and values but for tokens themselves."""
     if isinstance(value, torch.Tensor):
         yield name, value.dtype, tuple(value.shape), value.stride()
-        values = phantom.values.known(value) if _is_meta(value) else value
+        values = phantom.values.real(value) if _is_meta(value) else value
         if values is not None and not values.dtype.is_floating_point:
             yield hash((values == _NO_LABEL if name.endswith(_TOKENS) else values).contiguous().numpy().tobytes())
     elif isinstance(value, Mapping):
@@ -179,7 +179,7 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
                 loss = true(self, *args, **kwargs)
         except _Repeats:
             phantom.issued.micro_batch_repeats()
-            return step.again()
+            return step.replay()
         phantom.issued.micro_batch_ends()
         step.returned(loss)
         return loss

@@ -117,7 +117,7 @@ def run_traced(order: TraceOrder) -> Ended:
         UsageError: no such program.
         EnvironmentProblem: it cannot be started or protected from, or was stopped: too long, or too much written.
     """
-    with _kept(order) as (folder, outcome):
+    with _running(order) as (folder, outcome):
         redirected, results = outcome["redirected"], folder / "results"
         errors = [read_text(path, max_bytes=MAX_BYTES) for path in sorted(results.glob("*.error"))]
         absent = [read_text(path, max_bytes=MAX_BYTES) for path in sorted(results.glob("*.absent"))]
@@ -131,7 +131,7 @@ def run_traced(order: TraceOrder) -> Ended:
 
 
 @contextlib.contextmanager
-def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The private folder, which is there until the end, and how the command ended.
 
     Raises:

@@ -17,7 +17,7 @@ from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, 
 from probes.patching import replaced
 from probes.phantom import compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions
-from probes.phantom.claims import lying
+from probes.phantom.claims import claims_answered
 from probes.phantom.imports import Hook, Watcher
 from probes.phantom.mode import Phantom
 from probes.stack.autocast import emulation_installed
@@ -57,7 +57,7 @@ def phantom_gpu(
             resizes(phantom.resized),
             compiled.eager(phantom),
             methods.answering(phantom),
-            lying(phantom.claims),
+            claims_answered(phantom.claims),
             phantom.origins.following(),
             phantom.issued.following(),
             steps.counted(phantom, finished),
@@ -97,9 +97,9 @@ def _one_hot(phantom: Phantom) -> AbstractContextManager[None]:
         values = phantom.values
         if num_classes > 0 and tensor.device.type == "cuda" and values.worth_keeping(out.dtype, out.numel()):
             with _disable_current_modes():
-                classes = values.known(tensor)
+                classes = values.real(tensor)
                 if classes is None:
-                    phantom.origins.asked(phantom, "which classes a tensor holds (spread evenly)")
+                    phantom.origins.record_question(phantom, "which classes a tensor holds (spread evenly)")
                     classes = (torch.arange(tensor.numel()) % num_classes).view(tensor.shape)
                 values.keep(out, true(classes, num_classes))
         return out

@@ -33,17 +33,17 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
 
     origins, num_steps = phantom.origins, phantom.options.num_steps
 
-    def own(tensor: torch.Tensor, category: str, name: str) -> None:
+    def set_owner_of(tensor: torch.Tensor, category: str, name: str) -> None:
         for part in parts_of(tensor):
-            origins.own(phantom.number_of(part), category, name)
+            origins.set_owner(phantom.number_of(part), category, name)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own(parameter.grad, "gradients", origins.parameter_name(parameter))
+                    set_owner_of(parameter.grad, "gradients", origins.parameter_name(parameter))
                 if parameter.requires_grad:  # a loop may hand over all of the model's, LoRA's frozen base among them
-                    own(parameter, "trained weights", origins.parameter_name(parameter))
+                    set_owner_of(parameter, "trained weights", origins.parameter_name(parameter))
         origins.stepping += 1
         phantom.issued.step_begins()
 
@@ -53,7 +53,7 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    own(value, "optimizer states", str(name))
+                    set_owner_of(value, "optimizer states", str(name))
         phantom.num_steps[id(optimizer)] = phantom.num_steps.get(id(optimizer), 0) + 1
         if num_steps is not None and phantom.num_steps[id(optimizer)] >= num_steps:
             finished(phantom)

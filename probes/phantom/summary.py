@@ -62,7 +62,7 @@ def _own_weights(phantom: Phantom) -> None:
     for model in filter(None, (reference() for reference in phantom.origins.models.values())):
         for _, parameter in model.named_parameters():
             for part in parts_of(parameter):
-                phantom.origins.own(phantom.number_of(part), WEIGHTS, phantom.origins.parameter_name(parameter))
+                phantom.origins.set_owner(phantom.number_of(part), WEIGHTS, phantom.origins.parameter_name(parameter))
 
 
 def _repeated(phantom: Phantom) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
         if isinstance(event, Alloc):
             sizes[event.id] = rounded(event.size_bytes)
             total += sizes[event.id]
-            phase = phantom.origins.found[event.id].phase
+            phase = phantom.origins.by_allocation[event.id].phase
             peaks[phase] = max(peaks.get(phase, 0), total)
             if total > highest:
                 highest, at = total, index
@@ -104,7 +104,7 @@ def _grouped(phantom: Phantom, alive: set[int], key: Callable[[int, Origin], str
     sizes: dict[str, int] = defaultdict(int)
     numbers: Counter[str] = Counter()
     for number in alive:
-        origin = phantom.origins.found[number]
+        origin = phantom.origins.by_allocation[number]
         name = key(number, origin)
         sizes[name] += rounded(origin.size_bytes)
         numbers[name] += 1
@@ -152,6 +152,6 @@ def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, st
         part = totals[start : start + width]
         for event in phantom.memory.events[start : start + width]:
             if isinstance(event, Alloc):
-                phase = phantom.origins.found[event.id].phase
+                phase = phantom.origins.by_allocation[event.id].phase
         points.append((start / len(totals), max(part), phase))
     return tuple(points)

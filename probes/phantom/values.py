@@ -59,7 +59,7 @@ class Values:
         self._copies.pop(key, None)
         self._uniform.pop(key, None)
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with `tensor`'s values that shares its memory with those of its storage's other views."""
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None:
@@ -86,7 +86,7 @@ class Values:
                 return
         copy = torch.UntypedStorage(storage.nbytes())
         self._copies[key] = copy
-        mine = self.known(tensor)
+        mine = self.real(tensor)
         assert mine is not None
         mine.copy_(values)
 
@@ -127,7 +127,7 @@ class Values:
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.known(value) if _is_meta(value) else value
+            return self.real(value) if _is_meta(value) else value
         if type(value) in (list, tuple):
             return type(value)(self._real(entry) for entry in value)
         return value

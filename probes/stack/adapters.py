@@ -127,8 +127,8 @@ def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
 
 def _task(config: Any, setup: TrainSetup) -> str | None:
     """peft's kind of task; of a score it trains the head beside the adapters."""
-    if setup.aim.head != "vocabulary":
-        return "SEQ_CLS" if setup.aim.head == "score" else "FEATURE_EXTRACTION"
+    if setup.objective_spec.head != "vocabulary":
+        return "SEQ_CLS" if setup.objective_spec.head == "score" else "FEATURE_EXTRACTION"
     if has_audio(config):
         return None  # whose forward takes sound: peft's own of that task names input_ids
     return "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"

@@ -69,7 +69,7 @@ def build_from_config(
             config,
             DTYPES[setup.weight_dtype],
             attention or ATTENTION_NAMES[setup.attention],
-            setup.aim.head,
+            setup.objective_spec.head,
             seeing=setup.images is not None,
         )
         if setup.quantized:

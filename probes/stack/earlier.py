@@ -46,7 +46,7 @@ def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
         yield
 
 
-def _repeating(*_asked: Any) -> bool:  # a Mock would keep what it is called with
+def _repeating(*_: Any) -> bool:  # a Mock would keep what it is called with
     return False
 
 

@@ -24,7 +24,7 @@ class LossInputs(NamedTuple):
     Attributes:
         model, inner: with and without peft's wrapper; `forward` is the model's under the trainer's autocast.
         reference: inner model and forward of a frozen copy, None for the model with its adapters off.
-        again: tells that another forward begins.
+        begin_forward: tells that another forward begins.
     """
 
     setup: TrainSetup
@@ -33,11 +33,11 @@ class LossInputs(NamedTuple):
     inner: Any
     forward: Any
     reference: tuple[Any, Any] | None
-    again: Callable[[], None]
+    begin_forward: Callable[[], None]
 
     def outputs(self, inner: Any, forward: Any) -> Any:
         """What a model returns under TRL's fused head."""
-        scored = self.setup.rolls.completion_tokens if self.setup.aim.rolls_out else None
+        scored = self.setup.rollout_settings.completion_tokens if self.setup.objective_spec.rolls_out else None
         with headless(inner, partial(head_loss, inner, self.setup.loss, scored=scored)):
             return forward(**self.batch.model_inputs, labels=self.batch.labels)
 
@@ -47,7 +47,7 @@ class LossInputs(NamedTuple):
             log_probs: torch.Tensor = self.outputs(inner, forward)["log_probs"]
             return log_probs.sum(dim=1) if summed else log_probs
 
-    def known(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def precomputed(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A reference's log-probabilities that came with the batch, of both halves."""
         return torch.zeros_like(like), torch.zeros_like(like)
 
@@ -69,13 +69,13 @@ def dpo(inputs: LossInputs) -> torch.Tensor:
         return _dpo_whole(inputs)
     outputs = inputs.outputs(inputs.inner, inputs.forward)  # alive to the end, as the trainer's are
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2)
-    ref_chosen, ref_rejected = inputs.known(chosen) if inputs.setup.precomputed_reference else _reference(inputs)
+    ref_chosen, ref_rejected = inputs.precomputed(chosen) if inputs.setup.precomputed_reference else _reference(inputs)
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
 def _reference(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's log-probabilities of both halves."""
-    inputs.again()
+    inputs.begin_forward()
     with inputs.before_training() as reference:
         chosen, rejected = inputs.log_probs(*reference).chunk(2)
     return chosen, rejected
@@ -90,9 +90,9 @@ def _dpo_whole(inputs: LossInputs) -> torch.Tensor:
     if inputs.setup.before_trl(0, 29) and likelihood is None:
         del outputs  # a function's own, gone when that returned
     if inputs.setup.precomputed_reference:
-        ref_chosen, ref_rejected = inputs.known(chosen)
+        ref_chosen, ref_rejected = inputs.precomputed(chosen)
     else:
-        inputs.again()
+        inputs.begin_forward()
         with inputs.before_training() as (_, forward), torch.no_grad():
             reference = forward(**inputs.batch.model_inputs, use_cache=False)
             ref_chosen, ref_rejected = _sequence_log_probs(inputs, reference["logits"]).chunk(2)
@@ -144,7 +144,7 @@ def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tens
         ])  # fmt: skip
     for half in logits.detach().chunk(2) if setup.objective == "dpo" else ():
         half.reshape(-1, half.shape[-1]).clone().mean()  # what it logs: a mask's copy
-    return log_probs if setup.aim.rolls_out else log_probs.sum(-1)
+    return log_probs if setup.objective_spec.rolls_out else log_probs.sum(-1)
 
 
 def kto(inputs: LossInputs) -> torch.Tensor:
@@ -153,16 +153,16 @@ def kto(inputs: LossInputs) -> torch.Tensor:
     if inputs.setup.loss == "full":
         return _kto_whole(inputs)
     policy_kl = inputs.log_probs(inputs.inner, inputs.forward)
-    inputs.again()
+    inputs.begin_forward()
     outputs = inputs.outputs(inputs.inner, inputs.forward)
     good, bad = outputs["log_probs"].sum(dim=1).chunk(2)
     if inputs.setup.precomputed_reference:
-        (ref_good, ref_bad), (reference_kl, _) = inputs.known(good), inputs.known(policy_kl)
+        (ref_good, ref_bad), (reference_kl, _) = inputs.precomputed(good), inputs.precomputed(policy_kl)
     else:
-        inputs.again()
+        inputs.begin_forward()
         with inputs.before_training() as reference:
             reference_kl = inputs.log_probs(*reference)
-            inputs.again()
+            inputs.begin_forward()
             ref_good, ref_bad = inputs.log_probs(*reference).chunk(2)
     return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
 
@@ -185,13 +185,13 @@ def _kto_whole(inputs: LossInputs) -> torch.Tensor:
 
     def run(forward: Any, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         if not first:
-            inputs.again()
+            inputs.begin_forward()
         with torch.no_grad():
             other = forward(**inputs.batch.model_inputs, use_cache=False)["logits"]
         kl = _older_log_probs(inputs.setup, other, inputs.batch.labels)
         if inputs.setup.log_probs == "rows apart":
             del other
-        inputs.again()
+        inputs.begin_forward()
         logits = forward(**inputs.batch.model_inputs, use_cache=False)["logits"]
         sequence_log_probs = _older_log_probs(inputs.setup, logits, inputs.batch.labels)
         return sequence_log_probs, kl, [half.clone() for half in logits.chunk(2)]
@@ -232,7 +232,7 @@ def embedding(inputs: LossInputs) -> torch.Tensor:
     with pooled(inputs.inner):
         for place, column in enumerate(columns):
             if place:
-                inputs.again()
+                inputs.begin_forward()
             vectors.append(inputs.forward(**column)["sentence_embedding"])
     return _contrast(vectors)
 
@@ -270,7 +270,7 @@ def _cached(inputs: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> t
     pieces = [[piece for piece in column if all(len(tensor) for tensor in piece.values())] for column in pieces]
 
     def embedded(piece: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs.again()
+        inputs.begin_forward()
         with pooled(inputs.inner):
             embeddings: torch.Tensor = inputs.forward(**piece)["sentence_embedding"]
             return embeddings
@@ -318,7 +318,7 @@ def _rolled_out_reference(inputs: LossInputs) -> torch.Tensor | None:
         return None
     with inputs.before_training() as models, torch.no_grad():
         reference = _scored(inputs, *models)
-    inputs.again()
+    inputs.begin_forward()
     return reference
 
 
@@ -337,7 +337,7 @@ def _scored(inputs: LossInputs, inner: Any, forward: Any) -> torch.Tensor:
     if inputs.setup.loss != "full":
         log_probs: torch.Tensor = inputs.outputs(inner, forward)["log_probs"]
         return log_probs
-    num = inputs.setup.rolls.completion_tokens
+    num = inputs.setup.rollout_settings.completion_tokens
     logits = forward(**inputs.batch.model_inputs, use_cache=False, logits_to_keep=num + 1)["logits"][:, :-1, :]
     logits = logits / 1.0
     return _older_log_probs(inputs.setup, logits, inputs.batch.labels[:, -num:])

@@ -156,7 +156,7 @@ class _Run:
         schedule = ScheduleGPipe if setup.pipeline_schedule == "gpipe" else Schedule1F1B
         self.schedule: Any = schedule(stage, setup.accumulation_steps, loss_fn=_loss, scale_grads=False)
         self._backward = stage.backward_one_chunk
-        stage.backward_one_chunk = self._told_backward
+        stage.backward_one_chunk = self._marked_backward
         for index, layer in enumerate(layers_of(module.model)):
             layer.register_forward_pre_hook(partial(self._before, index), prepend=True)
             layer.register_forward_hook(partial(self._after, index), prepend=True)
@@ -175,7 +175,7 @@ class _Run:
         stage.clear_runtime_states()  # as `PipelineScheduleSingle.step`, whose cutting of one large batch is spared
         self.schedule._step_microbatches(ids, [{}] * len(batches), labels, None, return_outputs=False)
 
-    def _told_backward(self, chunk: int, **kwargs: Any) -> Any:
+    def _marked_backward(self, chunk: int, **kwargs: Any) -> Any:
         self._module.in_backward = True
         self._module.tell("loss" if self._module.last else "backward", None)
         return self._backward(chunk, **kwargs)

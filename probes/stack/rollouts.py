@@ -23,7 +23,7 @@ def generate(setup: TrainSetup, inner: Any, forward: Any, tell: Tell) -> None:
     """
     from transformers import DynamicCache
 
-    if setup.rolls.generator != "transformers":
+    if setup.rollout_settings.generator != "transformers":
         return
     device = next(inner.parameters()).device
     vocab = int(inner.config.get_text_config().vocab_size)

@@ -173,7 +173,7 @@ def train_step(
         stack.enter_context(seeing(trainer.inner, setup))
         if mark is not None:  # hooks cost time: none while timing
             stack.enter_context(_marks(trainer, tell))
-        if setup.aim.rolls_out:
+        if setup.objective_spec.rolls_out:
             generate(setup, trainer.inner, trainer.forward, tell)
         for index, batch in enumerate(batches):
             if (given := done(loss)) is not None:

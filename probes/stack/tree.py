@@ -39,8 +39,8 @@ _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connecto
 SEES_AHEAD = frozenset({"gemma3", "paligemma"})
 """Types whose prompts or pictures are seen both ways, which takes a mask; in Gemma 4's layers with a window its
 configuration says so."""
-_ELSEWHERE = re.compile(r"(^|\.)(encoder_attn|crossattention|EncDecAttention)")
-_BESIDE = re.compile(r"altup|laurel|per_layer")
+_CROSS_ATTENTION = re.compile(r"(^|\.)(encoder_attn|crossattention|EncDecAttention)")
+_SIDE_BRANCHES = re.compile(r"altup|laurel|per_layer")
 """Gemma 3n's matrices beside attention and MLP."""
 _ROLES: tuple[tuple[Role, str], ...] = (
     ("qkv", r"qkv|qkv_proj|query_key_value|c_attn|wqkv|Wqkv|qkv_layer|attn_qkv"),
@@ -70,7 +70,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     kinds, order, unseen = _kinds(config, stacks, text, hidden, bool(rotary))
     front_end = _front_end(model.get_encoder(), stacks[0][0]) if halves else None
     if halves:
-        kinds = tuple(_of_a_half(kind, stacks[0][0], front_end) for kind in kinds)
+        kinds = tuple(_half_layer(kind, stacks[0][0], front_end) for kind in kinds)
     inside = {id(parameter) for _, layers in stacks for layer in layers for parameter in layer.parameters()}
     inside |= {id(parameter) for parameter in head.parameters(recurse=False)}
     norms = [(norm, _size(norm) or hidden) for norm in stacks[0][1][0].modules() if _is_norm(norm)]
@@ -131,7 +131,7 @@ def _front_end(encoder: nn.Module, path: str) -> FrontEnd | None:
     return FrontEnd(mel_bins=convolutions[0].in_channels, frames=frames, path=path.rpartition(".")[0])
 
 
-def _of_a_half(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> LayerSpec:
+def _half_layer(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> LayerSpec:
     """A layer of the encoder, or one of the decoder, which looks at what the encoder gives."""
     clip = front_end.frames // 2 if front_end is not None else 0  # its second convolution steps by two
     assert layer.attention is not None
@@ -142,7 +142,7 @@ def _of_a_half(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> L
         layer,
         kind="decoder",
         linears=tuple(
-            replace(linear, of_encoder=linear.role in ("k", "v") and bool(_ELSEWHERE.search(linear.name)))
+            replace(linear, of_encoder=linear.role in ("k", "v") and bool(_CROSS_ATTENTION.search(linear.name)))
             for linear in layer.linears
         ),
         cross_attention=replace(layer.attention, cross=True, causal=False, key_tokens=clip),
@@ -182,7 +182,7 @@ def _kinds(
             unseen[replace(spec, kind="idle", attention=None, mlp=None)] += 1
             continue
         if not config.is_encoder_decoder:
-            spec, idle = _looking_elsewhere(spec)
+            spec, idle = _without_cross_attention(spec)
             unseen.update(idle)
         window = None if spec.attention is None else spec.attention.window_tokens
         if spec.attention is not None and (config.model_type in SEES_AHEAD or (in_windows and window)):
@@ -191,10 +191,10 @@ def _kinds(
     return tuple(kinds), tuple(order), unseen
 
 
-def _looking_elsewhere(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpec]]:
+def _without_cross_attention(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpec]]:
     """A layer without its attention to an encoder that is not there, and that attention as an idle layer."""
-    linears = tuple(linear for linear in layer.linears if _ELSEWHERE.search(linear.name))
-    norms = tuple(norm for norm in layer.norms if _ELSEWHERE.search(norm.name))
+    linears = tuple(linear for linear in layer.linears if _CROSS_ATTENTION.search(linear.name))
+    norms = tuple(norm for norm in layer.norms if _CROSS_ATTENTION.search(norm.name))
     if not linears:
         return layer, []
     idle = LayerSpec(kind="idle", linears=linears, norms=norms, attention=None, mlp=None, path=layer.path)
@@ -418,7 +418,7 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
 def _role(linear: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
     """What a matrix does, by its place, its name, and in an MLP its shape."""
     place = linear.name.rpartition(".")[0]
-    if _BESIDE.search(linear.name):
+    if _SIDE_BRANCHES.search(linear.name):
         return "other"
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
     apart = not _ATTENTION.search(place) and "shared" not in place  # those may be as narrow

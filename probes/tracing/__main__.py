@@ -17,8 +17,8 @@ from planner.memory.profiles import load_profiles, save_profiles, user_path, use
 from planner.models.resolve import resolve_model
 from planner.planning.plan_request import PlanRequest
 from planner.speed.step_program import save_programs, user_programs
-from probes.tracing.profile_builder import CARDS, ProfileBuilder, asked_structures, of_ranks, versions
-from probes.tracing.programs import ProgramBuilder, asked_programs
+from probes.tracing.profile_builder import CARDS, ProfileBuilder, of_ranks, planned_structures, versions
+from probes.tracing.programs import ProgramBuilder, program_structures
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         model = resolve_model(given.model)
         rarer = {"objective": (given.objective,)} if given.objective != "sft" else {}
         rarer |= {"adapter": (given.adapter,)} if given.adapter != "lora" else {}
-        structures = asked_structures(model, CARDS, PlanRequest(fixed=rarer)) | asked_structures(model)
+        structures = planned_structures(model, CARDS, PlanRequest(fixed=rarer)) | planned_structures(model)
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     programs = {}
     if not given.ranks:
         issued = ProgramBuilder(model)
-        if programs := issued.all(asked_programs(model)):
+        if programs := issued.all(program_structures(model)):
             save_programs(user_programs(model), issued.tables, programs, versions())
     spent = time.monotonic() - started
     print(f"{len(profiles)} structures, {len(programs)} programs in {spent:.0f} s: {path.parent}")

@@ -37,7 +37,7 @@ Counts = dict[tuple[Group, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundMoment:
+class MemoryMoment:
     """One moment: its phase, which micro-batch of the step it falls in, and the terms of what is alive, by group."""
 
     phase: str
@@ -75,7 +75,7 @@ class Depth:
     repeats: int
 
 
-def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) -> list[FoundMoment]:
+def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) -> list[MemoryMoment]:
     """The moments that are the highest of their phase and micro-batch somewhere, no more than it takes.
 
     Args:
@@ -90,7 +90,7 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
     sizes = np.array([scale.total(terms) for terms in classes])
     walks = [_Walk(depth.trace, sizes) for depth in depths]
     repeats = [depth.repeats for depth in depths]
-    by_phase: dict[PhaseOf, list[FoundMoment]] = defaultdict(list)
+    by_phase: dict[PhaseOf, list[MemoryMoment]] = defaultdict(list)
 
     def grown(names: Sequence[tuple[PhaseOf, Name]]) -> list[tuple[PhaseOf, Name]]:
         """Keeps the moments of places, and gives those that the depths do not tell."""
@@ -101,7 +101,7 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
             except NoPolynomial:
                 left.append((key, name))
             else:
-                by_phase[key].append(FoundMoment(phase=key[0], micro_batch=key[1], alive=alive))
+                by_phase[key].append(MemoryMoment(phase=key[0], micro_batch=key[1], alive=alive))
         return left
 
     others = [_Walk(depth.trace, sizes * ~apart) for depth in depths] if apart.any() else []
@@ -258,22 +258,22 @@ class _Walk:
         for index, item in enumerate(self.trace.events):
             requests = wanted.get(index)
             if isinstance(item, Repetition) and not requests:
-                self._whole(item, alive, count)
+                self._apply_repetition(item, alive, count)
                 continue
             for number, event in enumerate(_events(item)):
-                self._one(event, item, alive, count)
+                self._apply_event(event, item, alive, count)
                 for at in requests.get(number, ()) if requests else ():
                     snapshots[at] = {key: many for key, many in count.items() if many}
         return [*snapshots, {key: many for key, many in count.items() if many}]
 
-    def _whole(self, item: Repetition, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
+    def _apply_repetition(self, item: Repetition, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         for place in item.pattern.left:
             self._make(item.first + place, item, alive, count)
         for hole in item.holes:
             for event in hole:
-                self._one(event, item, alive, count)
+                self._apply_event(event, item, alive, count)
 
-    def _one(self, event: Event, item: Any, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
+    def _apply_event(self, event: Event, item: Any, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         if isinstance(event, Alloc):
             self._make(event.id, item if isinstance(item, Repetition) else None, alive, count)
         elif isinstance(event, Free):
@@ -316,12 +316,12 @@ def _lengths(item: Event | Repetition) -> list[int]:
     return [len(events) for pair in pairs for events in pair]
 
 
-def cover(moments: Sequence[FoundMoment], scale: Scale, without: str = "") -> list[FoundMoment]:
+def cover(moments: Sequence[MemoryMoment], scale: Scale, without: str = "") -> list[MemoryMoment]:
     """Of the moments of one phase those that are needed for its highest everywhere, without a category."""
     totals = np.array([scale.total(moment.total(without)) for moment in moments])
     top = totals.max(axis=0)
     open_points = np.ones(totals.shape[1], dtype=bool)
-    chosen: list[FoundMoment] = []
+    chosen: list[MemoryMoment] = []
     while open_points.any():
         reached = (totals >= top * (1 - TOLERANCE)) & open_points
         best = int(reached.sum(axis=1).argmax())

@@ -30,8 +30,8 @@ from planner.memory.ranks import as_profiled
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of
 from planner.options.kernels import kernels_refusal
+from planner.planning.groups import WalkCache
 from planner.planning.plan_request import PlanRequest
-from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
 from probes.allocator.repetitions import rounded
@@ -39,9 +39,9 @@ from probes.dryrun.api import VERSION
 from probes.dryrun.cache import library_versions
 from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries
-from probes.tracing.moments import FoundMoment
+from probes.tracing.moments import MemoryMoment
 from probes.tracing.sizes import NoPolynomial, Scale, Sizes, Terms, add
-from probes.tracing.structures import FoundPiece, Member, Pieces, Span, Structure, has_room, spans
+from probes.tracing.structures import Member, Pieces, Span, SpanMoments, Structure, has_room, spans
 
 CARDS = ("a100-80gb", "rtx-4090", "h100-sxm")
 """One of each generation whose kernels are profiled."""
@@ -55,7 +55,7 @@ NOT_PROFILED = (NoPolynomial, RepetitionError, ValueError, TypeError, RuntimeErr
 """What a structure's runs end with where it has no profile: a step that is no polynomial, or that cannot be traced."""
 
 
-def asked_structures(
+def planned_structures(
     model: ModelSpec, cards: Sequence[str] = CARDS, request: PlanRequest | None = None
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model on such cards walk, by key: all but what others outrun at the same memory."""
@@ -125,7 +125,7 @@ class ProfileBuilder:
     ) -> None:
         load_libraries()
         self._of_rank = of_rank
-        self._model, self._known, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
+        self._model, self._sizes, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
         self._members = [_member(model, member) for member in members] or [_itself(model)]
         self.any_size = bool(members)
         self._runs: dict[Any, Any] = {}
@@ -155,7 +155,7 @@ class ProfileBuilder:
         return Structure(
             self._at_depth, vocabulary, setup, gpu.compute_capability or (8, 0), members, self._runs,
             any_size=self.any_size, of_rank=self._of_rank,
-        ).pieces(self._spans, self._known)  # fmt: skip
+        ).pieces(self._spans, self._sizes)  # fmt: skip
 
     def all(self, structures: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
         """The profiles of many structures; those that have none are in `failures`."""
@@ -221,7 +221,7 @@ def build_profiles(
     """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key; for
     ranks what these compute of them."""
     builder = ProfileBuilder(model, of_rank=ranks)
-    structures = asked_structures(model) if structures is None else structures
+    structures = planned_structures(model) if structures is None else structures
     return builder.all(of_ranks(model, structures.values()) if ranks else structures), builder.failures
 
 
@@ -230,13 +230,13 @@ def versions() -> dict[str, str]:
     return {**dict(library_versions()), "dry run": str(VERSION), "step profile": STEP_PROFILE}
 
 
-Asked = tuple[TrainSetup, GpuSpec]
+StructureCase = tuple[TrainSetup, GpuSpec]
 
 
-def _families(structures: Iterable[Asked]) -> list[list[Asked]]:
+def _families(structures: Iterable[StructureCase]) -> list[list[StructureCase]]:
     """Structures that differ in loss and in what is checkpointed alone, 4-bit bases with and without quantized scales
     together."""
-    families: dict[Any, list[Asked]] = {}
+    families: dict[Any, list[StructureCase]] = {}
     for setup, gpu in structures:
         quantization = "nf4" if setup.quantization == "nf4-double" else setup.quantization
         alike = setup.replace_trusted(quantization=quantization, **_APART)
@@ -265,7 +265,7 @@ class _Family:
     def __init__(
         self,
         builder: ProfileBuilder,
-        members: Sequence[Asked],
+        members: Sequence[StructureCase],
         like: "_Family | None",
         first: int,
         base: "_Family | None",
@@ -276,7 +276,7 @@ class _Family:
             (setup.quantization, setup.loss, SELECTIVE if setup.selective_checkpointing else setup.checkpointing): setup
             for setup, _ in members
         }
-        self._ran: dict[_Key, Pieces | str] = {}
+        self._results: dict[_Key, Pieces | str] = {}
 
     def named(self) -> Iterator[tuple[str, _Key]]:
         """What names each member, and its place."""
@@ -286,9 +286,9 @@ class _Family:
     def _run(self, key: _Key) -> Pieces | str:
         if self._base is not None and self._setups[key].checkpointing < 2:
             return self._base._run(key)
-        if key not in self._ran:
-            self._ran[key] = self._builder.tried(self._setups[key], self._gpu, self._first)
-        return self._ran[key]
+        if key not in self._results:
+            self._results[key] = self._builder.tried(self._setups[key], self._gpu, self._first)
+        return self._results[key]
 
     def pieces(self, key: _Key) -> Pieces | str:
         """A member's pieces: put together where that was seen to give the same, else run."""
@@ -408,7 +408,7 @@ def _same(pieces: Any, other: Any) -> bool:
     return True
 
 
-def _highest(moments: Sequence[FoundMoment], scale: Scale) -> dict[tuple[str, int], Any]:
+def _highest(moments: Sequence[MemoryMoment], scale: Scale) -> dict[tuple[str, int], Any]:
     peaks: dict[tuple[str, int], Any] = {}
     for moment in moments:
         key, total = (moment.phase, moment.micro_batch), scale.total(moment.total())
@@ -416,7 +416,7 @@ def _highest(moments: Sequence[FoundMoment], scale: Scale) -> dict[tuple[str, in
     return peaks
 
 
-def _piece(span: Span, piece: FoundPiece, member: Member | None, *, alone: bool) -> Piece:
+def _piece(span: Span, piece: SpanMoments, member: Member | None, *, alone: bool) -> Piece:
     """What is kept of a piece: of a model's own its bytes, else the terms that they are made of."""
     moments = dict.fromkeys(_moment(moment, member) for moment in piece.moments)
     return Piece(
@@ -427,7 +427,7 @@ def _piece(span: Span, piece: FoundPiece, member: Member | None, *, alone: bool)
     )
 
 
-def _moment(moment: FoundMoment, member: Member | None) -> ProfileMoment:
+def _moment(moment: MemoryMoment, member: Member | None) -> ProfileMoment:
     groups = sorted((group, _form(terms, member)) for group, terms in moment.alive.items() if group != CUBLAS)
     return ProfileMoment(moment.phase, moment.micro_batch > 1, tuple(pair for pair in groups if pair[1]))
 

@@ -38,7 +38,7 @@ from probes.dryrun.operators import OperatorLog, full_program
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config
-from probes.tracing.profile_builder import CARDS, NOT_PROFILED, asked_structures, with_fused_adapters
+from probes.tracing.profile_builder import CARDS, NOT_PROFILED, planned_structures, with_fused_adapters
 
 _SEQS = (23, 29, 31, 37, 43, 47)
 _TOKENS = (1307, 1319, 1367, 1187)
@@ -141,11 +141,11 @@ def numbers_of(config: Any) -> Iterator[int]:
         yield config
 
 
-def asked_programs(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model walk, and what people's own files ask (eager kernels, full fine-tuning all in 16 bits),
     with all layers checkpointed or none: of which any other spacing is put together."""
     by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
-    every = asked_structures(model, cards).values()
+    every = planned_structures(model, cards).values()
     structures = [
         structure for structure in every if not structure[0].activation_offload and structure[0].checkpointing < 2
     ]
@@ -224,7 +224,9 @@ class ProgramBuilder:
         if source is None or base is None or like is None or loss == first:
             return None
         swaps: dict[int, int] = {}
-        flat_base, flat_own, flat_like = (flat((*program.ahead, *program.behind)) for program in (base, source, like))
+        flat_base, flat_own, flat_like = (
+            flat((*program.forward, *program.backward)) for program in (base, source, like)
+        )
         for mine, others in zip(flat_base, flat_own, strict=False):
             if swaps.setdefault(mine, others) != others:
                 return None
@@ -240,7 +242,7 @@ class ProgramBuilder:
         def swapped(blocks: Blocks) -> Blocks:
             return tuple((tuple(swaps.get(place, place) for place in places), times) for places, times in blocks)
 
-        return like._replace(ahead=swapped(like.ahead), behind=swapped(like.behind))
+        return like._replace(forward=swapped(like.forward), backward=swapped(like.backward))
 
     def program(self, setup: TrainSetup, gpu: GpuSpec) -> StepProgram:
         """The program of one structure.
@@ -297,8 +299,8 @@ class ProgramBuilder:
         segments = order
         calls = [call for segment in program.segments for call in segment.calls]
         return StepProgram(
-            ahead=_repeated(ahead),
-            behind=_repeated(segments),
+            forward=_repeated(ahead),
+            backward=_repeated(segments),
             added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in program.added.items()),
             steps=steps,
             num_modules=program.num_modules,
@@ -347,16 +349,16 @@ class _Sized:
     ) -> None:
         self._program, self._primes, self._tables, self._tile = program, primes, tables, tile
         self._step, self._adapted = step, adapted
-        self._known: dict[tuple[int, bool], int] = {}
+        self._operator_numbers: dict[tuple[int, bool], int] = {}
 
     def call(self, call: int, *, tiled: bool = False) -> int:
         """A call of the run as one of the tables."""
         number, issuer = divmod(call, _NUM)
         key = number, tiled
-        if key not in self._known:
+        if key not in self._operator_numbers:
             operator = self._program.operators[number]
-            self._known[key] = self._tables.operator(self._operator(operator, self._tile if tiled else 0))
-        return self._known[key] * _NUM + issuer
+            self._operator_numbers[key] = self._tables.operator(self._operator(operator, self._tile if tiled else 0))
+        return self._operator_numbers[key] * _NUM + issuer
 
     def _operator(self, operator: Operator, tile: int) -> SizedOperator:
         if (name := self._name(operator)) != operator.name:

@@ -9,7 +9,7 @@ from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Repetition
 from probes.dryrun.trace import Trace
 
-TOLD = frozenset({"forward", LOSS_BEGINS, "loss", HEAD, FIRST, TURN, LAST, "step"})
+RANK_PHASES = frozenset({"forward", LOSS_BEGINS, "loss", HEAD, FIRST, TURN, LAST, "step"})
 """What a profile of ranks says."""
 _OTHER = "other"
 """Moments that no engine tells: the backward's before and behind the layers, and the first layer's."""

@@ -70,18 +70,18 @@ class Scale:
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._models = models
-        self._known: dict[Term, Any] = {}
+        self._bytes_of: dict[Term, Any] = {}
 
     def of(self, term: Term) -> Any:
         """Bytes of a term, [points of all models]."""
-        size_bytes = self._known.get(term)
+        size_bytes = self._bytes_of.get(term)
         if size_bytes is None:
             index, factor, by_depth = term
             each = [
                 model.size(index, factor) * (model.repeats if by_depth else 1) * model.values[:, index]
                 for model in self._models
             ]
-            size_bytes = self._known[term] = np.concatenate(each)
+            size_bytes = self._bytes_of[term] = np.concatenate(each)
         return size_bytes
 
     def total(self, terms: Terms) -> Any:
@@ -148,20 +148,20 @@ class Sizes:
     an adapter."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Point, Source, int], Form | None] = {}
+        self._forms: dict[tuple[Point, Source, int], Form | None] = {}
 
     def form(self, point: Point, source: Source, size_bytes: int) -> Form | None:
         """The form that gives this size there; None where none is known, or two meet."""
-        return self._known.get((point, source, size_bytes))
+        return self._forms.get((point, source, size_bytes))
 
     def learn(self, point: Point, source: Source, size_bytes: int, form: Form) -> None:
         """A form that was found, as it is at this point: with one sequence a micro-batch is no variable."""
         if point.micro_batch_seqs == 1:
             form = _of_one_sequence(form)
         key = point, source, size_bytes
-        met = self._known.setdefault(key, form) != form
+        met = self._forms.setdefault(key, form) != form
         if met and size_bytes >= SMALL_BYTES:
-            self._known[key] = None
+            self._forms[key] = None
 
 
 _ALONE = {index: MONOMIALS.index((0, *powers[1:])) for index, powers in enumerate(MONOMIALS) if powers[:2] != (2, 2)}

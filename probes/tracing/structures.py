@@ -19,8 +19,8 @@ from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.trace import Trace, trace_samples
 from probes.stack.configs import load_config
-from probes.tracing.moments import Class, Depth, FoundMoment, moments_of
-from probes.tracing.ranks import TOLD, is_gradient, is_state, moments_of_rank
+from probes.tracing.moments import Class, Depth, MemoryMoment, moments_of
+from probes.tracing.ranks import RANK_PHASES, is_gradient, is_state, moments_of_rank
 from probes.tracing.sizes import Model, NoPolynomial, Point, Scale, Sizes, fit, value_of, values_at
 
 UNIT = 128
@@ -55,14 +55,14 @@ def spans(windows: Sequence[int]) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundPiece:
+class SpanMoments:
     """The moments of one span, of one sequence or of more, and where they were compared."""
 
-    moments: list[FoundMoment]
+    moments: list[MemoryMoment]
     scale: Scale
 
 
-Pieces = dict[tuple[Span, bool], FoundPiece]
+Pieces = dict[tuple[Span, bool], SpanMoments]
 """By span and whether it is one sequence."""
 
 
@@ -106,7 +106,7 @@ class Structure:
         of_rank: bool = False,
     ) -> None:
         self._of_rank = of_rank
-        self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, shared_runs
+        self.setup, self._capability, self._vocabulary, self._shared_runs = setup, capability, vocabulary, shared_runs
         self._every, every = setup.checkpointing, max(1, setup.checkpointing)
         depths = [members[0].num_layers]
         rest = depths[0] % every
@@ -188,8 +188,8 @@ class Structure:
             classes, depths = self._named(runs[key], forms)
             scale = Scale([self._model(member, self._grid(key, member.vocabulary)) for member in self._members])
             moments = moments_of(depths, classes, scale)
-            profiled = [moment for moment in moments if not self._of_rank or moment.phase in TOLD]
-            pieces[key] = FoundPiece(moments=profiled, scale=scale)
+            profiled = [moment for moment in moments if not self._of_rank or moment.phase in RANK_PHASES]
+            pieces[key] = SpanMoments(moments=profiled, scale=scale)
         return pieces
 
     def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, sizes: Sizes) -> None:
@@ -213,8 +213,8 @@ class Structure:
         """The runs at points of one rank, up to the optimizer's phase."""
         setups = [self._at(*point[:3]) for point in points]
         key = self._plan.depth, *setups
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._shared_runs:
+            return self._shared_runs[key]
         config = self._plan.config
         traces = []
         # bitsandbytes' layers move their statistics and cast their biases in their first forward
@@ -224,7 +224,7 @@ class Structure:
             end = next(i for i, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "step")
             traces.append(replace(trace, events=trace.events[:end]))
         if self._every == _FOURTH or len(self._plans) > 1:
-            self._kept[key] = traces
+            self._shared_runs[key] = traces
         return traces
 
     def _model(self, member: Member, points: Sequence[Point]) -> Model:

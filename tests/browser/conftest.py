@@ -54,8 +54,8 @@ class Browser:
     def all(self, selector: str, expression: str) -> list[Any]:
         """`expression` of `e`, for every element that the selector finds."""
         script = f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})"
-        found: list[Any] = self.js(script, selector)
-        return found
+        values: list[Any] = self.js(script, selector)
+        return values
 
     def js(self, script: str, *arguments: Any) -> Any:
         """What the script returns."""
@@ -67,14 +67,14 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Addresses that the page asked for since it was opened; the browser's own start page is not counted."""
-        found = []
+        addresses = []
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 parameters = message["params"]
                 if not parameters["documentURL"].startswith(("chrome://", "chrome-untrusted://")):
-                    found.append(parameters["request"]["url"])
-        return found
+                    addresses.append(parameters["request"]["url"])
+        return addresses
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def rich_extras() -> Extras:
 def document() -> dict[str, Any]:
     """A plan.json with everything that a report can show."""
     plan = make_plan(
-        make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Fidelity.PROBE, search=SEARCH
+        make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), level=Fidelity.PROBE, search=SEARCH
     )
     texts = plan_files(plan, rich_extras(), html=False)
     values: dict[str, Any] = json.loads(texts["plan.json"])
@@ -103,8 +103,8 @@ def series(browser: Browser, chart: str) -> dict[str, Any]:
         const option = echarts.getInstanceByDom(document.getElementById(arguments[0])).getOption();
         return Object.fromEntries(option.series.map((one) => [one.name, one.data]));
     """
-    found: dict[str, Any] = browser.js(script, chart)
-    return found
+    data_by_name: dict[str, Any] = browser.js(script, chart)
+    return data_by_name
 
 
 def test_page_is_quiet_and_asks_for_nothing(browser: Browser, page: Path) -> None:
@@ -134,14 +134,14 @@ def test_page_draws_every_chart_of_plan_json_numbers_and_says_it_in_words(browse
 def memory_chart_shows_plan_json_numbers(browser: Browser) -> None:
     shown = series(browser, "plan-1-chart-memory")
     plan = document()
-    candidates = [plan["chosen"], *(one["candidate"] for one in plan["alternatives"])]
-    rungs = [one["dry_run"] or one["formula"] for one in candidates]
-    assert shown["weights"] == [rung["terms"]["weights"] for rung in rungs]
-    assert shown["activations"] == [rung["terms"]["activations"] for rung in rungs]
+    candidates = [plan["chosen"], *(alternative["candidate"] for alternative in plan["alternatives"])]
+    rungs = [candidate["dry_run"] or candidate["formula"] for candidate in candidates]
+    assert shown["weights"] == [prediction["terms"]["weights"] for prediction in rungs]
+    assert shown["activations"] == [prediction["terms"]["activations"] for prediction in rungs]
     stacked = [
         sum(values) for values in zip(*(data for name, data in shown.items() if "measured" not in name), strict=True)
     ]
-    assert stacked == [rung["peak_device_bytes"] for rung in rungs]
+    assert stacked == [prediction["peak_device_bytes"] for prediction in rungs]
     assert shown["measured device peak"] == [[plan["chosen"]["probe"]["peak_device_bytes"], 0]]
     words = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
     assert f"card {gib(plan['workload']['memory_bytes'])}" in words
@@ -157,10 +157,10 @@ def other_charts_show_plan_json_numbers(browser: Browser) -> None:
     ]
     assert series(browser, "plan-1-chart-timeline")["allocated"] == plan["timeline"]["points"]
     for number, parameter in enumerate(("lora_rank", "seq_len_tokens", "micro_batch_seqs"), 1):
-        points = [one for one in plan["sensitivity"] if one["parameter"] == parameter]
+        points = [point for point in plan["sensitivity"] if point["parameter"] == parameter]
         shown = series(browser, f"plan-1-chart-sensitivity-{number}")
-        assert shown["device peak"] == [one["peak_device_bytes"] for one in points]
-        assert shown["tokens/s"] == [one["tokens_per_s"] for one in points]
+        assert shown["device peak"] == [point["peak_device_bytes"] for point in points]
+        assert shown["tokens/s"] == [point["tokens_per_s"] for point in points]
     peaks = plan["chosen"]["dry_run"]["phase_peaks_bytes"]
     assert series(browser, "plan-1-chart-phases")["allocated peak"] == list(peaks.values())
     assert series(browser, "plan-1-chart-time")["time"] == list(plan["chosen"]["formula"]["time_parts_s"].values())
@@ -174,9 +174,9 @@ def text_shows_plan_json_numbers_to_the_digit(browser: Browser) -> None:
         "document.querySelectorAll('details').forEach((d) => { d.open = true; }); return document.body.innerText"
     )
     plan = document()
-    for rung in ("formula", "dry_run", "probe"):
+    for level in ("formula", "dry_run", "probe"):
         for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
-            assert gib(plan["chosen"][rung][key]) in text
+            assert gib(plan["chosen"][level][key]) in text
     for alternative in plan["alternatives"]:
         assert f"{alternative['candidate']['formula']['tokens_per_s']:,.0f} tokens/s" in text
         assert alternative["trade"] in text
@@ -294,7 +294,7 @@ def test_page_prints(browser: Browser, page: Path) -> None:
     browser.js("dispatchEvent(new Event('beforeprint'))")
     drawn = browser.all(".chart svg", "[e.getBoundingClientRect().width, +e.getAttribute('width')]")
     assert drawn
-    assert all(shown == own <= 680 for shown, own in drawn)
+    assert all(shown == declared <= 680 for shown, declared in drawn)
     card = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
     assert "card 23.51 GiB" in card
     browser.js("dispatchEvent(new Event('afterprint'))")
@@ -338,8 +338,12 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     plan = make_plan(make_workload(model=model, gpu=gpu), notes=(HOSTILE,), search={"trials": [{"reason": HOSTILE}]})
     plan = dataclasses.replace(
         plan,
-        alternatives=tuple(dataclasses.replace(one, label=HOSTILE, trade=HOSTILE) for one in plan.alternatives),
-        tree=tuple(dataclasses.replace(one, question=HOSTILE, choice=HOSTILE, reason=HOSTILE) for one in plan.tree),
+        alternatives=tuple(
+            dataclasses.replace(alternative, label=HOSTILE, trade=HOSTILE) for alternative in plan.alternatives
+        ),
+        tree=tuple(
+            dataclasses.replace(answer, question=HOSTILE, choice=HOSTILE, reason=HOSTILE) for answer in plan.tree
+        ),
     )
     for entries in ([Entry(plan=plan)], [Entry(plan=plan, name=HOSTILE), Entry(plan=make_no_plan(), name=HOSTILE)]):
         browser.open(write(tmp_path, report_html(entries)))
@@ -393,8 +397,8 @@ def test_comparison_is_sorted_by_a_click_on_a_column(browser: Browser, tmp_path:
     def sorted_by(name: str, column: str) -> list[str]:
         browser.js(f"{table}.tHead.rows[0].cells[{heads.index(name)}].querySelector('button').click()")
         at = heads.index(column)
-        found: list[str] = browser.js(f"return [...{table}.tBodies[0].rows].map((r) => r.cells[{at}].textContent)")
-        return found
+        cells: list[str] = browser.js(f"return [...{table}.tBodies[0].rows].map((r) => r.cells[{at}].textContent)")
+        return cells
 
     rising = sorted(peaks, key=lambda words: float(words.split()[0]))
     assert sorted_by("peak", "peak") == rising
@@ -433,7 +437,7 @@ def test_two_thousand_candidates_stay_responsive(browser: Browser, tmp_path: Pat
 
 
 def test_page_from_plan_json_is_the_page_from_the_plan() -> None:
-    plan = make_plan(rung=Fidelity.PROBE)
+    plan = make_plan(level=Fidelity.PROBE)
     extras = rich_extras()
     from_json = report_html([entry_of(json.loads(plan_files(plan, extras, html=False)["plan.json"]))])
     assert from_json == report_html([Entry(plan=plan, extras=extras)])

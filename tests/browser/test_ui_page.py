@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.ui import HOST, Server, Shelf
+from finetune_planner.cli.ui import HOST, Catalog, Server
 from planner.core.units import gib
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Data
@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with Server((HOST, 0), Shelf(MODELS, GPUS)) as server:
+    with Server((HOST, 0), Catalog(MODELS, GPUS)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://{HOST}:{server.server_address[1]}/"
@@ -62,10 +62,10 @@ def slide(browser: Browser, name: str, value: int) -> None:
     change(browser, name, value, "input")
 
 
-def plan_of(model: str, gpu: str, **asked: object) -> Plan:
+def plan_of(model: str, gpu: str, **options: object) -> Plan:
     spec = catalogue.load(model)
     assert spec is not None
-    plan = plan_workload(PlanRequest(**asked).workload(spec, find_gpu(gpu)))  # type: ignore[arg-type]
+    plan = plan_workload(PlanRequest(**options).workload(spec, find_gpu(gpu)))  # type: ignore[arg-type]
     assert isinstance(plan, Plan)
     return plan
 
@@ -117,12 +117,12 @@ def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: s
     change(browser, "method", "full")
     assert text(browser, "verdict").startswith("Does not fit")
     assert "QLoRA rank" in text(browser, "fix")
-    said = re.search(r"\((.* GiB), ([\d,]+ tokens/s)\)", text(browser, "fix"))
-    assert said is not None
+    match = re.search(r"\((.* GiB), ([\d,]+ tokens/s)\)", text(browser, "fix"))
+    assert match is not None
     assert browser.js("return document.getElementById('verdict').className") == "verdict no"
     browser.js("document.getElementById('fix').click()")
-    assert text(browser, "verdict").startswith(f"Fits: {said[1]}")
-    assert said[2] in text(browser, "verdict")
+    assert text(browser, "verdict").startswith(f"Fits: {match[1]}")
+    assert match[2] in text(browser, "verdict")
     assert not browser.js("return document.getElementById('repair').offsetParent")
     change(browser, "gpu", GPUS[1])
     assert browser.all("#files a", "e.getAttribute('href')")[0].startswith("launch/")
@@ -133,14 +133,14 @@ def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: s
 
 def test_a_slider_moves_the_figures_at_once_and_asks_nobody(browser: Browser, site: Path) -> None:
     browser.open(site)
-    before, asked = text(browser, "verdict"), len(browser.requests())
+    before, num_requests = text(browser, "verdict"), len(browser.requests())
     assert before.startswith("Fits: ")
     slide(browser, "batch", 0)  # the figures are there when the event has been handled
     slide(browser, "length", 0)
     after = text(browser, "verdict")
     assert after != before
     assert "--batch-size" in text(browser, "command")
-    assert len(browser.requests()) == 0 or len(browser.requests()) <= asked
+    assert len(browser.requests()) == 0 or len(browser.requests()) <= num_requests
     assert browser.problems() == []
 
 
@@ -155,8 +155,8 @@ def test_the_keyboard_is_enough(browser: Browser, site: Path) -> None:
     assert text(browser, "verdict") != before
     assert browser.js("return document.getElementById('length').getAttribute('aria-valuetext')") == "512 tokens"
     order = browser.all("select, input, button", "e.id")
-    asked = ["model", "gpu", "tokens", "epochs", "price"]
-    assert order == [*asked, "fastest", "fix", "method", "rank", "length", "batch", "checkpointing", "keep"]
+    field_ids = ["model", "gpu", "tokens", "epochs", "price"]
+    assert order == [*field_ids, "fastest", "fix", "method", "rank", "length", "batch", "checkpointing", "keep"]
     assert browser.all("select, input", "e.labels.length") == [1] * 10
     search = browser.driver.find_element(By.ID, "model")
     search.click()
@@ -178,7 +178,7 @@ def test_a_phone_shows_all_of_it_with_enough_contrast(browser: Browser, site: Pa
         assert contrast(ink, page) >= 4.5, (ink, page)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(color: str, other: str) -> float:
     """WCAG 2.2: (L1 + 0.05) / (L2 + 0.05)."""
 
     def luminance(colour: str) -> float:
@@ -186,7 +186,7 @@ def contrast(one: str, other: str) -> float:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((luminance(color), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, Desk, build_server
+from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, CommandRunner, build_server
 from finetune_planner.cli.app import run
 from reports.brief_json import LEFT_OUT, brief
 from tests.whole import WHOLE, some
@@ -21,7 +21,7 @@ TASKS = [json.loads(line) for line in (Path(__file__).parent / "agent_tasks.json
 TOOLS = ["check", "details", "estimate", "explain", "oom", "plan", "which_gpu", "which_model"]
 
 
-def ask(desk: Desk, *calls: tuple[str, dict[str, Any]], allow_trace: bool = False) -> list[Any]:
+def ask(desk: CommandRunner, *calls: tuple[str, dict[str, Any]], allow_trace: bool = False) -> list[Any]:
     """What the client gets, call after call in one session."""
     from mcp import Client
 
@@ -39,15 +39,15 @@ def at(value: Any, path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk([tmp_path_factory.mktemp("root")], 300.0, dry_run=False)
+def desk(tmp_path_factory: pytest.TempPathFactory) -> CommandRunner:
+    return CommandRunner([tmp_path_factory.mktemp("root")], 300.0, dry_run=False)
 
 
 def schemas(allow_trace: bool) -> list[Any]:
     from mcp import Client
 
     async def session() -> list[Any]:
-        async with Client(build_server(Desk([Path.cwd()], 1.0), allow_trace=allow_trace)) as client:
+        async with Client(build_server(CommandRunner([Path.cwd()], 1.0), allow_trace=allow_trace)) as client:
             return list((await client.list_tools()).tools)
 
     return asyncio.run(session())
@@ -89,8 +89,8 @@ def test_an_agent_is_answered_over_stdio(tmp_path: Path) -> None:
 
     wrong = {}
     for task, result in zip(chosen, asyncio.run(session()), strict=True):
-        if told := _unmet(task["expect"], result):
-            wrong[task["question"]] = told
+        if unmet := _unmet(task["expect"], result):
+            wrong[task["question"]] = unmet
     assert wrong == {}
 
 
@@ -106,9 +106,9 @@ def _unmet(expect: dict[str, Any], result: Any) -> Any:
     return [(path, at(answer, path)) for path, value in expect.items() if at(answer, path) != value]
 
 
-def test_details_give_what_was_left_out(desk: Desk) -> None:
-    asked = {"model": "gpt2", "gpu": "t4", "seq_len": 512, "method": "full"}
-    (first,) = ask(desk, ("plan", asked))
+def test_details_give_what_was_left_out(desk: CommandRunner) -> None:
+    arguments = {"model": "gpt2", "gpu": "t4", "seq_len": 512, "method": "full"}
+    (first,) = ask(desk, ("plan", arguments))
     handle = first.structured_content["details"]
     paths = ("", "chosen.formula.terms", "alternatives.0", "chosen.nothing")
     *parts, wrong = ask(desk, *(("details", {"handle": handle, "path": path}) for path in paths))
@@ -119,7 +119,7 @@ def test_details_give_what_was_left_out(desk: Desk) -> None:
     assert "one of setup, fits" in wrong.content[0].text
 
 
-def test_nothing_outside_the_roots_is_read_and_nothing_inside_is_executed(desk: Desk, tmp_path: Path) -> None:
+def test_nothing_outside_the_roots_is_read_and_nothing_inside_is_executed(desk: CommandRunner, tmp_path: Path) -> None:
     root = desk.roots[0]
     (tmp_path / "outside.yaml").write_text("model_name_or_path: gpt2\nmax_length: 64\n")
     (root / "link.yaml").symlink_to(tmp_path / "outside.yaml")
@@ -128,8 +128,8 @@ def test_nothing_outside_the_roots_is_read_and_nothing_inside_is_executed(desk: 
     (root / "train.py").write_text(script)
     (root / "torch.py").write_text(f"open({str(mark)!r}, 'w')\n")
     calls = [{"path": "link.yaml"}, {"path": str(tmp_path / "outside.yaml")}, {"path": "train.py"}]
-    *outside, inside = ask(desk, *(("check", {"gpu": "t4", **call}) for call in calls))
-    assert all(one.is_error and "outside the folders" in one.content[0].text for one in outside)
+    *refusals, inside = ask(desk, *(("check", {"gpu": "t4", **call}) for call in calls))
+    assert all(refusal.is_error and "outside the folders" in refusal.content[0].text for refusal in refusals)
     assert not mark.exists()
     assert "outside" not in inside.content[0].text
     (refused,) = ask(desk, ("plan", {"model": "gpt2", "gpu": "t4", "out": "../elsewhere"}))
@@ -151,23 +151,23 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_nothing_that_a_sent_text_names_outside_the_roots_is_read(
-    desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: CommandRunner, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the folder beside which a relative path leads out
-    outside = tmp_path / "outside"
-    outside.mkdir()
+    folder = tmp_path / "outside"
+    folder.mkdir()
     config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 77}
-    (outside / "config.json").write_text(json.dumps(config))
-    (outside / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 77}')
-    (outside / "args.json").write_text('{"max_length": 77}')
-    text, said = OUTSIDE[name]
-    text = text.format(outside="../outside", there=outside)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 77}')
+    (folder / "args.json").write_text('{"max_length": 77}')
+    text, expected = OUTSIDE[name]
+    text = text.format(outside="../outside", there=folder)
     (result,) = ask(desk, ("check", {"gpu": "t4", "text": text, "file_name": name}))
     assert "77" not in result.content[0].text.replace(str(tmp_path), ""), result.content[0].text
-    assert said in result.content[0].text
+    assert expected in result.content[0].text
 
 
-def test_answers_hold_no_home_and_no_token(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_hold_no_home_and_no_token(desk: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     token = "hf_" + "a1" * 12
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("HOME", str(desk.roots[0]))
@@ -178,7 +178,7 @@ def test_answers_hold_no_home_and_no_token(desk: Desk, monkeypatch: pytest.Monke
 
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    (result,) = ask(Desk([tmp_path], 0.01), ("plan", {"model": "gpt2", "gpu": "t4"}))
+    (result,) = ask(CommandRunner([tmp_path], 0.01), ("plan", {"model": "gpt2", "gpu": "t4"}))
     assert "no answer within" in result.content[0].text
 
 

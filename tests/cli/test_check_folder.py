@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run) -> None:
     code, text = run(str(folder), "--gpu", "rtx-3060", "--json=full")
-    answers = {Path(one["file"]).name: one["verdict"] for one in json.loads(text)}
+    answers = {Path(answer["file"]).name: answer["verdict"] for answer in json.loads(text)}
     assert answers == {
         "large.yaml": "does_not_fit",
         "open.py": "undetermined",
@@ -72,9 +72,9 @@ def test_sarif_holds_one_result_a_training(folder: Path, run: Run) -> None:
     log = json.loads(text)
     assert log["version"] == "2.1.0"
     results = log["runs"][0]["results"]
-    assert [one["level"] for one in results] == ["error", "warning", "note", "note"]
-    rules = {one["id"] for one in log["runs"][0]["tool"]["driver"]["rules"]}
-    assert {one["ruleId"] for one in results} == rules
+    assert [result["level"] for result in results] == ["error", "warning", "note", "note"]
+    rules = {rule["id"] for rule in log["runs"][0]["tool"]["driver"]["rules"]}
+    assert {result["ruleId"] for result in results} == rules
 
 
 @pytest.mark.parametrize("form", [["--annotations", "sarif"], ["--annotations", "github"], ["--json=full"], []])
@@ -86,7 +86,7 @@ def test_any_name_that_a_file_can_have_is_told(form: list[str], tmp_path: Path, 
     code, text = run(str(tmp_path), "--gpu", "rtx-3060", *form)
     assert code == 0
     if "sarif" in form:
-        places = [one["locations"][0]["physicalLocation"] for one in json.loads(text)["runs"][0]["results"]]
+        places = [result["locations"][0]["physicalLocation"] for result in json.loads(text)["runs"][0]["results"]]
         addresses = {place["artifactLocation"]["uri"].rpartition("/")[2] for place in places}
         assert addresses == {"%FF.yaml", "a%20b%25%0A.yaml"}
 
@@ -97,5 +97,5 @@ def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
 
 
 def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
-    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "helper.py", "online.py",
+    assert [path.name for path in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "helper.py", "online.py",
                                                         "open.py", "large.yaml"]  # fmt: skip

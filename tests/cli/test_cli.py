@@ -80,8 +80,8 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     path.write_text("\n".join(lines) + "\n")
     assert run(["estimate", "--setups", str(path), "--json=full", *FAST]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    good, broken, unknown, targets, again = answers
-    assert good == again
+    good, broken, unknown, targets, repeat = answers
+    assert good == repeat
     assert {key: good["setup"][key] for key in INTERCHANGE} == INTERCHANGE
     assert set(good["formula"]) >= RUNG_KEYS
     assert good["dry_run"] is None
@@ -101,10 +101,10 @@ def test_a_setup_line_says_its_evaluation_and_its_links(capsys: pytest.CaptureFi
     path = tmp_path / "setups.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["estimate", "--setups", str(path), "--json=full", *FAST]) == 0
-    *found, wrong = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    peaks = [one["formula"]["peak_device_bytes"] for one in found]
+    *estimates, wrong = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    peaks = [estimate["formula"]["peak_device_bytes"] for estimate in estimates]
     assert peaks[0] == peaks[1] < peaks[2] / 9
-    assert found[4]["formula"]["tokens_per_s"] < 0.6 * found[3]["formula"]["tokens_per_s"]
+    assert estimates[4]["formula"]["tokens_per_s"] < 0.6 * estimates[3]["formula"]["tokens_per_s"]
     assert "eval_batch" in wrong["error"]
     assert run(["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--eval-batch", "16", *FAST]) == 0
     assert "evaluation of 1 at once" in capsys.readouterr().out
@@ -294,13 +294,13 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     file = tmp_path / "setups.jsonl"
     file.write_text(json.dumps(chosen["setup"]) + "\n")
     assert run(["estimate", "--setups", str(file), *FAST]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["setup"] == chosen["setup"]
-    assert again["formula"]["peak_device_bytes"] == chosen["formula"]["peak_device_bytes"]
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["setup"] == chosen["setup"]
+    assert estimate["formula"]["peak_device_bytes"] == chosen["formula"]["peak_device_bytes"]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         ["--adapter", "ln-tuning"],
         ["--dataset", "who/what", "--loss-on", "all", "--columns", "question=Frage,answer=Antwort", "--method", "lora"],
@@ -308,22 +308,22 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     ],
 )
 def test_the_command_under_next_plans_the_same(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was asked for is asked for again: pasted, it makes the same plan and names the same data set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "1000")
-    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", *asked]) == 0
+    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     following = shlex.split(lines[next(at for at, line in enumerate(lines) if line.startswith("Next")) + 1])
     assert following[0] == "plan"
     assert run([*following[1:], "--no-dry-run"]) == 0
     made = json.loads((tmp_path / "my-plan" / "plan.json").read_text())
     capsys.readouterr()
-    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json=full", *asked]) == 0
+    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json=full", *options]) == 0
     assert made["workload"] == json.loads(capsys.readouterr().out)["workload"]
     script = (tmp_path / "my-plan" / "launch" / "prepare_data.py").read_text()
-    assert ('DATASET = "who/what"' in script) == ("--dataset" in asked)
+    assert ('DATASET = "who/what"' in script) == ("--dataset" in options)
 
 
 def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
@@ -332,9 +332,9 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     """The report's command asks for all that was asked for; a full disk does not cost what was measured."""
     monkeypatch.setattr("finetune_planner.cli.tune.tune_plan", lambda plan, tuning: plan)
     monkeypatch.chdir(tmp_path)
-    asked = ["tune", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--lr", "3e-05"]
-    asked += ["--method", "lora", "--seq-len", "512", "--goal", "memory", "--out", "found here"]
-    assert run(asked) == 0
+    arguments = ["tune", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--lr", "3e-05"]
+    arguments += ["--method", "lora", "--seq-len", "512", "--goal", "memory", "--out", "found here"]
+    assert run(arguments) == 0
     assert "cd 'found here' && bash launch/run.sh install trl && bash launch/run.sh trl" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -346,7 +346,7 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
         raise EnvironmentProblem("cannot write: no space left on device", hint="free some space")
 
     monkeypatch.setattr("finetune_planner.cli.tune.write_out", full)
-    assert run(asked) == 3
+    assert run(arguments) == 3
     answer = capsys.readouterr()
     assert "It fits" in answer.out
     assert "no space left" in answer.err
@@ -357,10 +357,10 @@ def test_a_revision_is_asked_for_again_and_named_beside_the_files(
 ) -> None:
     monkeypatch.setattr("planner.models.resolve._hub_first", lambda name, revision, like: catalogue.load(name))
     monkeypatch.setenv("COLUMNS", "1000")
-    asked = ["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--revision", "v1.1", "--method", "lora", *FAST]
-    assert run(asked) == 0
+    arguments = ["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--revision", "v1.1", "--method", "lora", *FAST]
+    assert run(arguments) == 0
     assert "--revision v1.1 --out my-plan" in capsys.readouterr().out
-    assert run([*asked, "--out", str(tmp_path)]) == 0
+    assert run([*arguments, "--out", str(tmp_path)]) == 0
     assert "The launch files name no revision: write v1.1 into them" in capsys.readouterr().out
-    assert run([*asked[:3], *asked[5:], "--out", str(tmp_path)]) == 0
+    assert run([*arguments[:3], *arguments[5:], "--out", str(tmp_path)]) == 0
     assert "name no revision" not in capsys.readouterr().out

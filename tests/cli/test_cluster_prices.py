@@ -48,8 +48,8 @@ def test_todays_prices_are_planned_with(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(PRICES_VARIABLE, str(table))
     all_prices.cache_clear()
     try:
-        found = [(one.gpu_key, one.kind, one.network, one.low_usd_per_h) for one in all_prices()]
-        assert found == [
+        prices = [(price.gpu_key, price.kind, price.network, price.low_usd_per_h) for price in all_prices()]
+        assert prices == [
             ("a100-80gb", "on-demand", "ib-1600", 4.0963),
             ("a100-80gb-pcie", "on-demand", "", 3.673),
             ("h100-pcie", "on-demand", "", 2.39),

@@ -36,8 +36,8 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
         "torchtitan",
         "the torchtitan config is written for several GPUs",
     )
-    one = ["--target", "unsloth", "--out", str(tmp_path / "unsloth"), "--no-dry-run", "--no-history", "--json=full"]
-    assert run([*plan_request, *one]) == 0
+    options = ["--target", "unsloth", "--out", str(tmp_path / "unsloth"), "--no-dry-run", "--no-history", "--json=full"]
+    assert run([*plan_request, *options]) == 0
     plan = json.loads(capsys.readouterr().out)
     (unsloth,) = [row for row in rows if row["target"] == "unsloth"]
     assert unsloth["candidate"]["setup"] == plan["chosen"]["setup"]
@@ -56,12 +56,12 @@ def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() ->
     plan_request = PlanRequest().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090"))
     plan = answered(plan_request, dry_run=False, history=False)
     others = [plan_workload(replace(plan_request, targets=(name,))) for name in ("axolotl", "trl")]
-    axolotl, trl = (one.chosen for one in others if isinstance(one, Plan))
+    axolotl, trl = (other.chosen for other in others if isinstance(other, Plan))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup == axolotl.setup
     assert (axolotl.formula.tokens_per_s or 0.0) > 1.03 * (trl.formula.tokens_per_s or 0.0) > 0.0
-    beside = next(one for one in plan.alternatives if one.label == "by TRL")
-    assert beside.candidate.formula.tokens_per_s == trl.formula.tokens_per_s
+    trl_alternative = next(alternative for alternative in plan.alternatives if alternative.label == "by TRL")
+    assert trl_alternative.candidate.formula.tokens_per_s == trl.formula.tokens_per_s
 
 
 def test_what_is_left_out_says_what_it_would_give_and_why() -> None:

@@ -105,9 +105,9 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
     store = tmp_path / "store.jsonl"
     launch = (folder / "launch" / "trl" / "trl-sft.yaml").read_text()
     assert run(["confirm", str(folder), "--run", "trl", "--store", str(store), "--json=full"]) == 0
-    told = json.loads(capsys.readouterr().out)["trl"]
-    assert told["kept"] is True
-    assert told["speed_miss_fraction"] == pytest.approx(1 / 0.9 - 1)
+    answer = json.loads(capsys.readouterr().out)["trl"]
+    assert answer["kept"] is True
+    assert answer["speed_miss_fraction"] == pytest.approx(1 / 0.9 - 1)
     (file, request) = seen[0]
     assert file.files["launch/trl/trl-sft.yaml"] == launch
     assert file.command.endswith("python -m trl.scripts.sft --config launch/trl/trl-sft.yaml")
@@ -137,12 +137,12 @@ def test_a_stored_run_corrects_the_next_plan_of_the_card(
     on_a_gpu(speed=0.6)
     assert run(["confirm", str(folder), "--run", "trl"]) == 1
     assert "speed promised" in capsys.readouterr().out
-    asked = plan_of(folder).workload
-    known, fresh = (answered(asked, dry_run=False, history=history) for history in (True, False))
-    assert isinstance(known, Plan)
+    workload = plan_of(folder).workload
+    corrected, fresh = (answered(workload, dry_run=False, history=history) for history in (True, False))
+    assert isinstance(corrected, Plan)
     assert isinstance(fresh, Plan)
-    assert known.chosen.formula.tokens_per_s < 0.75 * fresh.chosen.formula.tokens_per_s
-    assert any("1 of trl's own runs" in note for note in known.notes)
+    assert corrected.chosen.formula.tokens_per_s < 0.75 * fresh.chosen.formula.tokens_per_s
+    assert any("1 of trl's own runs" in note for note in corrected.notes)
 
 
 def test_out_of_memory_refutes_the_plan(
@@ -153,8 +153,8 @@ def test_out_of_memory_refutes_the_plan(
     )
     on_a_gpu(failure=failed)
     assert run(["confirm", str(folder), "--run", "trl", "--store", str(tmp_path / "s.jsonl")]) == 1
-    told = capsys.readouterr().out
-    assert "  | line 2" in told
+    output = capsys.readouterr().out
+    assert "  | line 2" in output
     assert not plan_of(folder).chosen.fits
 
 
@@ -181,15 +181,15 @@ def test_a_data_set_of_the_users_own_is_left_to_the_file(folder: Path, tmp_path:
     assert (nobodys.data_here, nobodys.dataset_names, nobodys.columns) == (False, ("YOUR_DATASET",), "messages")
     file = folder / "launch" / "prepare_data.py"
     file.write_text(file.read_text().replace("YOUR_DATASET", "../rows"))
-    found = running.launched_file(folder, launch, MODEL, "sft")
-    assert (found.data_here, found.dataset_names) == (True, ())
-    assert found.prepare == "python launch/prepare_data.py tokens"
+    with_rows = running.launched_file(folder, launch, MODEL, "sft")
+    assert (with_rows.data_here, with_rows.dataset_names) == (True, ())
+    assert with_rows.prepare == "python launch/prepare_data.py tokens"
     made = folder / "launch" / "data" / "tokens"
     made.mkdir(parents=True)
     (made / "train.parquet").write_bytes(b"\xff")
     ready = running.launched_file(folder, launch, MODEL, "sft")
     assert (ready.prepare, ready.data_here, set(ready.links)) == ("", True, {"launch/data"})
-    assert ready.files == found.files
+    assert ready.files == with_rows.files
     (tmp_path / "tiny").mkdir()
     bare = running.launched_file(folder, replace(launch), str(tmp_path / "tiny"), "sft")
     assert (bare.model_name, bare.model_here) == (running.STAND_IN, False)
@@ -217,10 +217,10 @@ def test_trl_really_runs_the_file_as_it_was_written(
     capsys.readouterr()
     command = ["confirm", str(tmp_path / "plan"), "--run", "trl", "--device", "cpu", "--steps", "4", "--json=full"]
     assert run([*command, "--store", str(tmp_path / "s.jsonl")]) == 0
-    told = json.loads(capsys.readouterr().out)["trl"]
-    assert len(told["outcome"]["step_times_s"]) == 2
-    assert told["outcome"]["environment"]["libraries"]["trl"]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["plan", "s.jsonl", "tiny"]
+    answer = json.loads(capsys.readouterr().out)["trl"]
+    assert len(answer["outcome"]["step_times_s"]) == 2
+    assert answer["outcome"]["environment"]["libraries"]["trl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "s.jsonl", "tiny"]
 
 
 def test_tune_ends_with_the_run_of_the_first_file_whose_tool_is_here(

@@ -29,22 +29,24 @@ def test_a_version_s_default_is_named_as_what_grew(tmp_path: Path, capsys: pytes
     """huggingface/trl issue 876: from 0.7.2 on checkpointing is no longer switched on by itself."""
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
-    found = answer(capsys, str(file), "--from", "trl==0.7.1", "--to", "0.7.4")
-    assert found["changes"][0]["names"] == ["checkpointing"]
-    peaks = [found[side]["predicted_peak_device_bytes"] for side in ("before", "after")]
-    assert found["added_bytes"] == peaks[1] - peaks[0] > 0
-    assert found["changes"][0]["added_bytes"] == pytest.approx(found["added_bytes"], rel=0.05)
+    difference = answer(capsys, str(file), "--from", "trl==0.7.1", "--to", "0.7.4")
+    assert difference["changes"][0]["names"] == ["checkpointing"]
+    peaks = [difference[side]["predicted_peak_device_bytes"] for side in ("before", "after")]
+    assert difference["added_bytes"] == peaks[1] - peaks[0] > 0
+    assert difference["changes"][0]["added_bytes"] == pytest.approx(difference["added_bytes"], rel=0.05)
     back = answer(capsys, str(file), "--from", "trl==0.7.4", "--to", "0.7.1")
-    assert back["added_bytes"] == -found["added_bytes"]
+    assert back["added_bytes"] == -difference["added_bytes"]
 
 
 def test_two_files_differ_by_their_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     old.write_text(SCRIPT)
     new.write_text(SCRIPT.replace("batch_size=4", "batch_size=8").replace("load_in_4bit", "load_in_8bit"))
-    found = answer(capsys, str(old), str(new))
-    assert {tuple(one["names"]) for one in found["changes"]} >= {("micro_batch_seqs",), ("quantization",)}
-    assert "new.py:8" in next(one["origin"] for one in found["changes"] if one["names"] == ["micro_batch_seqs"])
+    difference = answer(capsys, str(old), str(new))
+    assert {tuple(change["names"]) for change in difference["changes"]} >= {("micro_batch_seqs",), ("quantization",)}
+    assert "new.py:8" in next(
+        change["origin"] for change in difference["changes"] if change["names"] == ["micro_batch_seqs"]
+    )
     assert answer(capsys, str(old), str(old))["changes"] == []
 
 

@@ -50,9 +50,9 @@ def test_an_environment_is_made_once_and_sees_this_torch(calls: Path, capsys: py
     (linked,) = folder.rglob("zz_torch.pth")
     assert (Path(linked.read_text()) / "torch").resolve() == Path(str(find_spec("torch").origin)).parent
     assert (folder / "override.txt").read_text() == environments.NO_TORCH
-    asked = calls.read_text()
+    calls_before = calls.read_text()
     assert environments.environment(["peft", "transformers==4.56"]) == python
-    assert calls.read_text() == asked
+    assert calls.read_text() == calls_before
     assert capsys.readouterr().err == ""
 
 
@@ -99,15 +99,15 @@ def test_the_answer_names_what_grew(
     file.write_text("import transformers, peft, torch, json, mine\n")  # no setup that can be read
     words = ["diff", str(file), "--from", "transformers==4.56", "--to", "5.23", "--with", "numpy<3", "--gpu", "h200"]
     assert run([*words, "--trace", "-y", "--json=full"]) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)["trace"]
-    assert (found["added_bytes"], found["by_phase"]) == (3 << 30, {"forward": 0, "backward": 3 << 30})
-    assert found["by_module"] == [{"name": "model.layers.*.self_attn", "before_bytes": 0, "added_bytes": 3 << 30}]
-    assert [one["name"] for one in found["by_op"]] == ["_softmax"]
-    assert "not by setting" in told.err
-    assert told.err.count("executes this program") == 2
-    asked = calls.read_text().splitlines()
-    assert [line.split("override.txt ")[1] for line in asked if "override" in line] == [
+    captured = capsys.readouterr()
+    trace = json.loads(captured.out)["trace"]
+    assert (trace["added_bytes"], trace["by_phase"]) == (3 << 30, {"forward": 0, "backward": 3 << 30})
+    assert trace["by_module"] == [{"name": "model.layers.*.self_attn", "before_bytes": 0, "added_bytes": 3 << 30}]
+    assert [operation["name"] for operation in trace["by_op"]] == ["_softmax"]
+    assert "not by setting" in captured.err
+    assert captured.err.count("executes this program") == 2
+    call_lines = calls.read_text().splitlines()
+    assert [line.split("override.txt ")[1] for line in call_lines if "override" in line] == [
         "accelerate numpy<3 peft transformers==4.56",
         "accelerate numpy<3 peft transformers==5.23",
     ]
@@ -138,9 +138,9 @@ def test_the_settings_are_told_also_where_it_cannot_be_run(
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["diff", str(tmp_path / "train.py"), "--from", "transformers==4.56", "--to", "5.23", "--gpu", "h200"]
     assert run([*words, "--set", "seq_len_tokens=512", "--trace", "-y", "--json=full"]) == 3
-    told = capsys.readouterr()
-    assert json.loads(told.out)["added_bytes"] < 0  # transformers 5 loads 16-bit weights as they are
-    assert "cannot be followed" in told.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["added_bytes"] < 0  # transformers 5 loads 16-bit weights as they are
+    assert "cannot be followed" in captured.err
 
 
 def test_a_function_has_one_name_in_every_environment() -> None:

@@ -19,8 +19,8 @@ def test_an_unknown_word_is_an_error_with_what_is_near(capsys: pytest.CaptureFix
 
 
 def test_the_words_of_a_usual_plan_are_in_the_glossary() -> None:
-    known = {plain(word) for word in glossary()}
+    glossary_words = {plain(word) for word in glossary()}
     usual = ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
     assert set(usual) <= set(OPTIMIZERS)
     for word in (*usual, "bf16-autocast", "bf16-mixed", "bf16-pure", "sdpa", "nf4", "int8", "packing", "checkpointing"):
-        assert plain(word) in known
+        assert plain(word) in glossary_words

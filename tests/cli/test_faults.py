@@ -27,18 +27,18 @@ def _broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_broken")
 def test_a_fault_of_ours_is_no_answer_and_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpus", "--json"]) == EXIT_INTERNAL
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "Traceback" not in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
     (file,) = tmp_path.glob("finetune-planner-fault-*.txt")
-    assert str(file) in told.err
-    assert "issue tracker" in told.err
+    assert str(file) in captured.err
+    assert "issue tracker" in captured.err
     text = file.read_text()
     assert "command: plan 'gpus' '--json'" in text
     assert "ZeroDivisionError" in text
     assert "lists.py" in text
-    assert "hunter2" not in text + told.err
-    assert "abcdef" not in text + told.err
+    assert "hunter2" not in text + captured.err
+    assert "abcdef" not in text + captured.err
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -62,9 +62,9 @@ def test_columns_of_a_data_set_cannot_write_to_the_terminal(
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"\x1b[2J\x1b]0;owned\x07": 1}) + "\n")
     assert run(["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-4090", "--dataset", str(file)]) == 2
-    told = capsys.readouterr()
-    assert "are not known" in told.err
-    assert "\x1b" not in told.err + told.out
+    captured = capsys.readouterr()
+    assert "are not known" in captured.err
+    assert "\x1b" not in captured.err + captured.out
 
 
 def test_tables_for_people_hold_no_escape_codes(

@@ -46,7 +46,7 @@ def test_an_input_is_the_same_every_time(tmp_path: Path, warm_programs: Path) ->
 
 
 def test_a_traceback_a_hang_and_a_gigabyte_are_found(warm_programs: Path) -> None:
-    found = _python(
+    output = _python(
         warm_programs / "python",
         """
 def broken():
@@ -67,4 +67,4 @@ for call in (broken, endless, greedy):
     print(fuzz.run_one(1).fault)
 """,
     )
-    assert found.split() == ["traceback", "hang", "memory"]
+    assert output.split() == ["traceback", "hang", "memory"]

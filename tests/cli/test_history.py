@@ -40,11 +40,11 @@ def here(gpu_key: str, device: str = "cuda:0") -> Environment:
     )
 
 
-def measured(store: Path, asked: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
+def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
     """A measurement `speed` times as fast as the formula says, with its memory."""
-    formula = predict(asked.model, asked.gpu, setup)
+    formula = predict(workload.model, workload.gpu, setup)
     assert formula.step_time_s is not None
-    environment = here(asked.gpu.key, device)
+    environment = here(workload.gpu.key, device)
     outcome = Measurement(
         rung=Fidelity.PROBE,
         peak_allocated_bytes=formula.peak_allocated_bytes,
@@ -57,41 +57,45 @@ def measured(store: Path, asked: Workload, setup: TrainSetup, *, speed: float, d
         environment=environment,
     )
     request = ProbeRequest(
-        model_id=asked.model.model_id, config=asked.model.config, setup=setup, gpu_key=asked.gpu.key, device=device
+        model_id=workload.model.model_id,
+        config=workload.model.config,
+        setup=setup,
+        gpu_key=workload.gpu.key,
+        device=device,
     )
     Store(store).append(record_of(request, environment, outcome))
 
 
-def planned(asked: Workload) -> Plan:
-    plan = plan_workload(asked)
+def planned(workload: Workload) -> Plan:
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     return plan
 
 
 def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_path: Path) -> None:
-    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
-    before = planned(asked)
-    for one in before.ranked[:4]:
-        measured(store, asked, one.setup, speed=0.7)
-    known = history_of(asked, store)
-    assert [one.setup for one in known] == [one.setup for one in before.ranked[:4]]
-    after = with_history(before, known)
+    workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    before = planned(workload)
+    for candidate in before.ranked[:4]:
+        measured(store, workload, candidate.setup, speed=0.7)
+    history = history_of(workload, store)
+    assert [observation.setup for observation in history] == [candidate.setup for candidate in before.ranked[:4]]
+    after = with_history(before, history)
     assert isinstance(after, Plan)
     assert 0.65 < after.chosen.tokens_per_s / before.chosen.tokens_per_s < 0.95
-    (answer,) = [one for one in after.tree if one.question == QUESTION]
+    (answer,) = [step for step in after.tree if step.question == QUESTION]
     assert "4 measurements (4 of this model)" in answer.reason
     assert "--no-history" in answer.reason
     assert any("corrected by earlier probes" in note for note in after.chosen.formula.notes)
-    assert {one.setup for one in after.ranked} == {one.setup for one in before.ranked}
+    assert {candidate.setup for candidate in after.ranked} == {candidate.setup for candidate in before.ranked}
 
 
 def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
-    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
-    before = planned(asked)
-    measured(store, asked, before.chosen.setup, speed=0.3)
-    for one in before.ranked[1:6]:
-        measured(store, asked, one.setup, speed=1.0)
-    after = with_history(before, history_of(asked, store))
+    workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    before = planned(workload)
+    measured(store, workload, before.chosen.setup, speed=0.3)
+    for candidate in before.ranked[1:6]:
+        measured(store, workload, candidate.setup, speed=1.0)
+    after = with_history(before, history_of(workload, store))
     assert isinstance(after, Plan)
     assert after.chosen.setup != before.chosen.setup
     assert after.chosen.fits
@@ -99,36 +103,36 @@ def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
 
 
 def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> None:
-    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
     setup = TrainSetup()
-    measured(store, asked, setup, speed=0.5, device="cpu")
-    elsewhere = replace(asked, gpu=replace(asked.gpu, key="another"))
-    measured(store, elsewhere, setup, speed=0.5)
-    changed = replace(asked.model, config={**asked.model.config, "hidden_size": 64})
-    measured(store, replace(asked, model=changed), setup, speed=0.5)
-    assert history_of(asked, store) == ()
+    measured(store, workload, setup, speed=0.5, device="cpu")
+    other_workload = replace(workload, gpu=replace(workload.gpu, key="another"))
+    measured(store, other_workload, setup, speed=0.5)
+    changed = replace(workload.model, config={**workload.model.config, "hidden_size": 64})
+    measured(store, replace(workload, model=changed), setup, speed=0.5)
+    assert history_of(workload, store) == ()
     measured(store, plan_request(OTHER), setup, speed=0.5)
-    (one,) = history_of(asked, store)
-    assert one.model == OTHER
-    assert one.speed_error == pytest.approx(-0.693, abs=0.001)
+    (observation,) = history_of(workload, store)
+    assert observation.model == OTHER
+    assert observation.speed_error == pytest.approx(-0.693, abs=0.001)
 
 
 def test_without_measurements_nothing_changes(tmp_path: Path) -> None:
-    asked = plan_request(MODEL)
-    plan = planned(asked)
-    assert history_of(asked, tmp_path / "none.jsonl") == ()
+    workload = plan_request(MODEL)
+    plan = planned(workload)
+    assert history_of(workload, tmp_path / "none.jsonl") == ()
     assert with_history(plan, ()) is plan
 
 
 def test_the_plan_command_uses_the_store_and_can_leave_it_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
-    measured(store, asked, TrainSetup(), speed=0.5)
+    workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    measured(store, workload, TrainSetup(), speed=0.5)
     monkeypatch.setenv("FINETUNE_PLANNER_STORE", str(store))
 
     def told(*more: str) -> str:
-        assert run([MODEL, "--gpu", asked.gpu.key, "--no-dry-run", *more]) == 0
+        assert run([MODEL, "--gpu", workload.gpu.key, "--no-dry-run", *more]) == 0
         return capsys.readouterr().out
 
     assert QUESTION in told("--json=full")
@@ -137,16 +141,18 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
 
 
 def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
-    measured(store, asked, TrainSetup(), speed=0.5)
+    workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    measured(store, workload, TrainSetup(), speed=0.5)
     given: list[Observation] = []
 
-    def seen(known: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[TransferObservation, ...]:
-        given.extend(known)
-        return as_transfer_observations(known, model, gpu)
+    def seen(
+        observations: Sequence[Observation], model: str, gpu: str | None = None
+    ) -> tuple[TransferObservation, ...]:
+        given.extend(observations)
+        return as_transfer_observations(observations, model, gpu)
 
     monkeypatch.setattr("search.corrections.as_transfer_observations", seen)
     failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
-    tune_plan(planned(asked), how, evaluate=lambda setup: failure)
-    assert tuple(given) == history_of(asked, store) != ()
+    tune_plan(planned(workload), how, evaluate=lambda setup: failure)
+    assert tuple(given) == history_of(workload, store) != ()

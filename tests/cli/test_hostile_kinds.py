@@ -48,19 +48,19 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of every value in a document."""
     yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in inner:
-        yield from places(one, (*at, name))
+    for name, child in inner:
+        yield from places(child, (*at, name))
 
 
 def put(document: Any, at: tuple[Any, ...], new: Any) -> Any:
     """The document with another value at a place."""
     if not at:
         return new
-    found = node = copy.deepcopy(document)
+    edited = node = copy.deepcopy(document)
     for name in at[:-1]:
         node = node[name]
     node[at[-1]] = new
-    return found
+    return edited
 
 
 CALIBRATED = [
@@ -152,8 +152,8 @@ def test_a_chain_that_python_runs_is_followed(kind: str, tmp_path: Path, capsys:
     made = "from transformers import TrainingArguments\nTrainingArguments('x', per_device_train_batch_size=b)\n"
     (tmp_path / "t.py").write_text(NESTED[kind] + made)
     assert run(["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run"]) == 3
-    said = capsys.readouterr().err
-    assert ("micro_batch_seqs" in said) == (kind == "unknown"), said
+    errors = capsys.readouterr().err
+    assert ("micro_batch_seqs" in errors) == (kind == "unknown"), errors
 
 
 @pytest.mark.parametrize("mark", ["\x01", "\x02"], ids=repr)
@@ -173,12 +173,12 @@ SETTINGS = "base_model: HuggingFaceTB/SmolLM2-135M\nmicro_batch_size: 512\nseque
 BEFORE, BEHIND = ["", "a: 1\n---\n", "---\n"], ["---\na: 1\n", "...\n---\n", "---\n- 1\n", "--- text\n", "..."]
 
 
-@pytest.mark.parametrize(("before", "behind"), paired(BEFORE, BEHIND, 1))
+@pytest.mark.parametrize(("before", "after"), paired(BEFORE, BEHIND, 1))
 def test_fix_of_several_documents_is_an_answer(
-    before: str, behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("f.yaml").write_text(before + SETTINGS + behind)
+    Path("f.yaml").write_text(before + SETTINGS + after)
     for where in ((), ("--out", "g.yaml")):
         assert run(["check", "f.yaml", "--gpu", "rtx-4090", "--no-dry-run", "--fix", *where]) in IN_WORDS
 

@@ -25,11 +25,11 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     words += ["--method", "full", "--out", str(out)]
     assert run([*words, *(word for name in ("skypilot", "dstack", "kubernetes") for word in ("--job", name))]) == 0
     readme = (out / "launch" / "README.md").read_text()
-    found = {}
+    files = {}
     for name in ("skypilot", "dstack", "kubernetes"):
         assert SCHEDULERS[name].command in readme
-        found[name] = yaml.safe_load((out / "launch" / f"{name}.yaml").read_text())
-    return found
+        files[name] = yaml.safe_load((out / "launch" / f"{name}.yaml").read_text())
+    return files
 
 
 def test_skypilot_asks_for_the_plans_nodes_cards_and_memory(two_nodes: dict[str, dict[str, Any]]) -> None:
@@ -97,9 +97,9 @@ def test_what_a_scheduler_does_not_have_is_refused(
     words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*LLAMA, *words, "--out", str(tmp_path / "plan")]) == 2
-    said = capsys.readouterr().err
-    assert reason in said
-    assert "hint: " in said
+    errors = capsys.readouterr().err
+    assert reason in errors
+    assert "hint: " in errors
     assert not (tmp_path / "plan").exists()
 
 

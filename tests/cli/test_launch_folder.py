@@ -37,7 +37,7 @@ def planned(tmp_path: Path, arguments: Sequence[str], code: int = 0) -> Path:
 def predicted(out: Path) -> dict[str, int]:
     """Target -> peak by plan.json, of the targets with files."""
     launch = json.loads((out / "plan.json").read_text())["launch"]
-    return {one["target"]: one["peak_device_bytes"] for one in launch if one.get("files")}
+    return {entry["target"]: entry["peak_device_bytes"] for entry in launch if entry.get("files")}
 
 
 @pytest.mark.parametrize("target", some(["unsloth", "trl", "hf", "llamafactory", "axolotl"], 4))
@@ -51,10 +51,10 @@ def test_a_named_target_is_planned_written_and_agrees_everywhere(
     peak = chosen["formula"]["peak_device_bytes"]
     assert peak <= chosen["budget_bytes"]
     assert predicted(out) == {target: peak}
-    file = next(one for one in (out / "launch" / target).iterdir() if one.suffix in (".yaml", ".py"))
+    file = next(path for path in (out / "launch" / target).iterdir() if path.suffix in (".yaml", ".py"))
     head = " ".join(file.read_text().replace("\n#", " ").split())
-    rung = chosen["formula"]["rung"]
-    words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} ({rung})"
+    level = chosen["formula"]["rung"]
+    words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} ({level})"
     assert words in head
     assert words in (out / "launch" / "README.md").read_text()
     assert "Differs from the plan" not in head
@@ -99,7 +99,7 @@ def test_nothing_that_fits_is_forced_as_the_nearest_setup(tmp_path: Path, capsys
 
 
 def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
-    seen, known = set(), set()
+    seen, checked = set(), set()
     for target, export in EXPORTERS.items():
         for setup in setups()[::5]:
             launch = export(request(setup))
@@ -109,9 +109,9 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                         command = line.removeprefix("# Launch:").strip()
                         whole = f"{launch.prepare} && {launch.command}" if launch.prepare else launch.command
                         assert not file.path.startswith(f"{target}/{target}") or command == whole
-                        if command not in known:
+                        if command not in checked:
                             assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
-                        known.add(command)
+                        checked.add(command)
                         seen.add(target)
     assert seen == set(written_by("sft")) - {
         "deepspeed",
@@ -121,10 +121,10 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
     }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures, torchtune's whole models in one step
 
 
-def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:
+def launched(tmp_path: Path, export_request: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:
     """A launch folder of a request, as `--out` writes it."""
-    launches = [EXPORTERS[target](asked) for target in targets]
-    files = [file for launch in launches for file in launch.files] + list(folder_files(launches, asked))
+    launches = [EXPORTERS[target](export_request) for target in targets]
+    files = [file for launch in launches for file in launch.files] + list(folder_files(launches, export_request))
     for file in files:
         path = tmp_path / "launch" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,22 +169,22 @@ def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     looking = launched(tmp_path / "unknown", request(SETUP))  # the stub of python3 says: no template
     wanted = "--config launch/trl/trl-sft.yaml --chat_template_path launch/trl/chat_template.jinja"
     assert started(looking)[1].rstrip().endswith(wanted)
-    code, said = started(folder, "axolotl")
-    assert (code, "one of: trl hf" in said) == (2, True)
+    code, output = started(folder, "axolotl")
+    assert (code, "one of: trl hf" in output) == (2, True)
 
 
 def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_missing(tmp_path: Path) -> None:
     folder = launched(tmp_path, request(SETUP))
-    code, said = started(folder, stubs=())
-    assert (code, "bash launch/run.sh install trl" in said) == (3, True)
-    code, said = started(folder, "install", stubs=())
+    code, output = started(folder, stubs=())
+    assert (code, "bash launch/run.sh install trl" in output) == (3, True)
+    code, output = started(folder, "install", stubs=())
     assert code == 0
-    assert "CALLED python3 -m venv .venv-trl" in said
-    assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 11))" in said
-    code, said = started(folder, "install", stubs=(), PYTHON="false")
-    assert (code, "trl needs Python 3.11 or newer" in said, "venv" in said) == (3, True, False)
-    _, said = started(folder, "install", stubs=())
-    called = re.search(r"CALLED pip install (.+)", said)
+    assert "CALLED python3 -m venv .venv-trl" in output
+    assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 11))" in output
+    code, output = started(folder, "install", stubs=(), PYTHON="false")
+    assert (code, "trl needs Python 3.11 or newer" in output, "venv" in output) == (3, True, False)
+    _, output = started(folder, "install", stubs=())
+    called = re.search(r"CALLED pip install (.+)", output)
     assert called is not None
     assert {"trl==1.16.0", "transformers==5.23.0", "bitsandbytes==0.50.2"} <= set(called[1].split())
     assert called[1] in (folder / "README.md").read_text()
@@ -192,11 +192,11 @@ def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_m
 
 def test_run_sh_stops_before_a_placeholder_and_before_a_gated_model_without_login(tmp_path: Path) -> None:
     folder = launched(tmp_path / "a", request(SETUP, dataset=None))
-    code, said = started(folder)
-    assert (code, "YOUR_DATASET" in said, "CALLED" in said) == (2, True, False)
+    code, output = started(folder)
+    assert (code, "YOUR_DATASET" in output, "CALLED" in output) == (2, True, False)
     folder = launched(tmp_path / "b", request(SETUP, model_id="meta-llama/Llama-3.2-1B"))
-    code, said = started(folder, token=False)
-    assert (code, "hf auth login" in said, "CALLED" in said) == (3, True, False)
+    code, output = started(folder, token=False)
+    assert (code, "hf auth login" in output, "CALLED" in output) == (3, True, False)
     assert started(folder, token=True)[0] == 0
     assert "hf auth login" in (folder / "README.md").read_text()
     unknown = launched(tmp_path / "c", request(SETUP))
@@ -218,8 +218,8 @@ def test_every_gate_has_a_source_a_date_and_models_of_the_catalogue() -> None:
 
 @pytest.mark.parametrize("name", [f"meta-llama/{HOSTILE}", f"./{HOSTILE}", "-rf", "a\nb"])
 def test_hostile_names_run_nothing(tmp_path: Path, name: str) -> None:
-    asked = request(SETUP, model_id=name, dataset=DatasetChoice(path=f"./{HOSTILE}.jsonl", local=True))
-    folder = launched(tmp_path, asked, ("trl", "hf", "axolotl", "llamafactory", "unsloth"))
+    export_request = request(SETUP, model_id=name, dataset=DatasetChoice(path=f"./{HOSTILE}.jsonl", local=True))
+    folder = launched(tmp_path, export_request, ("trl", "hf", "axolotl", "llamafactory", "unsloth"))
     assert subprocess.run(["bash", "-n", str(folder / "run.sh")], check=False).returncode == 0
     for token in (True, False):
         started(folder, token=token)
@@ -230,22 +230,24 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
     script = tmp_path / "run.sh"
     for setup in setups()[::22]:
         one_process = setup.parallel in ("dp", "device-map")
-        asked = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 and not one_process else 1)
-        files = folder_files([export(asked) for export in EXPORTERS.values()], asked)
+        export_request = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 and not one_process else 1)
+        files = folder_files([export(export_request) for export in EXPORTERS.values()], export_request)
         for file in files:
             if file.executable:
                 script.write_text(file.text)
                 assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-                assert "MASTER_ADDR:?" in file.text or asked.num_nodes == 1
-        jobs = [file.path for export in EXPORTERS.values() for file in export(asked).files if slurm.is_job(file)]
+                assert "MASTER_ADDR:?" in file.text or export_request.num_nodes == 1
+        jobs = [
+            file.path for export in EXPORTERS.values() for file in export(export_request).files if slurm.is_job(file)
+        ]
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
 
 
 def test_a_readme_of_parts_alone_names_no_file_that_is_not_there() -> None:
-    asked = request(TrainSetup(num_gpus=2, parallel="ddp"))
+    export_request = request(TrainSetup(num_gpus=2, parallel="ddp"))
     for targets, named in ((["accelerate"], False), (["accelerate", "trl"], True)):
-        files = folder_files([EXPORTERS[name](asked) for name in targets], asked)
+        files = folder_files([EXPORTERS[name](export_request) for name in targets], export_request)
         assert (prepare.NAME in {file.path for file in files}) == (prepare.NAME in files[0].text) == named
 
 

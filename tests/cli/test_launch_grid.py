@@ -44,8 +44,8 @@ def own_setup(plan: Plan, target: str) -> TrainSetup | None:
     runs = as_run(target, plan.chosen.setup, workload)
     if not isinstance(runs, str) and device_peak_bytes(workload.model, workload.gpu, runs) <= workload.budget_bytes:
         return runs
-    own = own_choice(workload, plan.chosen.setup, target)
-    return own.setup if own is not None else None
+    choice = own_choice(workload, plan.chosen.setup, target)
+    return choice.setup if choice is not None else None
 
 
 @pytest.mark.parametrize(("name", "card"), GRID)
@@ -94,14 +94,14 @@ def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path
         assert f"{gib(peak)} of the {gib(chosen['budget_bytes'])} budget" in text, page
         assert f"{speed:,.0f} tokens/s" in text, page
     readme = (tmp_path / "launch" / "README.md").read_text()
-    for one in document["launch"]:
-        if one.get("files"):
-            words = f"peak {gib(one['peak_device_bytes'])} of {gib(gpu.memory_bytes)} ({one['rung']})"
+    for launch in document["launch"]:
+        if launch.get("files"):
+            words = f"peak {gib(launch['peak_device_bytes'])} of {gib(gpu.memory_bytes)} ({launch['rung']})"
             assert words in readme
-            assert any(words in note for note in one["notes"])
-            assert gib(one["peak_device_bytes"]) in pages["report.md"]
-            assert gib(one["peak_device_bytes"]) in pages["report.html"]
-            head = (tmp_path / one["files"][0]["path"]).read_text().replace("\n#", " ")
+            assert any(words in note for note in launch["notes"])
+            assert gib(launch["peak_device_bytes"]) in pages["report.md"]
+            assert gib(launch["peak_device_bytes"]) in pages["report.html"]
+            head = (tmp_path / launch["files"][0]["path"]).read_text().replace("\n#", " ")
             assert words in " ".join(head.split())
     for alternative in document["alternatives"]:
         delta = alternative["candidate"]["formula"]["peak_device_bytes"] - peak

@@ -19,14 +19,14 @@ MODEL = "huggingfacetb/smollm-135m"
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> list[GpuSpec]:
     """The cards that dry runs were asked for; none is traced."""
-    found: list[GpuSpec] = []
+    gpus: list[GpuSpec] = []
 
     def dry_run(model: object, gpu: GpuSpec, setup: TrainSetup, **options: object) -> ProbeFailure:
-        found.append(gpu)
+        gpus.append(gpu)
         return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="not traced here")
 
     monkeypatch.setattr("probes.dryrun.dry_run", dry_run)
-    return found
+    return gpus
 
 
 def test_memory_gib_reaches_the_dry_run_of_estimate_and_plan(cards: list[GpuSpec], tmp_path: Path) -> None:

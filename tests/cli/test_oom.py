@@ -120,12 +120,12 @@ def test_the_part_of_the_run_is_named(phase: str, form: str) -> None:
         "rich": as_rich(calls) + "\n" + OLD,
         "windows": as_python(calls).replace("/", "\\") + "\n" + OLD,
     }[form]
-    found = diagnose(f"{'{loss: 1}'}\n" * 50 + text + "\nsomething after\n")
-    assert found.phase is not None
-    assert found.phase.name == phase
-    assert found.causes[0].name == phase
-    assert found.causes[0].changes
-    assert not found.unknown
+    diagnosis = diagnose(f"{'{loss: 1}'}\n" * 50 + text + "\nsomething after\n")
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == phase
+    assert diagnosis.causes[0].name == phase
+    assert diagnosis.causes[0].changes
+    assert not diagnosis.unknown
 
 
 def test_every_figure_of_both_forms_is_read() -> None:
@@ -152,12 +152,12 @@ def test_the_first_form_counts_pieces_as_cached_and_memory_outside_of_pytorch_is
      "memory in use. ", 3), ("Including non-PyTorch memory, this process has 0 bytes memory in use. ", 0)],
 )  # fmt: skip
 def test_in_a_container_the_process_itself_is_not_one_of_the_others(processes: str, others_gib: int) -> None:
-    found = read_message(
+    message = read_message(
         f"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacty of 24.00 GiB of which 1.00 GiB is "
         f"free. {processes}Of the allocated memory 21.75 GiB is allocated by PyTorch, and 512.00 MiB is reserved by "
         "PyTorch but unallocated."
     )
-    assert found.other_bytes == others_gib * GIB
+    assert message.other_bytes == others_gib * GIB
 
 
 def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
@@ -193,9 +193,9 @@ def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
 )
 def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
     separator = ": " if "Warning" in code or "Error" in code else "\n"
-    found = diagnose(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.")
-    assert found.phase is not None
-    assert found.phase.name == phase
+    diagnosis = diagnose(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.")
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == phase
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
     ],
 )
 def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
-    found = diagnose(f"{as_python((f'{SITE}/{call}',))}\n{OLD}")
-    assert found.phase is not None
-    assert found.phase.name == phase
+    diagnosis = diagnose(f"{as_python((f'{SITE}/{call}',))}\n{OLD}")
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == phase
 
 
 def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
@@ -232,18 +232,18 @@ def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
 def test_the_head_of_the_model_is_the_loss_and_other_source_lines_change_no_known_part() -> None:
     for code, phase in (("logits = self.lm_head(x)", "loss"), ("x = model.to(device)", "forward")):
         text = f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    {code}\n{OLD}'
-        found = diagnose(text)
-        assert found.phase is not None
-        assert found.phase.name == phase
+        diagnosis = diagnose(text)
+        assert diagnosis.phase is not None
+        assert diagnosis.phase.name == phase
 
 
 def test_each_process_of_a_log_has_its_own_traceback() -> None:
     first = as_python(CASES["optimizer"], "[rank0]: ").splitlines()
     second = as_python(CASES["loss"], "[rank1]: ").splitlines()
     mixed = [line for pair in zip(first, second, strict=False) for line in pair]
-    found = diagnose("\n".join([*mixed, *second[len(first) :], "[rank0]: " + OLD]))
-    assert found.phase is not None
-    assert found.phase.name == "optimizer"
+    diagnosis = diagnose("\n".join([*mixed, *second[len(first) :], "[rank0]: " + OLD]))
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == "optimizer"
 
 
 def test_what_a_closure_calls_is_not_the_optimizers_and_a_launchers_handler_kills_no_host() -> None:
@@ -253,17 +253,17 @@ def test_what_a_closure_calls_is_not_the_optimizers_and_a_launchers_handler_kill
         "m.py:forward",
     )
     launcher = "[launch.py:315:sigkill_handler] Killing subprocess 2442"
-    found = diagnose(f"{as_python(calls)}\n{OLD}\n{launcher}")
-    assert found.phase is not None
-    assert found.phase.name == "forward"
+    diagnosis = diagnose(f"{as_python(calls)}\n{OLD}\n{launcher}")
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == "forward"
     assert diagnose(f"CUDA out of memory\n{launcher}").message.where == "device"
 
 
 def test_the_engines_own_calls_are_read() -> None:
     inner = "At:\n  /opt/torch/nn/functional.py(12): linear\n  /opt/torch/utils/checkpoint.py(34): unpack_hook\n"
-    found = diagnose(f"{as_python(CASES['backward'])}\n{OLD}\n\n{inner}")
-    assert found.phase is not None
-    assert found.phase.name == "recompute"
+    diagnosis = diagnose(f"{as_python(CASES['backward'])}\n{OLD}\n\n{inner}")
+    assert diagnosis.phase is not None
+    assert diagnosis.phase.name == "recompute"
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,8 @@ def test_people_say_it_in_words(words: str) -> None:
     ],
 )
 def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words: str, phase: str) -> None:
-    found = diagnose(words).phase
-    assert (found.name if found else "") == phase
+    diagnosed = diagnose(words).phase
+    assert (diagnosed.name if diagnosed else "") == phase
     shown = diagnose(f"{words}\n{as_python(CASES['forward'])}\n{OLD}").phase
     assert shown is not None
     assert shown.name == "forward"
@@ -339,21 +339,21 @@ def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words:
     ],
 )
 def test_a_traceback_that_lost_an_end_is_read(text: str, phase: str) -> None:
-    found = diagnose(text).phase
-    assert found is not None
-    assert found.name == phase
+    diagnosed = diagnose(text).phase
+    assert diagnosed is not None
+    assert diagnosed.name == phase
 
 
 def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -> None:
     calls = as_python(CASES["loss"]) + "\n"
     others = diagnose(calls + NEW.format(**{**PLAIN, "others": "Process 41 has 9.00 GiB memory in use. "}))
-    assert [one.name for one in others.causes] == ["other processes", "loss"]
+    assert [cause.name for cause in others.causes] == ["other processes", "loss"]
     large = {**PLAIN, "tried": "11.00 GiB", "others": "Process 41 has 9.00 GiB memory in use. "}
-    assert [one.name for one in diagnose(calls + NEW.format(**large)).causes] == ["loss", "other processes"]
+    assert [cause.name for cause in diagnose(calls + NEW.format(**large)).causes] == ["loss", "other processes"]
     pieces = diagnose(calls + NEW.format(**{**PLAIN, "pieces": "4.00 GiB"}))
     assert pieces.causes[0].name == "fragmentation"
     whole = diagnose(calls + NEW.format(**{**PLAIN, "tried": "64.00 GiB"}))
-    assert [one.name for one in whole.causes] == ["one allocation", "loss"]
+    assert [cause.name for cause in whole.causes] == ["one allocation", "loss"]
 
 
 def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
@@ -395,14 +395,16 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     ],
 )
 def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:
-    found = diagnose(text)
-    assert found.message.where == "host"
-    assert found.causes[0].name == "host memory"
+    diagnosis = diagnose(text)
+    assert diagnosis.message.where == "host"
+    assert diagnosis.causes[0].name == "host memory"
 
 
 def test_shared_memory_is_told_from_the_hosts() -> None:
-    found = diagnose("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. More shared memory ...")
-    assert [one.name for one in found.causes] == ["shared memory"]
+    diagnosis = diagnose(
+        "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. More shared memory ..."
+    )
+    assert [cause.name for cause in diagnosis.causes] == ["shared memory"]
 
 
 def test_a_pipe_into_which_nobody_writes_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,11 +460,11 @@ def test_a_memory_snapshot_says_what_held_the_card(tmp_path: Path, capsys: pytes
     failed = {"action": "oom", "size": 2 * GIB, "frames": frames("/home/me/train.py:main", *CASES["optimizer"])}
     document = {"segments": [{"total_size": 10 * GIB, "blocks": blocks}], "device_traces": [[failed]]}
     assert run(["oom", str(snapshot(tmp_path, document)), "--json=full"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["phase"]["name"] == "optimizer"
-    assert found["message"]["allocated_bytes"] == 9 * GIB
-    assert found["message"]["unallocated_bytes"] == GIB
-    holders = [(one["place"], one["phase"], one["size_bytes"]) for one in found["holders"]]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["phase"]["name"] == "optimizer"
+    assert answer["message"]["allocated_bytes"] == 9 * GIB
+    assert answer["message"]["unallocated_bytes"] == GIB
+    holders = [(holder["place"], holder["phase"], holder["size_bytes"]) for holder in answer["holders"]]
     assert holders == [("train.py:7 (load)", "load", 6 * GIB), ("train.py:7 (main)", "forward", 3 * GIB)]
 
 

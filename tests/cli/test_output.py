@@ -56,13 +56,13 @@ def test_a_link_to_nothing_makes_no_file_elsewhere(tmp_path: Path) -> None:
 
 
 def test_nothing_below_a_named_folder_leads_out_of_it(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "plan", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    folder, other_folder = tmp_path / "plan", tmp_path / "elsewhere"
+    other_folder.mkdir()
     folder.mkdir()
-    (folder / "launch").symlink_to(elsewhere)
+    (folder / "launch").symlink_to(other_folder)
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         write_text(folder / "launch" / "trl" / "train.py", "new", inside=folder)
-    assert list(elsewhere.iterdir()) == []
+    assert list(other_folder.iterdir()) == []
     (tmp_path / "named").symlink_to(folder)  # the folder itself may be a link: a person named it
     write_text(tmp_path / "named" / "plan.json", "new", inside=tmp_path / "named")
     assert (folder / "plan.json").read_text() == "new"
@@ -102,15 +102,15 @@ def test_what_no_plan_wrote_is_replaced_with_a_word(
 ) -> None:
     """`--out .` into a folder of the user's own, then a second time into what is a plan's by then."""
     monkeypatch.chdir(tmp_path)
-    own = ["launch/trl/trl-sft.yaml", "plan.json", "report.md"]
+    user_files = ["launch/trl/trl-sft.yaml", "plan.json", "report.md"]
     Path("launch/trl").mkdir(parents=True)
-    for name in own:
+    for name in user_files:
         Path(name).write_text("{}")
     words = ["gpt2", "--gpu", "t4", "--no-dry-run", "--seq-len", "64", "--target", "trl", "--out", "."]
-    for expected in (own, []):
+    for expected in (user_files, []):
         assert run(words) == 0
-        said = [line for line in capsys.readouterr().err.splitlines() if "which no plan wrote" in line]
-        assert said == [f"replaces {name}, which no plan wrote" for name in expected]
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "which no plan wrote" in line]
+        assert warnings == [f"replaces {name}, which no plan wrote" for name in expected]
 
 
 def test_devices_and_pipes_are_written_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,18 +143,18 @@ def test_the_users_umask_holds(tmp_path: Path, umask: int, mode: int) -> None:
 
 def test_a_private_directory_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = private_directory()
-    assert own == private_directory() == tmp_path / f"finetune-planner-{os.getuid()}"
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.rmdir()
-    own.symlink_to(tmp_path)  # placed there by another user
+    directory = private_directory()
+    assert directory == private_directory() == tmp_path / f"finetune-planner-{os.getuid()}"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.rmdir()
+    directory.symlink_to(tmp_path)  # placed there by another user
     other = private_directory()
-    assert other != own
+    assert other != directory
     assert other.stat().st_mode & 0o777 == 0o700
-    own.unlink()
-    own.mkdir()
-    own.chmod(0o777)
-    assert private_directory() != own
+    directory.unlink()
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert private_directory() != directory
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     write_text(path, "second")
     assert path.read_text() == "second"
     assert path.stat().st_ino != before
-    assert [one.name for one in path.parent.iterdir()] == ["plan.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
 def test_a_strangers_names_neither_move_the_cursor_nor_turn_a_comment_round(

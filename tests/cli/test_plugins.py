@@ -50,7 +50,7 @@ def test_its_card_price_and_target_are_planned_with(installed: Path, tmp_path: P
     assert document["workload"]["price_per_hour"] == 0.4
     assert "Acme's cluster" in document["workload"]["price_source"]
     job = json.loads((out / "launch" / "acme" / "job.json").read_text())
-    planned = {key: one for key, one in document["chosen"]["setup"].items() if key not in ("model", "gpu")}
+    planned = {key: value for key, value in document["chosen"]["setup"].items() if key not in ("model", "gpu")}
     assert job["setup"].items() <= planned.items()
     assert "acme-train launch/acme/job.json" in (out / "launch" / "run.sh").read_text()
 

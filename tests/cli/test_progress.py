@@ -51,7 +51,7 @@ def test_a_change_is_told_within_two_seconds_and_silence_is_broken(
     line.say("starting 2 ranks")
     follow(line, clock, [(4.0, "importing"), (0.5, "choosing depths"), (2 * STILL_S + 5, "building")])
     lines = told(capsys)
-    assert [one.partition(" (")[0] for one in lines] == [
+    assert [text.partition(" (")[0] for text in lines] == [
         "starting 2 ranks",
         "importing",
         "choosing depths",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_planner.app import machine
-from finetune_planner.app.own_files import own_file
+from finetune_planner.app.training_files import training_file
 from finetune_planner.cli.app import run
 from planner.core.errors import UsageError
 from planner.core.units import GIB
@@ -45,16 +45,16 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def raced(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
     assert run(["race", *words, "--json=full"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
 
 
 def test_a_file_races_against_the_plan_for_its_own_work(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """8 and 4 sequences per step are two heats; each plan trains by the file's method, length and batch."""
-    found = raced([*files, *GPU], capsys)
-    assert (found["kind"], found["level"].partition(".")[0]) == ("race", "Nothing was run: level formula")
-    assert [heat["tokens_per_step"] for heat in found["heats"]] == [8 * 512, 4 * 512]
-    for heat, file in zip(found["heats"], files, strict=True):
+    answer = raced([*files, *GPU], capsys)
+    assert (answer["kind"], answer["level"].partition(".")[0]) == ("race", "Nothing was run: level formula")
+    assert [heat["tokens_per_step"] for heat in answer["heats"]] == [8 * 512, 4 * 512]
+    for heat, file in zip(answer["heats"], files, strict=True):
         (theirs, plan) = heat["lanes"]
         assert (theirs["label"], theirs["kind"], plan["kind"]) == (file, "file", "plan")
         setup = plan["candidate"]["setup"]
@@ -137,15 +137,15 @@ def test_the_files_and_the_plans_are_run_and_the_runs_decide(
     files: list[str], on_a_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = on_a_gpu(trl=0.3, plan=0.1)
-    found = raced(["trl.yaml", *GPU, "--run", "--store", "s.jsonl"], capsys)
-    (theirs, plan) = found["heats"][0]["lanes"]
+    answer = raced(["trl.yaml", *GPU, "--run", "--store", "s.jsonl"], capsys)
+    (theirs, plan) = answer["heats"][0]["lanes"]
     assert (theirs["speed_rung"], theirs["memory_rung"], plan["speed_rung"]) == ("run", "run", "run")
     assert theirs["plan_over_this"] == pytest.approx(3.0)
-    assert found["level"].startswith("Run by its own tool, 10 steps each")
+    assert answer["level"].startswith("Run by its own tool, 10 steps each")
     assert seen[0].command == "python -m trl.scripts.sft --config trl.yaml"
     assert (seen[0].files["trl.yaml"], seen[0].dataset_names) == (TRL, ("somebody/rows",))
     assert seen[1].command.endswith("--config launch/trl/trl-sft.yaml")
-    assert [one.outcome.program for one in Store(Path("s.jsonl")).records()] == ["trl", "trl"]
+    assert [record.outcome.program for record in Store(Path("s.jsonl")).records()] == ["trl", "trl"]
 
 
 def test_a_run_that_fails_is_said_and_counts(
@@ -175,8 +175,8 @@ def test_a_plan_on_a_step_profile_is_as_fast_as_the_formula_says(
     files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A profile has memory alone: the two speeds are the formula's and can be compared."""
-    found = raced(["--defaults", "trl", "--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--no-dry-run"], capsys)
-    (theirs, plan) = found["heats"][0]["lanes"]
+    answer = raced(["--defaults", "trl", "--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--no-dry-run"], capsys)
+    (theirs, plan) = answer["heats"][0]["lanes"]
     assert (plan["speed_rung"], theirs["speed_rung"]) == ("formula", "formula")
     assert theirs["plan_over_this"] > 1.2
 
@@ -216,14 +216,14 @@ def read(name: str, text: str) -> tuple[Path, ReadConfig]:
 
 
 def test_what_stands_for_the_data_that_a_file_names(files: list[str]) -> None:
-    trl = own_file(*read("t.yaml", TRL + "dataset_train_split: train_sft\neval_strategy: steps\n"))
+    trl = training_file(*read("t.yaml", TRL + "dataset_train_split: train_sft\neval_strategy: steps\n"))
     assert (trl.dataset_names, trl.columns, trl.splits) == (("somebody/rows",), "messages", ("train_sft", "test"))
     assert set(trl.files) == {"t.yaml", "trl.yaml", "axolotl.yaml"}
-    axolotl = own_file(*read("a.yaml", AXOLOTL))
+    axolotl = training_file(*read("a.yaml", AXOLOTL))
     assert (axolotl.dataset_names, axolotl.columns) == (("rows.jsonl",), "messages")
     assert axolotl.command == "axolotl train a.yaml --launcher python"
     text = PUBLISHED["llamafactory"].text(MODEL, 512).replace("YOUR_DATASET", "identity,alpaca_en_demo")
-    factory = own_file(*read("l.yaml", text))
+    factory = training_file(*read("l.yaml", text))
     assert (factory.dataset_names, factory.columns) == (("data/identity", "data/alpaca_en_demo"), "alpaca")
     described = json.loads(factory.files["data/dataset_info.json"])
     assert described == {name: {"file_name": name} for name in ("identity", "alpaca_en_demo")}
@@ -232,16 +232,16 @@ def test_what_stands_for_the_data_that_a_file_names(files: list[str]) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_defaults_are_files_that_race(name: str, files: list[str]) -> None:
     """Each is read as its tool's, for the model and length asked for; all but Unsloth's can be run."""
-    one = PUBLISHED[name]
-    path, config = read(one.file, one.text(MODEL, 512))
+    published = PUBLISHED[name]
+    path, config = read(published.file, published.text(MODEL, 512))
     assert config.format == name.partition("-")[0]
     assert (config.model_id, config.setup.seq_len_tokens, config.missing) == (MODEL, 512, ())
     assert config.setup.method == ("qlora" if "4bit" in name or name == "unsloth" else "lora")
     if name == "unsloth":
         with pytest.raises(UsageError, match="a unsloth file is not run"):
-            own_file(path, config)
+            training_file(path, config)
     else:
-        assert own_file(path, config).dataset_names
+        assert training_file(path, config).dataset_names
 
 
 def test_a_models_folder_without_weights_is_stood_for(files: list[str]) -> None:
@@ -250,13 +250,13 @@ def test_a_models_folder_without_weights_is_stood_for(files: list[str]) -> None:
     path = Path("t.yaml")
     path.write_text(TRL.replace(MODEL, "tiny"))
     config = read_config(path, model=catalogue.load(MODEL))
-    bare = own_file(path, config)
+    bare = training_file(path, config)
     assert (bare.model_name, bare.model_here) == ("model-with-random-weights", False)
     assert "model_name_or_path: model-with-random-weights" in bare.files["t.yaml"]
     Path("tiny/model.safetensors").write_bytes(b"")
-    full = own_file(path, config)
+    full = training_file(path, config)
     assert f"model_name_or_path: {Path('tiny').resolve()}" in full.files["t.yaml"]
     assert full.model_here
     path.write_text(TRL)
     with pytest.raises(UsageError, match="does not name tiny"):
-        own_file(path, config)
+        training_file(path, config)

@@ -48,7 +48,7 @@ def test_a_wish_for_one_way_is_kept(parallel: str, capsys: pytest.CaptureFixture
 
 def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", *ONE, "--json=full"]
-    found = {}
+    estimates = {}
     for name, flags in {
         "ddp": [],
         "fsdp2": ["--parallel", "fsdp2"],
@@ -59,24 +59,24 @@ def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
         "host": ["--offload", "parameters"],
     }.items():
         assert run([*arguments, *flags]) == 0, name
-        found[name] = json.loads(capsys.readouterr().out)
-    peaks = {name: one["formula"]["peak_device_bytes"] for name, one in found.items()}
+        estimates[name] = json.loads(capsys.readouterr().out)
+    peaks = {name: estimate["formula"]["peak_device_bytes"] for name, estimate in estimates.items()}
     assert peaks["host"] < peaks["fsdp2"] < peaks["hybrid"] < peaks["ddp"]
     assert peaks["fsdp2"] < peaks["kept"]
-    setups = {name: one["setup"] for name, one in found.items()}
+    setups = {name: estimate["setup"] for name, estimate in estimates.items()}
     assert setups["ddp"]["parallel"] == "ddp"
     assert {setups[name]["parallel"] for name in ("fsdp2", "kept", "hybrid", "tensor", "host")} == {"fsdp2"}
-    assert len(found["pipeline"]["formula"]["rank_peaks"]) > 1
+    assert len(estimates["pipeline"]["formula"]["rank_peaks"]) > 1
 
 
 def test_estimate_of_the_older_fsdp_keeps_what_its_hooks_keep(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", "--method", "lora", *ONE]
     peaks = {}
     for version in (1, 2):
-        spread = ["--parallel", "fsdp2", "--fsdp-version", str(version)]
-        assert run([*arguments, *spread, "--json=full"]) == 0
+        flags = ["--parallel", "fsdp2", "--fsdp-version", str(version)]
+        assert run([*arguments, *flags, "--json=full"]) == 0
         peaks[version] = json.loads(capsys.readouterr().out)["formula"]["peak_device_bytes"]
-        assert run([*arguments, *spread]) == 0
+        assert run([*arguments, *flags]) == 0
         assert f"(FSDP{version})" in capsys.readouterr().out
     assert peaks[1] > peaks[2]
     assert run([*arguments, "--parallel", "zero3", "--fsdp-version", "1"]) == 2
@@ -87,9 +87,9 @@ def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> N
     speeds = []
     for link in ("ethernet-10", "ib-3200"):
         assert run([*arguments, "--interconnect", f"pcie+{link}", "--json=full"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["cluster"] == {"num_nodes": 2, "within": "pcie-gen4-x16", "between": link}
-        speeds.append(found["formula"]["tokens_per_s"])
+        estimate = json.loads(capsys.readouterr().out)
+        assert estimate["cluster"] == {"num_nodes": 2, "within": "pcie-gen4-x16", "between": link}
+        speeds.append(estimate["formula"]["tokens_per_s"])
     assert speeds[0] < speeds[1]
     assert run([*arguments, "--interconnect", "ib-400"]) == 0
     assert "2 nodes talk over InfiniBand NDR" in " ".join(capsys.readouterr().out.split())
@@ -149,7 +149,7 @@ def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -
     assert "no engine" in capsys.readouterr().err
     arguments = ["which-cluster", "gpt2", "--dataset-tokens", "1000000", "--gpu", "apple-m2-max", "--max-gpus", "2"]
     assert run([*arguments, "--json=full"]) == 0
-    assert {one["num_gpus"] for one in json.loads(capsys.readouterr().out)["options"]} == {1}
+    assert {option["num_gpus"] for option in json.loads(capsys.readouterr().out)["options"]} == {1}
 
 
 def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,15 +160,15 @@ def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.Cap
         "max_length: 2048\ngradient_checkpointing: true\n"
     )
     assert run(["check", str(config), "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run", "--json=full"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["setup"]["parallel"] == "ddp"
-    fsdp2 = next(change for change in found["changes"] if change["label"] == "FSDP2")
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["setup"]["parallel"] == "ddp"
+    fsdp2 = next(change for change in answer["changes"] if change["label"] == "FSDP2")
     assert fsdp2["verdict"] == "fits"
     assert not fsdp2["changes_training"]
     assert fsdp2["saves_bytes"] > 0
     assert run(["check", str(config), "--gpu", "a100-80gb", "--no-dry-run", "--json=full"]) in (1, 3)
-    one = json.loads(capsys.readouterr().out)
-    assert not any("FSDP2" in change["label"] for change in one["changes"])
+    single = json.loads(capsys.readouterr().out)
+    assert not any("FSDP2" in change["label"] for change in single["changes"])
 
 
 def test_search_says_that_it_has_one_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,45 +194,45 @@ def test_out_writes_reports_and_launch_files_of_the_job(tmp_path: Path, capsys: 
 def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["which-gpu", "Qwen/Qwen2.5-1.5B", "--vendor", "Intel", "--method", "lora", "--json=full"]
     assert run(arguments) == 0
-    alone = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)["cards"]}
+    alone = {row["gpu"]: row for row in json.loads(capsys.readouterr().out)["cards"]}
     assert run([*arguments, "--gpus", "4"]) == 0
-    together = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)["cards"]}
+    together = {row["gpu"]: row for row in json.loads(capsys.readouterr().out)["cards"]}
     assert set(alone) == set(together)
-    for key, one in together.items():
-        assert one["candidate"]["setup"]["num_gpus"] == 4
-        assert one["tokens_per_s"] > alone[key]["tokens_per_s"]
+    for key, row in together.items():
+        assert row["candidate"]["setup"]["num_gpus"] == 4
+        assert row["tokens_per_s"] > alone[key]["tokens_per_s"]
 
 
 def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cards = ["--gpu", "rtx-4090", "--gpu", "a100-80gb", "--max-gpus", "8"]
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
     assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json=full"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recommended_method"] == "full"
-    for picks in found["picks"].values():
-        for one in picks.values():
-            assert one["meets"]
-            assert one["duration_s"] <= 24 * 3600
-            assert one["cost_usd"] <= 100
-            assert one["peak_device_bytes"] <= one["budget_bytes"]
-    for node, picks in found["picks"].items():
-        kept = [one for one in found["options"] if one["method"] == node and one["meets"]]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["recommended_method"] == "full"
+    for picks in answer["picks"].values():
+        for pick in picks.values():
+            assert pick["meets"]
+            assert pick["duration_s"] <= 24 * 3600
+            assert pick["cost_usd"] <= 100
+            assert pick["peak_device_bytes"] <= pick["budget_bytes"]
+    for node, picks in answer["picks"].items():
+        matching = [option for option in answer["options"] if option["method"] == node and option["meets"]]
         if picks:
-            assert picks["smallest"]["num_gpus"] == min(one["num_gpus"] for one in kept)
-            assert picks["cheapest"]["cost_usd"] == min(one["cost_usd"] for one in kept)
-            assert picks["fastest"]["duration_s"] == min(one["duration_s"] for one in kept)
-    for one in found["options"]:
-        hours = 20e6 / one["tokens_per_s"] / 3600
-        assert one["cost_usd"] == pytest.approx(hours * one["usd_per_gpu_hour"] * one["num_gpus"])
-        assert one["setup"]["num_gpus"] == one["num_gpus"]
+            assert picks["smallest"]["num_gpus"] == min(option["num_gpus"] for option in matching)
+            assert picks["cheapest"]["cost_usd"] == min(option["cost_usd"] for option in matching)
+            assert picks["fastest"]["duration_s"] == min(option["duration_s"] for option in matching)
+    for option in answer["options"]:
+        hours = 20e6 / option["tokens_per_s"] / 3600
+        assert option["cost_usd"] == pytest.approx(hours * option["usd_per_gpu_hour"] * option["num_gpus"])
+        assert option["setup"]["num_gpus"] == option["num_gpus"]
     assert run([*arguments, "--out", str(tmp_path / "rent")]) == 0
     out = capsys.readouterr().out
     for words in ("smallest:", "cheapest:", "fastest:", "Assumed", "Next"):
         assert words in out
     report = (tmp_path / "rent" / "report.md").read_text()
-    kept = [one for one in found["options"] if one["method"] == "full" and one["meets"]]
-    for one in kept:
-        assert f"| {one['num_gpus']} × {one['gpu']} " in report
+    matching = [option for option in answer["options"] if option["method"] == "full" and option["meets"]]
+    for option in matching:
+        assert f"| {option['num_gpus']} × {option['gpu']} " in report
 
 
 def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,12 +241,14 @@ def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFi
     data.write_text("".join(f'{{"question": "why", "answer": "{"so " * (9 + at)}"}}\n' for at in range(300)))
     words = ["which-cluster", "gpt2", "--gpu", "h100-sxm", "--max-gpus", "2"]
     assert run([*words, "--dataset", str(data), "--epochs", "2", "--json=full"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["job"].startswith("chats.jsonl, 2 epochs of ")
-    one = found["options"][0]
-    assert one["setup"]["seq_len_tokens"] < 1024  # gpt2's own, where no data say less
-    assert one["duration_s"] != pytest.approx(found["tokens"] / one["tokens_per_s"])  # what is padding trains nothing
-    assert "2026-" in one["price_source"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["job"].startswith("chats.jsonl, 2 epochs of ")
+    option = answer["options"][0]
+    assert option["setup"]["seq_len_tokens"] < 1024  # gpt2's own, where no data say less
+    assert option["duration_s"] != pytest.approx(
+        answer["tokens"] / option["tokens_per_s"]
+    )  # what is padding trains nothing
+    assert "2026-" in option["price_source"]
     assert run([*words, "--dataset", str(data)]) == 0
     assert f"--dataset {data}" in " ".join(capsys.readouterr().out.split())
     assert run(words) == 2
@@ -366,9 +368,9 @@ def test_this_machines_links_are_those_that_the_driver_tells(
 ) -> None:
     devices = ("cuda:0", "cuda:1", "cuda:2")
     names = [(devices[0], devices[1]), (devices[0], devices[2]), (devices[1], devices[2])]
-    found = Topology(devices=devices, nvlinks=(None,) * 3, pairs=dict(zip(names, pairs, strict=False)))
+    topology = Topology(devices=devices, nvlinks=(None,) * 3, pairs=dict(zip(names, pairs, strict=False)))
     monkeypatch.setattr("probes.gpu.executors.local_devices", lambda: devices)
-    monkeypatch.setattr("probes.gpu.topology.topology", lambda asked: found)
+    monkeypatch.setattr("probes.gpu.topology.topology", lambda gpus: topology)
     assert local_link(3) == link
     assert local_link(4) is None
     plan_request = RequestOptions(gpus=3)
@@ -411,9 +413,9 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--method", "lora", *FAST]) == 0
     assert "no probes: a search needs optuna" in capsys.readouterr().err
     assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3
-    found = capsys.readouterr().err
-    assert "optuna" in found
-    assert "-m pip install" in found
+    errors = capsys.readouterr().err
+    assert "optuna" in errors
+    assert "-m pip install" in errors
     assert default_directory().name == "dry-run"
     monkeypatch.delenv("FINETUNE_PLANNER_STORE", raising=False)
     assert default_store_path().name == "measurements.jsonl"
@@ -434,15 +436,15 @@ def test_the_price_of_several_machines_is_of_an_offer_with_their_network(
     model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
     assert model is not None
     cluster = make_cluster(gpu, 16, interconnect=interconnect)
-    asked = PlanRequest(spot=spot).workload(model, gpu, cluster)
-    assert (asked.price_per_hour, asked.price_source) == expected
+    workload = PlanRequest(spot=spot).workload(model, gpu, cluster)
+    assert (workload.price_per_hour, workload.price_source) == expected
 
 
 def test_a_card_that_nobody_joins_over_a_network_is_taken_in_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["which-cluster", "HuggingFaceTB/SmolLM2-135M", "--dataset-tokens", "1M", "--max-gpus", "16", "--json=full"]
-    found = {}
+    counts = {}
     for card in ("rtx-pro-6000-blackwell", "h100-sxm"):
         assert run([*words, "--gpu", card]) == 0
-        found[card] = {one["num_gpus"] for one in json.loads(capsys.readouterr().out)["options"]}
-    assert max(found["rtx-pro-6000-blackwell"]) == 8
-    assert max(found["h100-sxm"]) == 16
+        counts[card] = {option["num_gpus"] for option in json.loads(capsys.readouterr().out)["options"]}
+    assert max(counts["rtx-pro-6000-blackwell"]) == 8
+    assert max(counts["h100-sxm"]) == 16

@@ -62,18 +62,18 @@ def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("PWD", str(tmp_path))  # no secret
     words += ["--password", "s3cr3t-c", "postgresql://me:s3cr3t-d@host/", "s3cr3t-b"]
     code = run(["trace", "--gpu", "rtx-4090", "--yes", "--json=full", "--out", str(tmp_path / "out"), "--", *words])
-    told = capsys.readouterr()
-    answer = json.loads(told.out)
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
     written = (path.read_text() for path in (tmp_path / "out").iterdir())
-    assert not any("s3cr3t" in text for text in (told.out, told.err, *written))
+    assert not any("s3cr3t" in text for text in (captured.out, captured.err, *written))
     assert (code, answer["verdict"], answer["status"], answer["num_steps"]) == (0, "fits", "done", 2)
     weights = 2 * 1024 * 4096 * 4 + (4096 + 1024) * 4
     assert answer["peak_allocated_bytes"] > 4 * weights
     assert answer["peak_device_bytes"] == answer["peak_reserved_bytes"] + answer["context_bytes"]
-    assert sum(one["size_bytes"] for one in answer["by_category"]) == pytest.approx(
+    assert sum(row["size_bytes"] for row in answer["by_category"]) == pytest.approx(
         answer["peak_allocated_bytes"], rel=0.01
     )
-    lines = {one["name"] for one in answer["by_line"]}
+    lines = {row["name"] for row in answer["by_line"]}
     assert {f"{tmp_path}/train.py:{number}" for number in (4, 7, 8)} <= lines
     assert json.loads((tmp_path / "out" / "trace.json").read_text()) == answer
     assert (tmp_path / "out" / "timeline.svg").read_text().startswith("<svg")
@@ -97,7 +97,7 @@ def test_it_never_runs_a_program_unasked(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "said"),
+    ("program", "code", "message"),
     [
         ("print('no torch')", 3, "without PyTorch"),
         ("import torch", 3, "without putting anything on the GPU"),
@@ -111,21 +111,21 @@ def test_it_never_runs_a_program_unasked(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_traced_is_no_number(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], warm_python: str, program: str, code: int, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], warm_python: str, program: str, code: int, message: str
 ) -> None:
     python = warm_python if "torch" in program.replace("'no torch'", "") else sys.executable
     assert trace(tmp_path, program, "--yes", python=python) == code
     output = capfd.readouterr()
     assert output.out == ""
-    assert said in output.err
+    assert message in output.err
 
 
 def test_an_unknown_program_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", "--gpu", "rtx-4090", "--yes", "--", "no-such-program"]) == 2
     assert run(["trace", "--gpu", "rtx-4090", "--yes", "--image-size", "1024", "--", "python"]) == 2
-    said = capsys.readouterr().err
-    assert "expected WIDTHxHEIGHT" in said
-    assert "no program 'no-such-program'" in said
+    errors = capsys.readouterr().err
+    assert "expected WIDTHxHEIGHT" in errors
+    assert "no program 'no-such-program'" in errors
 
 
 def alive(pid: int) -> bool:
@@ -172,7 +172,7 @@ def test_a_trainer_that_is_not_installed_is_no_fault_of_the_program(
 ) -> None:
     (tmp_path / "train.py").write_text("import axolotl.cli.train\n")
     code = run(["trace", "--gpu", "rtx-4090", "--yes", "--", sys.executable, str(tmp_path / "train.py")])
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert code == 3
-    assert "needs axolotl, which is not installed here" in said
-    assert f"plan check {tmp_path / 'train.py'}" in said
+    assert "needs axolotl, which is not installed here" in errors
+    assert f"plan check {tmp_path / 'train.py'}" in errors

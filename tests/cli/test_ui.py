@@ -13,7 +13,7 @@ import pytest
 
 from finetune_planner.cli.app import run
 from finetune_planner.cli.data_options import DataOptions
-from finetune_planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
+from finetune_planner.cli.ui import HOST, MAX_CONNECTIONS, Catalog, Server, launch_zip
 from planner.core.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -34,12 +34,12 @@ LARGE, SMALL = "EleutherAI/gpt-j-6b", "rtx-2060"
 
 
 @pytest.fixture(scope="module")
-def shelf() -> Shelf:
-    return Shelf([MODEL, "meta-llama/Llama-3.1-8B", LARGE], [GPU, SMALL])
+def shelf() -> Catalog:
+    return Catalog([MODEL, "meta-llama/Llama-3.1-8B", LARGE], [GPU, SMALL])
 
 
-def pair(shelf: Shelf, model: str, gpu: str) -> tuple[ModelSpec, GpuSpec]:
-    return next(one for one in shelf.pairs() if (one[0].model_id, one[1].key) == (model, gpu))
+def pair(shelf: Catalog, model: str, gpu: str) -> tuple[ModelSpec, GpuSpec]:
+    return next(offer for offer in shelf.pairs() if (offer[0].model_id, offer[1].key) == (model, gpu))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
+def test_every_cell_is_the_formula_s(shelf: Catalog) -> None:
     model, gpu = pair(shelf, LARGE, SMALL)
     grid = shelf.grid(model, gpu)
     document = json.loads(grid_script(grid).partition(",")[2].rstrip().removesuffix(");"))
@@ -57,27 +57,27 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
     assert len(document["cells"]) == shape[0] * shape[1] * shape[2] * shape[3]
     assert {VERDICTS[cell[0]] for cell in document["cells"] if cell} >= {"fits", "over"}
     for at in range(0, len(document["cells"]), 37):
-        cell, known = document["cells"][at], grid.cells[at]
-        if known is None:  # checkpointing of every n-th layer, where no plan takes it
+        cell, candidate = document["cells"][at], grid.cells[at]
+        if candidate is None:  # checkpointing of every n-th layer, where no plan takes it
             assert document["checkpointing"][at % shape[3]] > 1
             continue
         steps = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         places = [at // step % size for step, size in zip(steps, shape, strict=True)]
-        setup = known.setup
+        setup = candidate.setup
         assert (setup.method, setup.lora_rank) == grid.methods[places[0]]
         assert setup.seq_len_tokens == document["lengths"][places[1]]
         assert setup.micro_batch_seqs == document["batches"][places[2]]
         assert setup.checkpointing == document["checkpointing"][places[3]]
-        found = predict(model, gpu, setup, planned=True)
-        assert cell[1:4] == [found.peak_device_bytes, *[round(found.tokens_per_s or 0)] * 2]
-        assert [document["marks"][mark] for mark in cell[4:6]] == [memory_mark(found), speed_mark(found)]
-        sizes = group_bytes(known, grid.workload.memory_bytes)
+        prediction = predict(model, gpu, setup, planned=True)
+        assert cell[1:4] == [prediction.peak_device_bytes, *[round(prediction.tokens_per_s or 0)] * 2]
+        assert [document["marks"][mark] for mark in cell[4:6]] == [memory_mark(prediction), speed_mark(prediction)]
+        sizes = group_bytes(candidate, grid.workload.memory_bytes)
         assert cell[6:] == [sizes[label] for label, _ in GROUPS]
         assert 0 <= cell[1] - sum(cell[6:]) < len(GROUPS) * MIN_SHOWN_BYTES
 
 
 @pytest.mark.parametrize(("name", "card", "usual"), some([(MODEL, GPU, 1024), (LARGE, SMALL, 2048)], 2))
-def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Shelf, name: str, card: str, usual: int) -> None:
+def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Catalog, name: str, card: str, usual: int) -> None:
     model, gpu = pair(shelf, name, card)
     grid = shelf.grid(model, gpu)
     assert grid.lengths[grid.usual] == usual
@@ -95,18 +95,18 @@ def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Shelf, name: str
     assert len(grid.fastest()) == len(grid.lengths)
 
 
-def test_a_model_is_found_by_what_people_call_it(shelf: Shelf) -> None:
+def test_a_model_is_found_by_what_people_call_it(shelf: Catalog) -> None:
     """As `plan` understands it, of what is on offer."""
     llama = "meta-llama/Llama-3.1-8B"
-    for said in ("llama 3.1 8b", "lama 3.1 8b", "llama3.1:8b", "unsloth/Meta-Llama-3.1-8B", "8B", "LLAMA"):
-        assert shelf.search(said) == [llama], said
+    for query in ("llama 3.1 8b", "lama 3.1 8b", "llama3.1:8b", "unsloth/Meta-Llama-3.1-8B", "8B", "LLAMA"):
+        assert shelf.search(query) == [llama], query
     assert shelf.search("gpt 2") == [MODEL]
     assert shelf.search("qwen3 8b") == []
     assert set(shelf.search("")) == {llama, MODEL, LARGE}
 
 
 def test_a_data_set_gives_length_time_and_no_path_in_the_zip(chats: Path) -> None:
-    shelf = Shelf([MODEL], [GPU], data=DataOptions(dataset=str(chats)))
+    shelf = Catalog([MODEL], [GPU], data=DataOptions(dataset=str(chats)))
     grid = shelf.grid(*shelf.pairs()[0])
     document = json.loads(grid_script(grid).partition(",")[2].rstrip().removesuffix(");"))
     usual, at = document["usual"], document["fastest"][document["usual"]]
@@ -121,10 +121,14 @@ def test_a_data_set_gives_length_time_and_no_path_in_the_zip(chats: Path) -> Non
         assert not any(b"chats.jsonl" in file.read(name) for name in file.namelist())
 
 
-def test_the_launch_files_are_those_of_the_cell(shelf: Shelf) -> None:
+def test_the_launch_files_are_those_of_the_cell(shelf: Catalog) -> None:
     model, gpu = pair(shelf, MODEL, GPU)
     grid = shelf.grid(model, gpu)
-    ranked = [at for at, one in enumerate(grid.cells) if one is not None and one.fits and one.setup.lora_rank == 32]
+    ranked = [
+        at
+        for at, candidate in enumerate(grid.cells)
+        if candidate is not None and candidate.fits and candidate.setup.lora_rank == 32
+    ]
     at = ranked[len(ranked) // 2]
     packed = launch_zip(grid, at)
     with ZipFile(BytesIO(packed)) as file:
@@ -140,7 +144,7 @@ def test_the_launch_files_are_those_of_the_cell(shelf: Shelf) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(shelf: Shelf) -> Iterator[Server]:
+def server(shelf: Catalog) -> Iterator[Server]:
     with Server((HOST, 0), shelf) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
@@ -199,18 +203,18 @@ def test_another_site_s_page_is_refused(server: Server) -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHo"], ids=["silent", "slow"])
 def test_clients_that_keep_us_waiting_hold_no_thread_and_lock_nobody_out(server: Server, sent: bytes) -> None:
     """The oldest is let go for who comes, before and after others came."""
-    held = [socket.create_connection(server.server_address[:2]) for _ in range(MAX_CONNECTIONS)]
+    connections = [socket.create_connection(server.server_address[:2]) for _ in range(MAX_CONNECTIONS)]
     try:
-        for one in held:
-            one.sendall(sent)
+        for connection in connections:
+            connection.sendall(sent)
         for _ in range(3):
             assert ask(server, "/")[0] == 200
-        held += [socket.create_connection(server.server_address[:2]) for _ in range(MAX_CONNECTIONS)]
-        assert all(one.recv(1) == b"" for one in held[:MAX_CONNECTIONS])
+        connections += [socket.create_connection(server.server_address[:2]) for _ in range(MAX_CONNECTIONS)]
+        assert all(connection.recv(1) == b"" for connection in connections[:MAX_CONNECTIONS])
         assert ask(server, "/")[0] == 200
     finally:
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
 def test_a_page_that_is_closed_early_is_no_fault(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +251,7 @@ def test_a_static_site_goes_on_where_it_was_stopped(
     """What is there of the same request is kept; another request, or another planner, begins anew; the same on any
     cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr("finetune_planner.cli.ui.Shelf.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
+    monkeypatch.setattr("finetune_planner.cli.ui.Catalog.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
     monkeypatch.setattr("finetune_planner.cli.ui.grid_script", lambda grid: grid)
     models = ["openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
     command = ["ui", "--static", str(tmp_path), "--gpu", "t4", "--gpu", "l4"]

@@ -58,8 +58,8 @@ def plan(
         return answer(order)
 
     monkeypatch.setattr("probes.phantom.runner.run_traced", run_traced)
-    asked = ["gpt2", "--gpu", "t4", "--no-dry-run", "--no-history", "--out", str(out), "--target", "hf", *words]
-    assert run([*asked, "--verify", "hf"]) == code
+    arguments = ["gpt2", "--gpu", "t4", "--no-dry-run", "--no-history", "--out", str(out), "--target", "hf", *words]
+    assert run([*arguments, "--verify", "hf"]) == code
     (launch,) = json.loads((out / "plan.json").read_text())["launch"]
     (order,) = orders
     return launch, order
@@ -100,7 +100,7 @@ def test_a_plan_that_the_trace_refutes_says_so_and_keeps_no_file(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (ended("refused", 1, "a CUDA graph"), "a CUDA graph"),
         (ended("failed", 1, "KeyError: 'text'"), "KeyError"),
@@ -108,17 +108,17 @@ def test_a_plan_that_the_trace_refutes_says_so_and_keeps_no_file(
     ],
 )
 def test_a_launch_file_that_cannot_be_traced_keeps_its_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Ended, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Ended, message: str
 ) -> None:
     launch, _ = plan(tmp_path, monkeypatch, lambda order: answer)
     out = " ".join(capsys.readouterr().out.split())
     assert launch["rung"] != "trace"
     assert "not possible" in out
-    assert said in out
+    assert message in out
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "said"),
+    ("target", "code", "message"),
     [("axolotl", 3, "not installed here"), ("deepspeed", 2, "cannot be traced"), ("nosuch", 2, "must be one of")],
 )
 def test_a_target_that_cannot_be_traced_here_is_refused_before_planning(
@@ -127,9 +127,9 @@ def test_a_target_that_cannot_be_traced_here_is_refused_before_planning(
     capsys: pytest.CaptureFixture[str],
     target: str,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
     assert run(["gpt2", "--gpu", "t4", "--out", str(tmp_path / "out"), "--verify", target]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
-from planner.planning.decision.others import STEP_TOKENS, longest_tokens
+from planner.planning.decision.alternatives import STEP_TOKENS, longest_tokens
 from planner.planning.plan_request import PlanRequest
 from tests.whole import some
 
@@ -38,13 +38,13 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
 
 
 def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora"]
-    words = ["which-model", "smollm2", *asked]
+    options = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora"]
+    words = ["which-model", "smollm2", *options]
     assert run([*words, "--json=full", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) >= 3
     assert [row["num_params"] for row in rows] == sorted((row["num_params"] for row in rows), reverse=True)
-    assert run([rows[0]["model"], *asked, "--no-dry-run", "--no-history", "--json=full"]) == 0
+    assert run([rows[0]["model"], *options, "--no-dry-run", "--no-history", "--json=full"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert rows[0]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows[0]["tokens_per_s"] == plan["chosen"]["formula"]["tokens_per_s"]
@@ -62,5 +62,5 @@ def test_nothing_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_fork_that_the_system_ends_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with pytest.raises(EnvironmentProblem, match="ended by the system"):
-        list(on_cores(lambda one: os.kill(os.getpid(), signal.SIGKILL), [1, 2, 3]))
-    assert sorted(on_cores(lambda one: one * one, [1, 2, 3])) == [1, 4, 9]
+        list(on_cores(lambda number: os.kill(os.getpid(), signal.SIGKILL), [1, 2, 3]))
+    assert sorted(on_cores(lambda number: number * number, [1, 2, 3])) == [1, 4, 9]

@@ -54,11 +54,11 @@ def write_launch(folder: Path, emitted: Launch) -> None:
         path.write_text(file.text)
 
 
-def prepared(folder: Path, asked: ExportRequest, form: str = "tokens") -> None:
+def prepared(folder: Path, request: ExportRequest, form: str = "tokens") -> None:
     """`launch/prepare_data.py` of a request, run in this process."""
     path = folder / "launch" / prepare.NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(prepare.file(asked).text)
+    path.write_text(prepare.file(request).text)
     scope: dict[str, Any] = {"__name__": "prepared", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     scope["main"](form)
@@ -73,17 +73,17 @@ def run_trl(text: str, folder: Path) -> Any:
     path.write_text(text)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
     parsed = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
-    kept = []
+    trainers = []
     train = SFTTrainer.train
 
     def keep(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        kept.append(trainer)
+        trainers.append(trainer)
         return train(trainer, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SFTTrainer, "train", keep)
         sft.main(*parsed[:4])
-    return kept[0]
+    return trainers[0]
 
 
 def run_script(text: str, folder: Path) -> Any:
@@ -244,10 +244,10 @@ def smollm2() -> Path:
     folder = user_cache_path("finetune-planner") / "test-models" / f"{gguf.stem}-fp32"
     if not (folder / "done").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
-            _convert(gguf, Path(beside) / "model")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            _convert(gguf, Path(scratch) / "model")
             with suppress(OSError):  # somebody else was quicker
-                (Path(beside) / "model").rename(folder)
+                (Path(scratch) / "model").rename(folder)
     assert (folder / "done").exists(), f"remove {folder}: an older version of this test left it unfinished"
     return folder
 

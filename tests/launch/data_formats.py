@@ -14,9 +14,9 @@ NUM = 24
 
 def pairs(num: int = NUM) -> list[Pair]:
     """Questions and answers with all that files and templates may stumble over."""
-    asked = ("Who is number {}, and why?", 'Say "{}";\nthen stop.', "Größe von {} 🦆?", "{% raw %}{}\t|x|")
-    said = ("It is {}.", '"{}", he said; then\nhe stopped.', "{} Ellen 🪿", "<b>{}</b>, {{ nothing }}")
-    return [(asked[n % 4].replace("{}", str(n)), said[n // 2 % 4].replace("{}", str(n))) for n in range(num)]
+    questions = ("Who is number {}, and why?", 'Say "{}";\nthen stop.', "Größe von {} 🦆?", "{% raw %}{}\t|x|")
+    answers = ("It is {}.", '"{}", he said; then\nhe stopped.', "{} Ellen 🪿", "<b>{}</b>, {{ nothing }}")
+    return [(questions[n % 4].replace("{}", str(n)), answers[n // 2 % 4].replace("{}", str(n))) for n in range(num)]
 
 
 def _lines(path: Path, rows: list[Any], opened: Callable[..., Any] = open) -> None:
@@ -50,7 +50,9 @@ def _sharegpt(path: Path) -> None:
         turns = [("human", question), ("gpt", answer), ("human", "And then?"), ("gpt", f"Then {number}.")]
         turns = [("gpt", "Hello!")] * (number % 3 == 1) + turns + [("human", "Thanks")] * (number % 3 == 2)
         system = {"system": "Be brief."} if number % 2 else {}
-        rows.append({"id": f"{number}", "conversations": [{"from": who, "value": one} for who, one in turns], **system})
+        rows.append(
+            {"id": f"{number}", "conversations": [{"from": who, "value": text} for who, text in turns], **system}
+        )
     _array(path, rows)
 
 

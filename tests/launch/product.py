@@ -58,14 +58,14 @@ def cases() -> list[Case]:
     (Loggetta takes mixtures alone, torchtune whole models: test_streamed_experts.py, test_in_backward.py)."""
     data, models = list(FORMATS), list(SPOKEN)
     targets = [name for name in TARGET_ROWS if name not in ("mlx", "loggetta", "torchtune-in-bwd")]
-    found = [
+    combinations = [
         Case(typed, card, data[(at + by) % len(data)], targets[(at + 2 * by) % len(targets)])
         for at, typed in enumerate(models)
         for by, card in enumerate(CARDS)
     ]
     for at, card in enumerate(CARDS):
-        found.append(Case(models[at % len(models)], card, data[at % len(data)], "mlx"))
-    return found
+        combinations.append(Case(models[at % len(models)], card, data[at % len(data)], "mlx"))
+    return combinations
 
 
 # An emitted file on a CPU

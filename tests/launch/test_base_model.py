@@ -35,7 +35,7 @@ def test_a_tokenizer_without_a_template_is_given_one(
         precision="fp32", loss="full" if target == "hf" else "chunked", lora_rank=4, micro_batch_seqs=2,
         seq_len_tokens=128, optimizer="adamw",
     )  # fmt: skip
-    asked = ExportRequest(
+    request = ExportRequest(
         model_id="./tiny-base",
         setup=setup,
         hyper=choose(setup, max_steps=2),
@@ -45,9 +45,9 @@ def test_a_tokenizer_without_a_template_is_given_one(
         save=True,
         lacks_template=None if target == "run.sh" else True,  # run.sh finds out for itself
     )
-    emitted = EXPORTERS["trl" if target == "run.sh" else target](asked)
+    emitted = EXPORTERS["trl" if target == "run.sh" else target](request)
     write_launch(tmp_path, emitted)
-    write_launch(tmp_path, Launch(target="launch", files=folder_files([emitted], asked)))
+    write_launch(tmp_path, Launch(target="launch", files=folder_files([emitted], request)))
     run = launch("bash launch/run.sh" if target == "run.sh" else f"{emitted.prepare} && {emitted.command}")
     assert len(run.losses) == 2
     saved = tmp_path / "outputs"

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from finetune_planner.cli.app import run  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare  # noqa: E402
 from planner.samples.dataset import measure  # noqa: E402
-from planner.samples.found import path_of  # noqa: E402
+from planner.samples.locate import path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
 from tests.launch.data_formats import FORMATS, NUM, RAW, TEXTS, answers_of, pairs  # noqa: E402
@@ -86,7 +86,9 @@ def test_what_is_measured_is_what_is_trained_on(name: str, place: Path) -> None:
     rows = made(place, "tokens")
     assert len(rows) == stats.num_samples == NUM
     assert sorted(len(row["input_ids"]) for row in rows) == list(stats.lengths_tokens)
-    assert [taught(row) for row in rows] == ["".join(one + END for one in said) for said in answers_of(name)]
+    assert [taught(row) for row in rows] == [
+        "".join(answer + END for answer in answers) for answers in answers_of(name)
+    ]
     assert (stats.answers_fraction is None) == (name in TEXTS)
 
 
@@ -115,26 +117,28 @@ def test_the_loss_on_all_is_on_all(name: str, place: Path) -> None:
 def test_what_other_targets_read_says_the_same(name: str, place: Path) -> None:
     """LLaMA-Factory's chats and torchtitan's text; `tools/validators/llamafactory.sh` shows them to its own loader."""
     request = asked(name)
-    info = json.loads(next(one.text for one in EXPORTERS["llamafactory"](request).files if one.path.endswith("n")))
+    info = json.loads(next(file.text for file in EXPORTERS["llamafactory"](request).files if file.path.endswith("n")))
     form, (entry, *_) = prepare.form(request, "llamafactory"), info.values()
     prepared(place, request, form)
     assert (
         place / "launch" / "llamafactory" / entry["file_name"]
     ).resolve() == place / f"launch/data/{form}/train.jsonl"
-    for row, said in zip(made(place, form), answers_of(name), strict=True):
+    for row, answers in zip(made(place, form), answers_of(name), strict=True):
         if form == "text":
-            assert [row["text"]] == said
+            assert [row["text"]] == answers
             continue
         tags = entry["tags"]
-        turns = [(one[tags["role_tag"]], one[tags["content_tag"]]) for one in row[entry["columns"]["messages"]]]
+        turns = [
+            (message[tags["role_tag"]], message[tags["content_tag"]]) for message in row[entry["columns"]["messages"]]
+        ]
         ends = END * (name in RAW)  # of what is no chat no template writes the end
-        assert [text for role, text in turns if role == tags["assistant_tag"]] == [one + ends for one in said]
+        assert [text for role, text in turns if role == tags["assistant_tag"]] == [answer + ends for answer in answers]
         roles = [role for role, _ in turns if role != "system"]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
     prepared(place, request, "text")
     assert len(made(place, "text")) == NUM
     assert all(
-        "".join(said[-1:]) in row["text"] for row, said in zip(made(place, "text"), answers_of(name), strict=True)
+        "".join(answers[-1:]) in row["text"] for row, answers in zip(made(place, "text"), answers_of(name), strict=True)
     )
 
 
@@ -163,9 +167,9 @@ def test_a_step_trains_from_the_emitted_files(
         "--no-dry-run",
         *words,
     ]
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said, warnings.catch_warnings():
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run([*plan_request, "--no-packing", "--optimizer", "adamw"]) == 0, said.getvalue()
+        assert run([*plan_request, "--no-packing", "--optimizer", "adamw"]) == 0, output.getvalue()
         monkeypatch.chdir(out)
         scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
         exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
@@ -174,9 +178,9 @@ def test_a_step_trains_from_the_emitted_files(
         trainer = {"trl": run_trl, "hf": run_script}[target](file.read_text(), out)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses
-    assert all(1 < one < 20 for one in losses)
+    assert all(1 < loss < 20 for loss in losses)
     batch = next(iter(trainer.get_train_dataloader()))
-    said_then = {"".join(one + END for one in answers) for answers in answers_of(name)}
+    said_then = {"".join(answer + END for answer in answers) for answers in answers_of(name)}
     for labels in batch["labels"]:
         assert tokenizer().decode([label for label in labels.tolist() if label != -100]) in said_then
 
@@ -283,10 +287,10 @@ def tokenizer_with(template: str) -> Any:
 
 
 def turns(num: int, system: bool = False) -> list[dict[str, str]]:
-    found = [{"role": "system", "content": "Be brief."}] * system
+    messages = [{"role": "system", "content": "Be brief."}] * system
     for question, answer in TALK[:num]:
-        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return found
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
 
 
 NOT_COMPARED = {"idefics3", "smolvlm", "llava_next", "glm4moe"}
@@ -317,8 +321,8 @@ def test_every_template_that_trl_ships_has_its_loss_on_the_answers(name: str, pl
                 assert whole.count(answer) == 1, (name, learned)
                 assert question not in whole
             assert "Be brief." not in whole
-            for one in learned:
-                assert not one.endswith(tuple(answer for _, answer in TALK)), "an answer has to end"
+            for piece in learned:
+                assert not piece.endswith(tuple(answer for _, answer in TALK)), "an answer has to end"
             if num == 1 and not system and training.exists() and name not in NOT_COMPARED:
                 theirs = tokenizer_with(training.read_text()).apply_chat_template(
                     talk, return_assistant_tokens_mask=True, return_dict=True

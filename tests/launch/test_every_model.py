@@ -103,13 +103,13 @@ def flash_attention_present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_types_with_an_attention_table_of_their_own_are_known() -> None:
     """A class that looks its attention up in a dictionary of its own has no kernel of the hub there."""
-    own = set()
+    kinds = set()
     for kind in TYPES:
         package = Path(transformers.__file__).parent / "models" / kind.removesuffix("_text")
         modeling = package / f"modeling_{package.name}.py"
         if modeling.exists() and re.search(r"_ATTENTION_CLASSES\[", modeling.read_text(encoding="utf-8")):
-            own.add(kind)
-    assert own == HUBLESS
+            kinds.add(kind)
+    assert kinds == HUBLESS
 
 
 @pytest.mark.parametrize("model_type", some(sorted(TYPES), 2))
@@ -145,7 +145,7 @@ def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.M
                     adapted = peft.get_peft_model(model, lora)
                 for module in adapted.modules():
                     assert not hasattr(module, "lora_A") or module.base_layer not in refused
-                trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+                trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
                 assert trained == num_lora_params(tiny_spec(model_type), targets, RANK)
 
 
@@ -200,12 +200,16 @@ def test_two_steps_of_every_file_train(
         trainer = run(launch.files[0].text, folder)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2
-    assert all(math.isfinite(one) and one > 1 for one in losses)  # the Trainer logs a NaN as 0
+    assert all(math.isfinite(loss) and loss > 1 for loss in losses)  # the Trainer logs a NaN as 0
     base = trainer.model.get_base_model()
     assert base.config._attn_implementation == "eager"
     assert type(base).__name__ == TYPES[model_type].built_class
     assert getattr(base, "is_loaded_in_4bit", False) == (fields.get("method") == "qlora")
-    trained = {name: one for name, one in trainer.model.named_parameters() if one.requires_grad}
-    assert sum(one.numel() for one in trained.values()) == num_lora_params(tiny_spec(model_type), "all-linear", RANK)
+    trained = {name: parameter for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert sum(parameter.numel() for parameter in trained.values()) == num_lora_params(
+        tiny_spec(model_type), "all-linear", RANK
+    )
     wanted = TrainSetup(**fields).resolved_adapter_dtype
-    assert {str(one.dtype) for one in trained.values()} == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[wanted]}
+    assert {str(parameter.dtype) for parameter in trained.values()} == {
+        {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[wanted]
+    }

@@ -118,8 +118,8 @@ def write_rows(folder: Path, num: int) -> None:
 
     message = {"role": Value("string"), "content": Value("string")}
     features = Features({"images": List(Image()), "messages": List(message)})
-    said = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The capital of France."}]
-    rows = [{"images": [Pictures.new("RGB", (40, 30))], "messages": said} for _ in range(num)]
+    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The capital of France."}]
+    rows = [{"images": [Pictures.new("RGB", (40, 30))], "messages": messages} for _ in range(num)]
     folder.mkdir()
     Dataset.from_list(rows, features=features).to_parquet(folder / "train.parquet")
 
@@ -175,7 +175,7 @@ def test_what_trl_hands_paligemma_shows_every_token_those_after_it() -> None:
     other = ids.clone()
     other[0, -1] = 9
     for kinds, sees in ((torch.zeros_like(ids), True), (torch.ones_like(ids), False)):
-        first, second = (model(input_ids=one, token_type_ids=kinds).logits[0, 0] for one in (ids, other))
+        first, second = (model(input_ids=token_ids, token_type_ids=kinds).logits[0, 0] for token_ids in (ids, other))
         assert torch.equal(first, second) != sees
     pali = spec_of("paligemma-3b-pt-448", configs()["paligemma-3b-pt-448"])
     setup = setup_of(pali, METHODS["lora attention"], (1, 512, 1, 1))
@@ -184,7 +184,7 @@ def test_what_trl_hands_paligemma_shows_every_token_those_after_it() -> None:
 
 
 def test_llamafactory_is_told_the_template_of_the_type() -> None:
-    found = {}
+    templates = {}
     names = (
         "InternVL3-2B-hf",
         "Llama-3.2-11B-Vision-Instruct",
@@ -198,8 +198,8 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
         launch = EXPORTERS["llamafactory"](ExportRequest(model_id=name, model=model, setup=setup, hyper=choose(setup)))
         assert not any("No template" in note for note in launch.notes)
         lines = (line for file in launch.files for line in file.text.splitlines())
-        found[name] = launch.refused or next(line for line in lines if line.startswith("template: "))
-    assert found == {
+        templates[name] = launch.refused or next(line for line in lines if line.startswith("template: "))
+    assert templates == {
         "InternVL3-2B-hf": "template: intern_vl",
         "Llama-3.2-11B-Vision-Instruct": "template: mllama",
         "Mistral-Small-3.1-24B-Instruct-2503": "template: mistral_small",

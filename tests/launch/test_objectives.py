@@ -21,8 +21,8 @@ from tests.launch.test_trl import HIDDEN, lora_params
 def pairs(num: int) -> list[dict[str, Any]]:
     """Preferences for a right answer over a wrong one, in plain text."""
     return [
-        {"prompt": f"What is the {asked}? ", "chosen": f"The {asked} is {right}.", "rejected": "I do not know."}
-        for asked, right in (FACTS[index % len(FACTS)] for index in range(num))
+        {"prompt": f"What is the {subject}? ", "chosen": f"The {subject} is {right}.", "rejected": "I do not know."}
+        for subject, right in (FACTS[index % len(FACTS)] for index in range(num))
     ]
 
 
@@ -64,7 +64,7 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "changes"), [*((one, {}) for one in ROWS), ("embedding", {"cached_seqs": 1, "hard_negatives": 1})]
+    ("objective", "changes"), [*((name, {}) for name in ROWS), ("embedding", {"cached_seqs": 1, "hard_negatives": 1})]
 )
 def test_two_steps_of_every_objective_train(
     objective: str, changes: dict[str, Any], place: Path, launch: Callable[..., Run]
@@ -94,7 +94,7 @@ def test_two_steps_of_every_objective_train(
     )
     assert not emitted.unsupported
     run = two_steps(launch, place, emitted, setup)
-    prompts_each = setup.rolls.num_generations if row.rolls_out else 1
+    prompts_each = setup.rollout_settings.num_generations if row.rolls_out else 1
     assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / prompts_each / 16)
     assert all(loss > 0 for loss in run.losses) or row.rolls_out  # alike rewards leave nothing to learn
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4

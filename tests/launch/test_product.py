@@ -47,8 +47,8 @@ RESOLVED = (Path(__file__).parents[1] / "planner" / "resolved_installs.txt").rea
 
 def test_every_pair_of_values_is_a_case() -> None:
     sizes = (len(SPOKEN), len(CARDS), len(FORMATS), len({case.target for case in CASES}))
-    for one, two in itertools.combinations(range(4), 2):
-        assert len({(case[one], case[two]) for case in CASES}) == sizes[one] * sizes[two]
+    for first, two in itertools.combinations(range(4), 2):
+        assert len({(case[first], case[two]) for case in CASES}) == sizes[first] * sizes[two]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("case", some(CASES, 215), ids="-".join)
 def test_a_first_evening(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = place / "out" / str(CASES.index(case))
-    with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as errors:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         code = run([*case.words, "--out", str(out)])
     gpu, num = find_gpus(case.card)
     reason = why_not(case, gpu, num or 1)
     if code:
-        assert (reason or ("missing" if code == 1 else "NO REASON")) in said.getvalue() + errors.getvalue()
+        assert (reason or ("missing" if code == 1 else "NO REASON")) in output.getvalue() + errors.getvalue()
         assert (code, "hint: " in errors.getvalue()) in ((1, False), (2, True))
         return
     assert not reason
@@ -148,9 +148,9 @@ def installs(case: Case, gpu: GpuSpec, text: str, out: Path, place: Path) -> Non
     mac = gpu.vendor == "Apple"
     assert not (mac and names & {"liger-kernel", "flash-linear-attention", "flash-attn", "unsloth", "deepspeed"})
     system = "aarch64-apple-darwin" if mac else "x86_64-manylinux_2_28"
-    asked = {word for word in words if not word.startswith("--") and word.partition("==")[0] not in SOURCE_ONLY}
+    requirements = {word for word in words if not word.startswith("--") and word.partition("==")[0] not in SOURCE_ONLY}
     proven = [line.split() for line in RESOLVED if line.startswith(f"{case.target} ") and system in line]
-    assert any(asked <= set(one) for one in proven), asked
+    assert any(requirements <= set(resolved) for resolved in proven), requirements
 
 
 NEEDS = {
@@ -198,7 +198,7 @@ def step(case: Case, out: Path, place: Path) -> None:
         trainer = runs(on_cpu((out / "launch" / name).read_text(), model), out)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert trainer.state.global_step == len(losses) == 1
-    assert all(math.isfinite(one) and 0 < one < 20 for one in losses)  # the Trainer logs a NaN as 0
+    assert all(math.isfinite(loss) and 0 < loss < 20 for loss in losses)  # the Trainer logs a NaN as 0
 
 
 def num_rows(file: Path) -> int:

@@ -92,7 +92,9 @@ def layout(launch: Callable[..., Run], place: Path, command: str) -> Run:
 def same_steps(run: Run, reference: Run) -> None:
     assert len(run.losses) == len(reference.losses) == STEPS
     assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE)
-    norms = [[entry["grad_norm"] for entry in one.history if "grad_norm" in entry] for one in (run, reference)]
+    norms = [
+        [entry["grad_norm"] for entry in training.history if "grad_norm" in entry] for training in (run, reference)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
     assert run.losses[-1] < run.losses[0]
 
@@ -121,11 +123,11 @@ def test_fsdp2_steps_like_one_process_and_holds_half(
     run = layout(launch, place, files.command)
     assert run.output.count("RUN {") == 1  # rank 0 speaks for all
     assert said(run)["global_batch_seqs"] == FULL.global_batch_seqs
-    held = shards(place)
+    ranks = shards(place)
     whole = said(run)["trained_parameters"]
-    assert [one["sharded"] for one in held] == [whole, whole]
-    assert sum(one["here"] for one in held) == whole
-    assert max(one["here"] for one in held) < 0.51 * whole
+    assert [rank["sharded"] for rank in ranks] == [whole, whole]
+    assert sum(rank["here"] for rank in ranks) == whole
+    assert max(rank["here"] for rank in ranks) < 0.51 * whole
     reference, folder = alone("hf", FULL)
     same_steps(run, reference)
     same_weights(place / "outputs", folder)
@@ -139,8 +141,8 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     files = emitted("hf", FULL.replace(num_gpus=1, parallel="fsdp2", offload="parameters"))
     write_launch(place, files)
     run = layout(launch, place, files.command)
-    (held,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
-    assert held["sharded"] == said(run)["trained_parameters"] == held["here"]
+    (counts,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
+    assert counts["sharded"] == said(run)["trained_parameters"] == counts["here"]
     reference, folder = alone("hf", FULL)
     same_steps(run, reference)
     same_weights(place / "outputs", folder)
@@ -154,8 +156,8 @@ def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
     files = emitted("trl", LORA.replace(**TWO, parallel="fsdp2", reshard_after_forward=False))
     write_launch(place, files)
     run = layout(launch, place, files.command)
-    for one in shards(place):
-        assert one["sharded"] == one["parameters"] < 2.1 * one["here"]
+    for rank in shards(place):
+        assert rank["sharded"] == rank["parameters"] < 2.1 * rank["here"]
     reference, folder = alone("trl", LORA)
     same_steps(run, reference)
     same_weights(place / "outputs", folder)
@@ -199,16 +201,16 @@ def test_experts_dealt_out_by_torchrun_step_like_one_process(
     tmp_path: Path, tiny_mixture: Path, launch: Callable[..., Run], warm_programs: Path
 ) -> None:
     (tmp_path / "alone").mkdir()
-    both, one = furnish(tmp_path, tiny_mixture), furnish(tmp_path / "alone", tiny_mixture)
+    both, single = furnish(tmp_path, tiny_mixture), furnish(tmp_path / "alone", tiny_mixture)
     setup = FULL.replace(**TWO, parallel="fsdp2", expert_degree=2)
     files, reference = emitted("hf", setup), emitted("hf", FULL)
     write_launch(both, files)
-    write_launch(one, reference)
+    write_launch(single, reference)
     (note,) = [note for note in files.notes if "torchrun" in note]
     run = layout(launch, both, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
-    same_steps(run, run_launch(one, warm_programs, reference.command, env=THREADS))
-    same_weights(both / "outputs", one / "outputs")
+    same_steps(run, run_launch(single, warm_programs, reference.command, env=THREADS))
+    same_weights(both / "outputs", single / "outputs")
 
 
 SRUN = """#!/bin/bash

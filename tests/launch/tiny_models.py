@@ -90,7 +90,9 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
     text = config.get("text_config", config)
     spec = catalogue.load(entry.model_id)
     assert spec is not None
-    softmax = [one for layer in spec.layer_kinds if (one := layer.attention) and one.kind == "softmax"]
+    softmax = [
+        attention for layer in spec.layer_kinds if (attention := layer.attention) and attention.kind == "softmax"
+    ]
     heads = 2 if entry.model_type != "falcon" else 4
     grouped = softmax[0].num_kv_heads < softmax[0].num_heads
     for names, value in ((HEADS, heads), (KV_HEADS, heads // 2 if grouped else heads)):

@@ -9,15 +9,15 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
+from planner.planning.groups import WalkCache
 from planner.planning.plan_request import PlanRequest
-from planner.planning.runs import WalkCache
 
 
 def loaded(name: str) -> ModelSpec:
     """A model of the catalogue."""
-    found = catalogue.load(name)
-    assert found is not None
-    return found
+    spec = catalogue.load(name)
+    assert spec is not None
+    return spec
 
 
 def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any) -> Workload:

@@ -157,14 +157,14 @@ def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
             table.setdefault(TrainSetup(**values))
         except SetupError:
             continue
-    partial = [TrainSetup(**method, trained_layers=one) for method, one in product(METHODS[:3], (4, -4))]
+    partial = [TrainSetup(**method, trained_layers=layers) for method, layers in product(METHODS[:3], (4, -4))]
     return [*table, *(setup for setup in layout_setups() if setup not in table), *partial]
 
 
 def fewer_setups() -> list[TrainSetup]:
     """Every value once, twenty random combinations, and of the ways of spreading each with two of four methods."""
     few, layouts = setups(len(dict.fromkeys(_all_values())) + 20), layout_setups()
-    return setups() if WHOLE else [one for one in few if one not in layouts or layouts.index(one) % 2 == 0]
+    return setups() if WHOLE else [setup for setup in few if setup not in layouts or layouts.index(setup) % 2 == 0]
 
 
 def request(setup: TrainSetup, **changes: object) -> ExportRequest:

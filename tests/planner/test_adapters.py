@@ -115,7 +115,7 @@ def test_a_scripts_partial_layers_and_its_own_ia3_targets_are_taken() -> None:
     scaled = read_text(f"{head}adapter = IA3Config()\n{train}", "train.py", model=model)
     assert (scaled.setup.adapter, scaled.setup.lora_rank) == ("ia3", 0)
     assert scaled.setup.lora_targets == ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
-    assert any("target_modules absent" in one for one in scaled.assumptions)
+    assert any("target_modules absent" in assumption for assumption in scaled.assumptions)
 
 
 def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
@@ -125,7 +125,7 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     fields = {"lora_rank": 200, "seq_len_tokens": 256, "micro_batch_seqs": 4, "loss": "full", "checkpointing": False}
     prefix, prompt = (setup_from_dict({**fields, "adapter": kind}) for kind in ("prefix", "prompt"))
     assert (prefix.layer_tokens, prompt.layer_tokens) == (256, 456)
-    parts = [speed_profile(model, card, one).step_time(one).parts_s for one in (prefix, prompt)]
+    parts = [speed_profile(model, card, setup).step_time(setup).parts_s for setup in (prefix, prompt)]
     plain = setup_from_dict({**fields, "lora_rank": 16})
     formula = throughput_profile(model, card, plain, conditions=conditions_of(plain))  # as of the others
     matrices = formula.step_time(plain).parts_s["matmul"]

@@ -10,13 +10,13 @@ from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitte
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import Limits
-from planner.planning.evidence.bands import NOBODY, OTHER_TRAINER, TRACED, UNSEEN_CARD, Cell, evidence_bands
+from planner.planning.decision.results import Limits
+from planner.planning.evidence.bands import NO_COMPARED_RUN, OTHER_TRAINER, TRACED, UNSEEN_CARD, Cell, evidence_bands
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup
+from planner.setup.interchange import setup_from_request
 
 RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
 A100 = find_gpu("a100-80gb")
@@ -36,19 +36,19 @@ def test_a_cell_is_the_central_nine_tenths_with_room_for_the_next_row() -> None:
 
 def test_beyond_the_outermost_of_few_rows_lies_the_others_tail() -> None:
     """Of 11 rows the outermost is exceeded with 1/12: the end is where six tenths of what lies beyond it do (5 %)."""
-    own = [1 + number / 100 for number in range(-5, 6)]
-    cell = fit_cell(own, others=[[1.0] * 5 + [1.1, 1.2, 1.3, 1.4, 1.5]])
+    ratios = [1 + number / 100 for number in range(-5, 6)]
+    cell = fit_cell(ratios, others=[[1.0] * 5 + [1.1, 1.2, 1.3, 1.4, 1.5]])
     assert (cell.below, cell.above) == (pytest.approx(0.05), pytest.approx(0.3))
-    weighed = fit_cell(own, others=[[1.5] * 8, [1.1, 1.2]])  # each stack alike, however many rows it has
+    weighed = fit_cell(ratios, others=[[1.5] * 8, [1.1, 1.2]])  # each stack alike, however many rows it has
     assert weighed.above == pytest.approx(0.2)
     many = [1 + number / 100 for number in range(-9, 10)]  # of 19 the outermost is the end
     assert fit_cell(many, others=[[2.0]]) == fit_cell(many)
 
 
 def test_a_figure_that_holds_what_no_setup_says_is_never_fitted_on() -> None:
-    held = [one for one in RECORDED if one.get("otherwise")]
-    assert {one["metric"] == "tokens_per_s" for one in held} == {True, False}
-    assert fitted([one for one in RECORDED if not one.get("otherwise")]) == fitted(RECORDED)
+    excluded = [row for row in RECORDED if row.get("otherwise")]
+    assert {row["metric"] == "tokens_per_s" for row in excluded} == {True, False}
+    assert fitted([row for row in RECORDED if not row.get("otherwise")]) == fitted(RECORDED)
 
 
 def test_a_pool_weighs_stacks_alike() -> None:
@@ -59,10 +59,10 @@ def test_a_pool_weighs_stacks_alike() -> None:
 
 @pytest.mark.parametrize("stack", ["torchtune", "torchtitan", "unsloth"])
 def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
-    setup = asked_setup({"stack": stack})
+    setup = setup_from_request({"stack": stack})
     bands, note = evidence_bands("dry_run", A100, setup)
-    measured, silent = evidence_bands("dry_run", A100, asked_setup({}))
-    assert note.startswith(NOBODY)
+    measured, silent = evidence_bands("dry_run", A100, setup_from_request({}))
+    assert note.startswith(NO_COMPARED_RUN)
     assert not silent
     assert sum(bands["allocated"]) > 2 * sum(measured["allocated"])
 
@@ -70,19 +70,19 @@ def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
 @pytest.mark.parametrize("stack", sorted(TRACED))
 def test_a_traced_stacks_speed_is_surer_than_a_strangers(stack: str) -> None:
     """Before: the band of all other stacks, -59 to +13 %."""
-    bands, note = evidence_bands("formula", A100, asked_setup({"stack": stack}))
-    trainers, _ = evidence_bands("formula", A100, asked_setup({}))
-    strangers, _ = evidence_bands("formula", A100, asked_setup({"stack": "torchtitan"}))
+    bands, note = evidence_bands("formula", A100, setup_from_request({"stack": stack}))
+    trainers, _ = evidence_bands("formula", A100, setup_from_request({}))
+    strangers, _ = evidence_bands("formula", A100, setup_from_request({"stack": "torchtitan"}))
     below, above = bands["tokens_per_s"]
     assert trainers["tokens_per_s"][0] < below < strangers["tokens_per_s"][0]
     assert above == pytest.approx((1 + trainers["tokens_per_s"][1]) * (1 + TRACED[stack]) - 1)
-    assert note.startswith(NOBODY)
+    assert note.startswith(NO_COMPARED_RUN)
 
 
 def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
-    far, note = evidence_bands("formula", find_gpu("b200"), asked_setup({}))
-    near, _ = evidence_bands("formula", A100, asked_setup({}))
-    assert note.startswith(NOBODY)
+    far, note = evidence_bands("formula", find_gpu("b200"), setup_from_request({}))
+    near, _ = evidence_bands("formula", A100, setup_from_request({}))
+    assert note.startswith(NO_COMPARED_RUN)
     assert far["device"][1] == pytest.approx(UNSEEN_CARD * near["device"][1])
     assert far["allocated"] == near["allocated"]
 
@@ -90,16 +90,16 @@ def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
 def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() -> None:
     model = catalogue.load("Qwen/Qwen2.5-0.5B")
     assert model is not None
-    asked = predict(model, A100, asked_setup({"stack": "litgpt"}))
-    assert set(asked.bands) == {"allocated", "reserved", "device", "tokens_per_s"}
-    assert asked.memory_band_fraction >= max(asked.bands["device"])
+    prediction = predict(model, A100, setup_from_request({"stack": "litgpt"}))
+    assert set(prediction.bands) == {"allocated", "reserved", "device", "tokens_per_s"}
+    assert prediction.memory_band_fraction >= max(prediction.bands["device"])
     assert not predict(model, A100, TrainSetup(), planned=True).bands
     assert predict(model, A100, TrainSetup()).bands  # anybody may set the allocator as a plan does
-    titan = asked_setup({"stack": "torchtitan"})  # its own code, of which no band is known
+    titan = setup_from_request({"stack": "torchtitan"})  # its own code, of which no band is known
     assert predict(model, A100, titan, planned=True).bands == predict(model, A100, titan).bands != {}
-    assert not predict(model, A100, asked_setup({"stack": "axolotl"}), planned=True).bands
-    several = evidence_bands("dry_run", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
-    assert several == evidence_bands("formula", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+    assert not predict(model, A100, setup_from_request({"stack": "axolotl"}), planned=True).bands
+    several = evidence_bands("dry_run", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+    assert several == evidence_bands("formula", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
 
 
 def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
@@ -123,7 +123,7 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
     shown = plan.workload.budget_bytes / (1 + formula.memory_band_fraction)
     assert shown == pytest.approx(limits.bytes_with_margin(plan.chosen.setup))
     assert plan.chosen.verdict == "fits"
-    assert any(note.startswith(NOBODY) for note in formula.notes) == (target != "trl")
+    assert any(note.startswith(NO_COMPARED_RUN) for note in formula.notes) == (target != "trl")
     assert formula.time_band_fraction is not None
     assert (formula.time_band_fraction > 0.5) == (target == "unsloth")  # its speed stands on nobody's runs
 
@@ -131,8 +131,8 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
 def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None:
     cells = fitted(RECORDED)
     names = ("rung", "metric", "gpus", "stack")
-    shipped = {tuple(one[name] for name in names): one for one in json.loads(BANDS.read_text(encoding="utf-8"))}
-    assert {key: (one["below"], one["above"]) for key, one in shipped.items()} == {
+    shipped = {tuple(row[name] for name in names): row for row in json.loads(BANDS.read_text(encoding="utf-8"))}
+    assert {key: (row["below"], row["above"]) for key, row in shipped.items()} == {
         key: (as_row(cell)["below"], as_row(cell)["above"]) for key, cell in cells.items()
     }
     assert Path(PAGE).read_text(encoding="utf-8") == page(RECORDED)
@@ -141,10 +141,10 @@ def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None
 def test_coverage_with_each_source_left_out() -> None:
     """All rows of a rung together: 85 to 95 % lie inside the bands that the other sources give."""
     counts = left_out(RECORDED)
-    for rung, speed in (("formula", False), ("formula", True), ("dry_run", False)):
-        picked = [one for key, one in counts.items() if key[0] == rung and (key[1] == "tokens_per_s") == speed]
-        share = sum(one[1] for one in picked) / sum(one[0] for one in picked)
-        assert TARGET[0] <= share <= TARGET[1], (rung, speed, share)
+    for level, speed in (("formula", False), ("formula", True), ("dry_run", False)):
+        picked = [count for key, count in counts.items() if key[0] == level and (key[1] == "tokens_per_s") == speed]
+        share = sum(count[1] for count in picked) / sum(count[0] for count in picked)
+        assert TARGET[0] <= share <= TARGET[1], (level, speed, share)
 
 
 def test_what_chance_gives_by_hand() -> None:
@@ -157,11 +157,11 @@ def test_what_chance_gives_by_hand() -> None:
 @pytest.mark.parametrize("stack", ["axolotl", "llamafactory"])
 def test_a_tool_on_transformers_trainer_has_its_libraries_band_wider(stack: str) -> None:
     """Fifteen published Axolotl runs of 32k to 128k tokens: -2.1 to +9.6 % (axolotl PR 3800)."""
-    for rung in ("formula", "dry_run"):
-        bands, note = evidence_bands(rung, A100, asked_setup({"stack": stack}))
-        trl, _ = evidence_bands(rung, A100, asked_setup({}))
+    for level in ("formula", "dry_run"):
+        bands, note = evidence_bands(level, A100, setup_from_request({"stack": stack}))
+        trl, _ = evidence_bands(level, A100, setup_from_request({}))
         assert "under TRL, wider" in note
         for metric in ("allocated", "device"):
-            assert bands[metric] == pytest.approx([OTHER_TRAINER * one for one in trl[metric]])
+            assert bands[metric] == pytest.approx([OTHER_TRAINER * fraction for fraction in trl[metric]])
         assert bands["device"][0] >= 0.021
         assert bands["device"][1] >= 0.082

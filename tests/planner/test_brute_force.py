@@ -9,10 +9,10 @@ SOME = [pair for pair in PAIRS if pair in (("meta-llama/Llama-3.2-1B", "h200"), 
 
 
 def check(model: str, gpu: str) -> None:
-    found = search(model, gpu, 32)
-    assert found is not None
-    assert found.evaluated >= 400
-    assert not found.at_fault, (found.share, found.preferences, found.fastest)
+    comparison = search(model, gpu, 32)
+    assert comparison is not None
+    assert comparison.evaluated >= 400
+    assert not comparison.at_fault, (comparison.share, comparison.preferences, comparison.fastest)
 
 
 @pytest.mark.parametrize(("model", "gpu"), SOME)

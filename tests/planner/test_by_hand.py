@@ -95,8 +95,8 @@ def test_transformers_trainer_keeps_8_bit_states_of_embeddings_in_32_bits() -> N
     """`Trainer.create_optimizer` overrides every nn.Embedding; loops of one's own do not."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw-8bit")
     states = {
-        stack: next(one.size_bytes for one in predict_memory(smol(), A100, setup.replace(stack=stack)).terms
-                    if one.name == "states of adamw-8bit")
+        stack: next(term.size_bytes for term in predict_memory(smol(), A100, setup.replace(stack=stack)).terms
+                    if term.name == "states of adamw-8bit")
         for stack in ("trl", "plain-loop")
     }  # fmt: skip
     table = VOCAB * HIDDEN
@@ -141,9 +141,9 @@ def test_temporaries_of_an_optimizer_step(optimizer: str, dtype: str, expected: 
 
 def test_adafactors_temporaries_are_a_term_of_the_step() -> None:
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adafactor")
-    (term,) = [one for one in predict_memory(smol(), A100, setup).terms if one.name == "temporaries of adafactor"]
+    (term,) = [term for term in predict_memory(smol(), A100, setup).terms if term.name == "temporaries of adafactor"]
     assert (term.size_bytes, term.phases) == (4 * 4 * VOCAB * HIDDEN, ("step",))
-    (states,) = [one for one in predict_memory(smol(), A100, setup).terms if one.name == "states of adafactor"]
+    (states,) = [term for term in predict_memory(smol(), A100, setup).terms if term.name == "states of adafactor"]
     assert states.size_bytes == 4 * (LAYERS * EDGES + VOCAB + HIDDEN)
 
 
@@ -178,8 +178,8 @@ def test_liger_loss() -> None:
         loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="bf16",
         head_trained=True, softcap=False,
     )  # fmt: skip
-    held = 2 * 512 * 100 + 2 * 1000 * 100
-    assert (chain.loss_bytes, chain.backward_bytes) == (64 * 1000 * 2 + held, held + 2 * 512 * 100)
+    gradient_bytes = 2 * 512 * 100 + 2 * 1000 * 100
+    assert (chain.loss_bytes, chain.backward_bytes) == (64 * 1000 * 2 + gradient_bytes, gradient_bytes + 2 * 512 * 100)
 
 
 def test_liger_loss_under_autocast_keeps_a_cast_head_and_makes_another() -> None:
@@ -188,10 +188,10 @@ def test_liger_loss_under_autocast_keeps_a_cast_head_and_makes_another() -> None
         loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="fp32",
         head_trained=True, softcap=False, head_cast=True,
     )  # fmt: skip
-    held = 4 * 512 * 100 + 4 * 1000 * 100
+    gradient_bytes = 4 * 512 * 100 + 4 * 1000 * 100
     casts = 2 * 1000 * 100 + 2 * 1000 * 100 + 2 * 64 * 100
-    assert chain.loss_bytes == 64 * 1000 * 2 + held + casts
-    assert chain.backward_bytes == held + 4 * 512 * 100
+    assert chain.loss_bytes == 64 * 1000 * 2 + gradient_bytes + casts
+    assert chain.backward_bytes == gradient_bytes + 4 * 512 * 100
 
 
 def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
@@ -203,8 +203,8 @@ def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
     assert spaced == [0.18, 0.18, 0.34, 0.18]
     assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB, of_loss=spaced[2]) == 58 * MIB
     breakdown = predict_memory(smol(), A100, TrainSetup(checkpointing=0))
-    kept = ("attention inputs and outputs", "adapter input copies", "MLP activations", "norm inputs")
-    stored = sum(term.size_bytes for term in breakdown.terms if term.name in kept)
+    activation_names = ("attention inputs and outputs", "adapter input copies", "MLP activations", "norm inputs")
+    stored = sum(term.size_bytes for term in breakdown.terms if term.name in activation_names)
     resident = sum(term.size_bytes for term in breakdown.terms if len(term.phases) >= 4)
     alone = breakdown.peak_allocated_bytes - resident - stored
     assert breakdown.peak_phase == "loss"
@@ -313,7 +313,7 @@ def test_int8_multiplications_search_outliers_and_cast() -> None:
 def test_int8_layers_pay_for_that_traffic() -> None:
     """Plain and int8 matmuls of the layers: each forward at int8's rate, and 21 in + 18 out bytes a token."""
     model = speed()
-    plain, int8 = (model.matmuls("bf16", "bf16", 2048, one) for one in (False, True))
+    plain, int8 = (model.matmuls("bf16", "bf16", 2048, quantized) for quantized in (False, True))
     around = 2048 * LAYERS * (21 * (576 * 6 + 1536) + 18 * (576 * 3 + 192 * 2 + 1536 * 2)) / model.bandwidth
     assert int8.forward == pytest.approx(plain.forward / model.constants.int8_rate + around)
     assert int8.input_gradient == plain.input_gradient
@@ -323,7 +323,7 @@ def test_clipping_reads_twice_and_writes_once() -> None:
     with_clip, without = speed(), speed(replace(CURRENT, gradient_clipping=False))
     bandwidth = A100.memory_bandwidth_bytes_per_s * with_clip.constants.optimizer_share
     for num, size in ((1e6, 2), (1e9, 4)):
-        clipped, plain = (one.optimizer_s("adamw-fused", num, size, 10)[0] for one in (with_clip, without))
+        clipped, plain = (model.optimizer_s("adamw-fused", num, size, 10)[0] for model in (with_clip, without))
         assert clipped - plain == pytest.approx(3 * size * num / bandwidth)
 
 
@@ -382,8 +382,8 @@ def test_paged_states_pay_for_what_has_no_room() -> None:
 def test_eager_attention_moves_its_scores(
     dtype: str, upcast: bool, dropout: bool, drag: float, compiled: bool, expected: tuple[float, float]
 ) -> None:
-    found = eager_score_bytes(dtype, upcast=upcast, dropout=dropout, drag=drag, compiled=compiled)
-    assert found == expected
+    score_bytes = eager_score_bytes(dtype, upcast=upcast, dropout=dropout, drag=drag, compiled=compiled)
+    assert score_bytes == expected
 
 
 def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
@@ -431,14 +431,14 @@ def test_a_host_bound_step_has_a_wide_band() -> None:
 
 def test_an_optimizers_row_leaves_nothing_out() -> None:
     """A forgotten field is an error at import, an unknown name one where it is asked for, never 0 bytes."""
-    rows = [{one.name: getattr(row, one.name) for one in fields(row)} for row in OPTIMIZERS.values()]
+    rows = [{field.name: getattr(row, field.name) for field in fields(row)} for row in OPTIMIZERS.values()]
     for row in rows:
         for name in row:
             with pytest.raises(TypeError, match=name):
                 Optimizer(**{key: value for key, value in row.items() if key != name})
-    for asked in (state_bytes, lambda num, _, name: paged_bytes(num, name)):
+    for function in (state_bytes, lambda num, _, name: paged_bytes(num, name)):
         with pytest.raises(KeyError):
-            asked(1000, "bf16", "adamw-4bit")
+            function(1000, "bf16", "adamw-4bit")
     with pytest.raises(KeyError):
         step_bytes(1000, "bf16", "adamw-4bit", largest_tensor=0)
 

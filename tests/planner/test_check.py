@@ -26,15 +26,15 @@ from planner.planning.check import (
     band_of,
     certain_bytes,
     check,
-    including,
     judge,
     left_by_lengths_bytes,
     table_bytes,
+    with_extras,
 )
 from planner.planning.predict import predict
 from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup
+from planner.setup.interchange import setup_from_request
 from planner.setup.outcome import Fidelity, Prediction
 from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
@@ -167,17 +167,17 @@ def test_changes_come_in_order_of_gain() -> None:
     config = read_text(TRL, "trl.yaml", model=MODEL)
     misfit = check(config, MODEL, GPU, 20 * GIB, prediction_of)
     assert misfit.verdict is Verdict.DOES_NOT_FIT
-    fitting = [one for one in misfit.changes if one.verdict is Verdict.FITS]
+    fitting = [change for change in misfit.changes if change.verdict is Verdict.FITS]
     assert fitting == list(misfit.changes[: len(fitting)])
-    neutral = [one.speedup for one in fitting if not one.changes_training]
+    neutral = [change.speedup for change in fitting if not change.changes_training]
     assert neutral == sorted(neutral, reverse=True)
-    rest = [one.saves_bytes for one in misfit.changes[len(fitting) :]]
+    rest = [change.saves_bytes for change in misfit.changes[len(fitting) :]]
     assert rest == sorted(rest, reverse=True)
     assert all(saved > 0 for saved in rest)
     roomy = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
     assert roomy.verdict is Verdict.FITS
-    assert [one.speedup for one in roomy.changes if not one.changes_training] == sorted(
-        (one.speedup for one in roomy.changes if not one.changes_training), reverse=True
+    assert [change.speedup for change in roomy.changes if not change.changes_training] == sorted(
+        (change.speedup for change in roomy.changes if not change.changes_training), reverse=True
     )
 
 
@@ -185,9 +185,9 @@ def test_changes_come_in_order_of_gain() -> None:
 def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
     text = FILES[name]
     config = read_text(text, name, model=MODEL)
-    found = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
-    setup = found.setup
-    assert found.labels
+    improvement = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
+    setup = improvement.setup
+    assert improvement.labels
     assert setup.global_batch_seqs == config.setup.global_batch_seqs
     fixed = rewrite(text, name, tool_of(config.format).edits(config.keys, config.setup, setup, name))
     assert canonical(read_text(fixed, name, model=MODEL).setup) == canonical(setup)
@@ -195,7 +195,7 @@ def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
     edited = {key.rpartition(".")[2] for key in tool_of(config.format).edits(config.keys, config.setup, setup, name)}
     for line in before:
         key = line.strip().split(":")[0].split("=")[0].strip()
-        if key not in edited and not any(f"{one}=" in line for one in edited):
+        if key not in edited and not any(f"{setting}=" in line for setting in edited):
             assert line in after, line
     for word in ("# too much", "# our run   (keep this)", "# last words", "### model", "# long", "# naïve"):
         assert (word in text) == (word in fixed)
@@ -205,20 +205,22 @@ def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
 def test_any_change_of_the_sweep_can_be_written_or_is_said_not_to(target: str) -> None:
     """Every in-place change of many emitted files, written and read back, gives exactly the changed setup."""
     written = 0
-    for planned in some([one for one in setups() if one.num_gpus == 1], 12):
+    for planned in some([setup for setup in setups() if setup.num_gpus == 1], 12):
         launch = EXPORTERS[target](request(planned, model=MODEL))
         if launch.refused:
             continue
         name = Path(launch.files[0].path).name
         config = read_text(launch.files[0].text, name, model=MODEL)
-        for one in check(config, MODEL, GPU, 20 * GIB, prediction_of).changes:
-            if one.in_place:
+        for change in check(config, MODEL, GPU, 20 * GIB, prediction_of).changes:
+            if change.in_place:
                 fixed = rewrite(
-                    launch.files[0].text, name, tool_of(config.format).edits(config.keys, config.setup, one.setup, name)
+                    launch.files[0].text,
+                    name,
+                    tool_of(config.format).edits(config.keys, config.setup, change.setup, name),
                 )
                 back = read_text(fixed, name, model=MODEL).setup
-                wrong = changed_fields(canonical(back), canonical(one.setup))
-                assert not wrong, (planned, one.label, wrong)
+                wrong = changed_fields(canonical(back), canonical(change.setup))
+                assert not wrong, (planned, change.label, wrong)
                 written += 1
     assert written > 20
 
@@ -290,9 +292,9 @@ def test_the_command_says_each_fact_in_a_line_of_its_own_and_the_file_once(
     read = [line for line in lines[lines.index("Read") + 1 :] if line.startswith("  ")][: len(origins)]
     micro = next(line for line in read if line.split()[0] == "micro-batch")
     assert micro.split()[1:] == ["16", "line", origins["micro_batch_seqs"].removeprefix("trl.yaml:")]
-    told = {line.strip().split("  ")[0] for line in lines}
+    labels = {line.strip().split("  ")[0] for line in lines}
     for name in set(origins) - {"model"}:
-        assert NAMES.get(name, name.replace("_", " ")) in told
+        assert NAMES.get(name, name.replace("_", " ")) in labels
 
 
 @pytest.mark.parametrize("text", ["{}", "a: [", "!!python/object/apply:os.system ['true']", "- 1"])
@@ -317,7 +319,7 @@ def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert compare_configs(files, "rtx-4090", memory_gib=4.0, as_json=True) == 1
     assert "RTX 4090" in shown
     documents = json.loads(capsys.readouterr().out)
-    assert [one["format"] for one in documents] == ["trl", "axolotl", "llamafactory"]
+    assert [document["format"] for document in documents] == ["trl", "axolotl", "llamafactory"]
 
 
 def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,10 +348,10 @@ def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.Ca
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"], fix["diff"]) == (None, [])
     assert "stands in no one place" in fix["refused"]
-    assert any(one.startswith("per_device_train_batch_size: ") for one in fix["by_hand"])
+    assert any(line.startswith("per_device_train_batch_size: ") for line in fix["by_hand"])
     run(words)
     assert "nothing written: run.sh" in capsys.readouterr().out
-    assert [one.name for one in tmp_path.iterdir()] == ["run.sh"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
 def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(
@@ -389,9 +391,9 @@ def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.
     file.write_text(TRL)
     command = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--model", "Qwen/Qwen2.5-0.5B"]
     run([*command, "--json=full"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["model"] == "Qwen/Qwen2.5-0.5B"
-    assert any("the file names Qwen/Qwen2.5-1.5B" in sentence for sentence in found["assumptions"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"] == "Qwen/Qwen2.5-0.5B"
+    assert any("the file names Qwen/Qwen2.5-1.5B" in sentence for sentence in document["assumptions"])
     run(command)
     assert "Qwen/Qwen2.5-0.5B on GeForce RTX 4090" in capsys.readouterr().out
 
@@ -405,10 +407,12 @@ def test_the_processes_of_a_launch_config_count(tmp_path: Path, capsys: pytest.C
     speeds = []
     for more in (["--gpus", "4"], ["--nodes", "2"], ["--nodes", "2", "--interconnect", "ethernet-10"]):
         assert run([*command, *more]) in (0, 1, 3)
-        found = json.loads(capsys.readouterr().out)
-        assert found["setup"]["num_gpus"] == 16
-        assert any("--gpus 4 is not followed" in said for said in found["assumptions"]) == ("--gpus" in more)
-        speeds.append(found["prediction"]["tokens_per_s"])
+        document = json.loads(capsys.readouterr().out)
+        assert document["setup"]["num_gpus"] == 16
+        assert any("--gpus 4 is not followed" in assumption for assumption in document["assumptions"]) == (
+            "--gpus" in more
+        )
+        speeds.append(document["prediction"]["tokens_per_s"])
     assert speeds[2] < speeds[1]
 
 
@@ -450,7 +454,7 @@ def test_adapters_on_a_table_are_counted_beside_those_on_matrices() -> None:
     config = read_text(text.format(""), "axolotl.yaml", model=model)
     assert (config.setup.lora_targets, config.adapted_tables) == (("q_proj",), ("embed_tokens",))
     plain = predict(model, GPU, config.setup, None).peak_device_bytes
-    whole = including(lambda setup: predict(model, GPU, setup, None), config, model, GPU)(
+    whole = with_extras(lambda setup: predict(model, GPU, setup, None), config, model, GPU)(
         config.setup
     ).peak_device_bytes
     assert whole - plain == table_bytes(model, config.setup, config.adapted_tables) > 0
@@ -527,8 +531,8 @@ def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: d
     config = replace(config, setup=config.setup.replace(**{"expandable_segments": False, "packing": False, **more}))
     result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
     least, most = left_by_lengths_bytes(result.prediction, config.setup)
-    said = LENGTHS_ON_FIXED_SEGMENTS.format(f", usually {gib(least)} to {gib(most)}")
-    assert (said in result.notes) == (least > 0) == (not more)
+    note = LENGTHS_ON_FIXED_SEGMENTS.format(f", usually {gib(least)} to {gib(most)}")
+    assert (note in result.notes) == (least > 0) == (not more)
 
 
 def test_what_different_lengths_leave_cached_is_measured() -> None:
@@ -538,12 +542,12 @@ def test_what_different_lengths_leave_cached_is_measured() -> None:
         row = json.loads(line)
         if row["group"] != "ms_swift_benchmark" or not row.get("reserved_bytes") or not row.get("setup"):
             continue
-        card, setup = find_gpu(row["gpu"]), asked_setup(row["setup"])
+        card, setup = find_gpu(row["gpu"]), setup_from_request(row["setup"])
         if setup.method == "full" or not setup.checkpointing or row["reserved_bytes"] > 0.85 * card.memory_bytes:
             continue
-        found = predict(catalogue.load(row["model"]), card, setup)
-        more = row["reserved_bytes"] - found.peak_reserved_bytes
-        shares[row["model"], setup] = more / left_by_lengths_bytes(found, setup)[1] * LENGTHS_LEAVE[1]
+        prediction = predict(catalogue.load(row["model"]), card, setup)
+        more = row["reserved_bytes"] - prediction.peak_reserved_bytes
+        shares[row["model"], setup] = more / left_by_lengths_bytes(prediction, setup)[1] * LENGTHS_LEAVE[1]
     inside = [LENGTHS_LEAVE[0] <= share <= LENGTHS_LEAVE[1] for share in shares.values()]
     assert (sum(inside), len(inside)) == (36, 40)
     assert round(statistics.median(shares.values()), 1) == 1.7
@@ -552,8 +556,8 @@ def test_what_different_lengths_leave_cached_is_measured() -> None:
 def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
     config = replace(read_text(TRL, "trl.yaml", model=MODEL), eval_seqs=1, eval_logits=True)
     for more, verdict in (({}, Verdict.UNCERTAIN), ({"eval_accumulation_steps": 1}, Verdict.FITS)):
-        told = replace(config, values={**config.values, **more})
-        result = check(told, MODEL, GPU, 2000 * GIB, prediction_of)
+        variant = replace(config, values={**config.values, **more})
+        result = check(variant, MODEL, GPU, 2000 * GIB, prediction_of)
         assert (result.verdict, any("compute_metrics" in note for note in result.notes)) == (verdict, not more)
     scores = replace(config, setup=config.setup.replace(objective="classification", loss="full", packing=False))
     assert check(scores, MODEL, GPU, 2000 * GIB, prediction_of).verdict is Verdict.FITS
@@ -569,17 +573,19 @@ def test_more_evidence_never_widens_a_band(stack: str, monkeypatch: pytest.Monke
     for width in (0.01, 0.9):
         dry = replace(formula, memory_band_fraction=width, bands={}, terms=())
         monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
-        monkeypatch.setattr(climb, "with_dry_run", lambda one, *_, found=dry, **__: replace(one, dry_run=found))
-        found = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup)
-        assert found.memory_band_fraction == min(width, formula.memory_band_fraction)
-        assert found.terms == formula.terms
+        monkeypatch.setattr(
+            climb, "with_dry_run", lambda candidate, *_, dry_run=dry, **__: replace(candidate, dry_run=dry_run)
+        )
+        prediction = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup)
+        assert prediction.memory_band_fraction == min(width, formula.memory_band_fraction)
+        assert prediction.terms == formula.terms
 
 
-@pytest.mark.parametrize(("package", "said"), [("accelerate==1.2", True), ("peft==0.9", True), ("trl==0.20", False)])
+@pytest.mark.parametrize(("package", "noted"), [("accelerate==1.2", True), ("peft==0.9", True), ("trl==0.20", False)])
 def test_a_version_that_nothing_hangs_on_is_said_to(
-    package: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    package: str, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "trl.yaml").write_text(TRL)
     run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json=full", "--assume", package])
     assumptions = json.loads(capsys.readouterr().out)["assumptions"]
-    assert any("nothing that is read here" in one for one in assumptions) == said
+    assert any("nothing that is read here" in assumption for assumption in assumptions) == noted

@@ -18,24 +18,24 @@ max_length: 2048
 """
 
 
-def _checked(folder: Path, text: str = FILE, asked: CheckRequest | None = None) -> CheckResult:
+def _checked(folder: Path, text: str = FILE, request: CheckRequest | None = None) -> CheckResult:
     file = folder / "train.yaml"
     file.write_text(text)
-    return checked(file, "rtx-4090", asked)[0]
+    return checked(file, "rtx-4090", request)[0]
 
 
 def test_the_loop_is_counted_and_what_installing_the_package_gives_is_said(tmp_path: Path) -> None:
     result = _checked(tmp_path)
     assert result.config.setup.linear_attention == "torch"
-    change = next(one for one in result.changes if one.fields == ("linear_attention",))
+    change = next(change for change in result.changes if change.fields == ("linear_attention",))
     assert change.label == "flash-linear-attention, installed"
     assert change.speedup > 2
     assert change.saves_bytes > 0
     assert not change.in_place
-    note = next(one for one in result.prediction.notes if "with flash-linear-attention installed" in one)
+    note = next(note for note in result.prediction.notes if "with flash-linear-attention installed" in note)
     assert "packed" not in note
     packed = _checked(tmp_path, f"{FILE}packing: true\n").prediction.notes
-    assert any("refuses packed samples" in one for one in packed)
+    assert any("refuses packed samples" in note for note in packed)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_a_run_installs_is_read_beside_it(tmp_path: Path, name: str, text: 
     (folder / name).write_text(text)
     result = _checked(folder)
     assert result.config.setup.linear_attention == "fla"
-    assert any("what it installs names it" in one for one in result.config.assumptions)
+    assert any("what it installs names it" in assumption for assumption in result.config.assumptions)
 
 
 @pytest.mark.parametrize("text", ["# flash-linear-attention\n", "my-flash-linear-attention-fork\n", "trl\n"])
@@ -63,8 +63,8 @@ def test_a_comment_and_another_package_are_not_it(tmp_path: Path, text: str) -> 
 
 
 def test_the_command_line_can_say_it(tmp_path: Path) -> None:
-    asked = CheckRequest.of(assume=["flash-linear-attention==0.6.0"])
-    assert _checked(tmp_path, asked=asked).config.setup.linear_attention == "fla"
+    request = CheckRequest.of(assume=["flash-linear-attention==0.6.0"])
+    assert _checked(tmp_path, request=request).config.setup.linear_attention == "fla"
 
 
 def test_a_model_without_such_layers_has_no_path(tmp_path: Path) -> None:

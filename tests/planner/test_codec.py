@@ -82,7 +82,7 @@ def test_every_field_of_the_measurement_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", {one.model_type: one for one in catalogue.entries()}.values(), ids=lambda e: e.model_id
+    "entry", {entry.model_type: entry for entry in catalogue.entries()}.values(), ids=lambda e: e.model_id
 )
 def test_model_specs_survive_json(entry: catalogue.CatalogueEntry) -> None:
     spec = catalogue.load(entry.model_id)

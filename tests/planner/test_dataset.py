@@ -59,8 +59,8 @@ def test_the_models_tokenizer_counts_where_it_is_at_hand(tmp_path: Path) -> None
     count, name = token_counter(tmp_path)
     assert count("a b c a") == 4
     assert name == "counted by the tokenizer"
-    found = measure(write(tmp_path / "a.jsonl", [{"text": "a b c"}]), tokenizer=tmp_path)
-    assert found.lengths_tokens == (4,)
+    dataset = measure(write(tmp_path / "a.jsonl", [{"text": "a b c"}]), tokenizer=tmp_path)
+    assert dataset.lengths_tokens == (4,)
 
 
 def test_packing_by_hand() -> None:
@@ -90,10 +90,10 @@ def test_packing_never_beats_full_rows_nor_loses_to_one_sample_a_row() -> None:
     dice = random.Random(3)
     for _ in range(50):
         lengths = [dice.randint(1, 300) for _ in range(dice.randint(1, 60))]
-        one = stats(*lengths)
+        dataset = stats(*lengths)
         row = dice.randint(10, 400)
         alone = sum(min(length, row) for length in lengths) / (row * len(lengths))
-        assert alone - 1e-9 <= one.packing_fraction(row) <= 1.0
+        assert alone - 1e-9 <= dataset.packing_fraction(row) <= 1.0
 
 
 def test_a_length_cuts_at_most_one_percent_and_packs_uneven_data() -> None:
@@ -128,10 +128,10 @@ def test_a_wished_length_and_packing_are_what_is_counted() -> None:
 
 def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.samples.dataset.MAX_SAMPLES", 50)
-    found = measure(write(tmp_path / "a.jsonl", [{"text": "a" * 40}] * 200))
-    assert found.num_samples == 200
-    assert len(found.lengths_tokens) == 50
-    assert round(sum(found.lengths_tokens) * found.scale) == 200 * 11
+    dataset = measure(write(tmp_path / "a.jsonl", [{"text": "a" * 40}] * 200))
+    assert dataset.num_samples == 200
+    assert len(dataset.lengths_tokens) == 50
+    assert round(sum(dataset.lengths_tokens) * dataset.scale) == 200 * 11
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_directory_is_read_as_the_launch_files_read_it(files: tuple[str, ...],
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
         else:
             write(tmp_path / name, rows if name.endswith("l") else [{}])
-    found = measure(tmp_path)
+    dataset = measure(tmp_path)
     read = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / ".hf"))
-    assert found.num_samples == len(read)
-    assert found.lengths_tokens == tuple(sorted(len(row["text"]) // 4 + 1 for row in read))
+    assert dataset.num_samples == len(read)
+    assert dataset.lengths_tokens == tuple(sorted(len(row["text"]) // 4 + 1 for row in read))
 
 
 def test_other_kinds_of_file_are_refused_by_their_name(tmp_path: Path) -> None:

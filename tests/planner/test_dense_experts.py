@@ -12,9 +12,11 @@ def test_every_expert_multiplies_every_token() -> None:
     assert model is not None
     stacks = [group.linear for group in inventory(model).groups if group.linear.num > 1]
     assert stacks
-    assert {(one.num, one.num_active) for one in stacks} == {(16, 16)}
+    assert {(stack.num, stack.num_active) for stack in stacks} == {(16, 16)}
     setup = TrainSetup(method="lora", lora_targets="attention", seq_len_tokens=2048)
-    weights = sum(one.num_weights for layer, num in model.layer_counts for one in num * layer.linears if one.num > 1)
+    weights = sum(
+        linear.num_weights for layer, num in model.layer_counts for linear in num * layer.linears if linear.num > 1
+    )
     peak = find_gpu("b300").bf16_flops_per_s
     assert peak is not None
     assert (

@@ -56,8 +56,8 @@ def test_the_formula_is_within_six_percent_of_a_real_step(number: int, measured:
     keep are not named."""
     model = of_transformers_4(spec_from_config(CONFIG, model_id="tiny", source="here"))
     card = find_gpu("a100-40gb")
-    said = predict(model, card, setups()[number]).peak_allocated_bytes - cublas_workspace_bytes(card)
-    assert said == pytest.approx(measured, rel=0.06)
+    predicted_bytes = predict(model, card, setups()[number]).peak_allocated_bytes - cublas_workspace_bytes(card)
+    assert predicted_bytes == pytest.approx(measured, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_it_is_the_same_model_with_all_its_experts_as_modules(name: str) -> None
     assert built_by_transformers_4(then)
     assert not built_by_transformers_4(now)
     assert (then.num_params, then.num_active_params) == (now.num_params, now.num_active_params)
-    assert all(one.quantizes for layer in then.layer_kinds for one in layer.linears if one.is_expert)
-    plain = sum(num * (one.in_features + one.out_features) * one.num for layer, num in then.layer_counts
-                for one in layer.linears if one.module == "linear")  # fmt: skip
+    assert all(linear.quantizes for layer in then.layer_kinds for linear in layer.linears if linear.is_expert)
+    plain = sum(num * (linear.in_features + linear.out_features) * linear.num for layer, num in then.layer_counts
+                for linear in layer.linears if linear.module == "linear")  # fmt: skip
     assert num_lora_params(then, "all-linear", 1) == plain
 
 
@@ -103,16 +103,16 @@ SFTTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=[
 
 
 @pytest.mark.parametrize(
-    ("pins", "fits", "said"), [("transformers==4.57.1", True, "modules of their own"), ("", False, "")]
+    ("pins", "fits", "sentence"), [("transformers==4.57.1", True, "modules of their own"), ("", False, "")]
 )
-def test_a_pinned_version_decides_whether_a_mixture_fits(tmp_path: Path, pins: str, fits: bool, said: str) -> None:
+def test_a_pinned_version_decides_whether_a_mixture_fits(tmp_path: Path, pins: str, fits: bool, sentence: str) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "requirements.txt").write_text(f"{pins}\ntrl==0.26.0\n" if pins else "trl==1.16.0\n")
     config, model, card = load(tmp_path / "train.py", "a100-40gb")
     assert built_by_transformers_4(model) == fits
-    assert any("modules of their own" in one for one in config.assumptions) == fits
-    found = predictor(model, card)(config.setup)
-    assert (found.peak_device_bytes < 24 * GIB) == fits
+    assert any("modules of their own" in assumption for assumption in config.assumptions) == fits
+    prediction = predictor(model, card)(config.setup)
+    assert (prediction.peak_device_bytes < 24 * GIB) == fits
     if fits:  # today's libraries build another model: no dry run stands in for it
         formula = predictor(model, card)
         assert corrected(formula, config.setup, model, card, card.memory_bytes) is formula

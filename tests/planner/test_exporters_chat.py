@@ -66,22 +66,22 @@ def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lacks", [True, False, None])
 def test_what_each_target_does_about_a_missing_template(lacks: bool | None) -> None:
-    asked = request(SETUP, lacks_template=lacks)
-    trl = EXPORTERS["trl"](asked)
+    export_request = request(SETUP, lacks_template=lacks)
+    trl = EXPORTERS["trl"](export_request)
     paths = {file.path for file in trl.files}
     assert (f"trl/{chat.NAME}" in paths) == (lacks is not False)
     assert yaml.safe_load(trl.files[0].text).get("chat_template_path") == (f"launch/trl/{chat.NAME}" if lacks else None)
     assert any(chat.OPTION in note for note in trl.notes) == (lacks is None)
-    llamafactory = yaml.safe_load(EXPORTERS["llamafactory"](asked).files[0].text)
+    llamafactory = yaml.safe_load(EXPORTERS["llamafactory"](export_request).files[0].text)
     assert llamafactory.get("template") == ("default" if lacks else None)
-    axolotl = yaml.safe_load(EXPORTERS["axolotl"](asked).files[0].text)
+    axolotl = yaml.safe_load(EXPORTERS["axolotl"](export_request).files[0].text)
     assert axolotl["chat_template"] == "tokenizer_default_fallback_chatml"
     for target in ("hf", "unsloth"):  # scripts ask the tokenizer
-        assert "if tokenizer.chat_template is None:" in EXPORTERS[target](asked).files[0].text
+        assert "if tokenizer.chat_template is None:" in EXPORTERS[target](export_request).files[0].text
 
 
 def test_data_that_are_no_chats_need_no_template() -> None:
-    asked = request(SETUP, lacks_template=True, dataset=DatasetChoice(path="a/b", columns="text"))
-    trl = EXPORTERS["trl"](asked)
+    export_request = request(SETUP, lacks_template=True, dataset=DatasetChoice(path="a/b", columns="text"))
+    trl = EXPORTERS["trl"](export_request)
     assert [file.path for file in trl.files] == ["trl/trl-sft.yaml"]
     assert "chat_template_path" not in trl.files[0].text

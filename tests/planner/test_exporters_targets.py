@@ -32,15 +32,15 @@ SETUPS = fewer_setups()
 
 
 def emitted(target: str) -> list[tuple[TrainSetup, Launch]]:
-    found = [(setup, EXPORTERS[target](request(setup))) for setup in SETUPS]
-    return [(setup, launch) for setup, launch in found if not launch.refused]
+    launches = [(setup, EXPORTERS[target](request(setup))) for setup in SETUPS]
+    return [(setup, launch) for setup, launch in launches if not launch.refused]
 
 
 def keywords(text: str, function: str) -> dict[str, Any]:
     """Literal keyword arguments of the call of `function`; torch types by their name."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(function):
-            return {one.arg: _literal(one.value) for one in node.keywords if one.arg}
+            return {keyword.arg: _literal(keyword.value) for keyword in node.keywords if keyword.arg}
     return {}
 
 
@@ -54,7 +54,7 @@ def _literal(node: ast.expr) -> Any:
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_plain_script_imports_peft_where_adapters_train(method: str) -> None:
     setup = TrainSetup(method=method, lora_rank=16 * (method == "lora"), stack="hf")
-    script = next(one.text for one in EXPORTERS["hf"](request(setup)).files if one.path.endswith(".py"))
+    script = next(file.text for file in EXPORTERS["hf"](request(setup)).files if file.path.endswith(".py"))
     assert ("from peft import LoraConfig, get_peft_model" in script) is (method == "lora")
 
 
@@ -109,44 +109,44 @@ def test_transformers_peft_and_bitsandbytes_accept_every_scripts_arguments(
 
 
 def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
-    known = schema.known("unsloth")
-    trainer = schema.known("trl")
+    arguments = schema.known_settings("unsloth")
+    trainer = schema.known_settings("trl")
     for _, launch in emitted("unsloth"):
         text = launch.files[0].text
         compile(text, "train_unsloth.py", "exec")
         for function in ("from_pretrained", "get_peft_model"):
-            assert {f"{function}.{name}" for name in keywords(text, f"FastLanguageModel.{function}")} <= known
+            assert {f"{function}.{name}" for name in keywords(text, f"FastLanguageModel.{function}")} <= arguments
         assert set(keywords(text, "SFTConfig")) <= trainer
         assert "activation_checkpointing" not in text  # too new for the transformers that Unsloth pins
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "deepspeed"])
 def test_every_setting_is_one_the_tool_knows(target: str) -> None:
-    known = schema.known(target)
+    settings = schema.known_settings(target)
     launches = emitted(target)
     assert len(launches) >= {"deepspeed": 25}.get(target, 80)
     for _, launch in launches:
         text = launch.files[0].text
         values = json.loads(text)["zero_optimization"] if target == "deepspeed" else yaml.safe_load(text)
-        assert set(values) <= known
+        assert set(values) <= settings
 
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
 def test_without_a_dataset_every_file_marks_where_it_belongs(target: str) -> None:
-    asked = request(TrainSetup(loss="chunked"), dataset=None)
-    launch = EXPORTERS[target](asked)
+    export_request = request(TrainSetup(loss="chunked"), dataset=None)
+    launch = EXPORTERS[target](export_request)
     assert launch.prepare
-    text = prepare.file(asked).text
+    text = prepare.file(export_request).text
     assert f'DATASET = "{PLACEHOLDER_DATASET}"  # PUT YOURS HERE' in text
-    assert prepare.folder(asked, target) in "".join(file.text for file in launch.files)
+    assert prepare.folder(export_request, target) in "".join(file.text for file in launch.files)
 
 
 @pytest.mark.parametrize("columns", ["messages", "prompt-completion", "text"])
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
 def test_a_local_dataset_is_named_without_machine_paths(target: str, columns: str) -> None:
     dataset = DatasetChoice(path="/home/someone/data.jsonl", columns=columns, local=True)
-    asked = request(TrainSetup(loss="chunked"), dataset=dataset)
-    text = "".join(file.text for file in (*EXPORTERS[target](asked).files, prepare.file(asked)))
+    export_request = request(TrainSetup(loss="chunked"), dataset=dataset)
+    text = "".join(file.text for file in (*EXPORTERS[target](export_request).files, prepare.file(export_request)))
     assert "data.jsonl" in text
     assert "/home" not in text
 
@@ -236,8 +236,8 @@ def test_unsloths_names_adapt_the_planned_matrices_of_every_type(targets: str) -
         launch = EXPORTERS["unsloth"](request(setup, model=spec))
         if launch.refused:
             continue
-        said = keywords(launch.files[0].text, "get_peft_model")["target_modules"]
-        names = (said,) if isinstance(said, str) else tuple(said)
+        target_modules = keywords(launch.files[0].text, "get_peft_model")["target_modules"]
+        names = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
         assert lora_linears(spec, names) == lora_linears(spec, targets), kind
         written += 1
     assert written >= (25 if targets == "all-linear" else 35)
@@ -259,11 +259,11 @@ def test_llamafactory_names_the_projections_outside_the_layers() -> None:
     """OPT-350m's project_in and project_out: its own "all linear layers" has them, names of the layers alone do not."""
     model = catalogue.load("facebook/opt-350m")
     assert model is not None
-    names = [one.leaf for one in model.outer_linears]
+    names = [linear.leaf for linear in model.outer_linears]
     setup = TrainSetup(lora_targets="all-linear", loss="full")
     launch = TARGETS["llamafactory"].export(request(setup, model=model))
-    (text,) = [one.text for one in launch.files if one.path.endswith("llamafactory.yaml")]
-    (line,) = [one for one in text.splitlines() if one.startswith("lora_target:")]
+    (text,) = [file.text for file in launch.files if file.path.endswith("llamafactory.yaml")]
+    (line,) = [line for line in text.splitlines() if line.startswith("lora_target:")]
     assert names
     assert all(name in line for name in names)
 
@@ -276,15 +276,15 @@ def test_every_model_gets_the_settings_of_its_kind() -> None:
 
     def settings(spec: ModelSpec) -> list[object]:
         attentions = supported_attentions(spec, gpu)
-        found: list[object] = [attentions]
+        choices: list[object] = [attentions]
         for targets in TARGET_SETS:
             setup = TrainSetup(lora_targets=targets, attention=attentions[0], loss="chunked")
-            found.append([bool(one.refusal(setup, spec)) for one in TARGETS.values()])
+            choices.append([bool(tool.refusal(setup, spec)) for tool in TARGETS.values()])
             for target in ("hf", "unsloth"):  # the others write what hf does
                 text = EXPORTERS[target](request(setup.replace(loss=LOSS[target]), model=spec)).files
                 lines = text[0].text.splitlines() if text else []
-                found.append([line for line in lines if any(name in line for name in names)])
-        return found
+                choices.append([line for line in lines if any(name in line for name in names)])
+        return choices
 
     of_kind = {kind: settings(loaded(entry.model_id)) for kind, entry in TYPES.items()}
     for entry in catalogue.entries():
@@ -302,8 +302,8 @@ def test_a_model_of_which_nothing_is_quantized_has_no_qlora_file(target: str) ->
     assert not EXPORTERS[target](request(TrainSetup(loss=loss), model=spec)).refused
     gpu = find_gpu("a100-80gb")
     weights = [
-        sum(term.size_bytes for term in predict(spec, gpu, one).terms if term.name == "weights: layers")
-        for one in (four_bits, TrainSetup(loss=loss))
+        sum(term.size_bytes for term in predict(spec, gpu, setup).terms if term.name == "weights: layers")
+        for setup in (four_bits, TrainSetup(loss=loss))
     ]
     assert weights[0] == weights[1] > 12 * GIB
 
@@ -328,11 +328,11 @@ def test_axolotl_trains_a_whole_model_in_16_bits_with_flash_attention_or_fsdp_al
 def test_axolotl_says_that_it_trains_routers_in_fp32() -> None:
     """By its own loader (tools/validators/every_type.py): eight types with a router named `gate`. Qwen3-30B-A3B has 48
     layers of 2048 x 128; of gpt-oss, whose router has another name, nothing is said."""
-    for name, said in (("Qwen/Qwen3-30B-A3B", "12.6 M parameters"), ("openai/gpt-oss-20b", "")):
+    for name, figure in (("Qwen/Qwen3-30B-A3B", "12.6 M parameters"), ("openai/gpt-oss-20b", "")):
         setup = TrainSetup(
             method="full", lora_rank=0, precision="bf16-pure", loss="full", attention="flash-attention-2"
         )
         launch = EXPORTERS["axolotl"](request(setup, model=loaded(name)))
         notes = [note for note in launch.notes if "trains the routers" in note]
-        assert bool(notes) == bool(said)
-        assert all(said in note and note in launch.files[0].text.replace("\n#   ", " ") for note in notes)
+        assert bool(notes) == bool(figure)
+        assert all(figure in note and note in launch.files[0].text.replace("\n#   ", " ") for note in notes)

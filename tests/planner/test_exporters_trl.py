@@ -48,14 +48,18 @@ def test_trls_own_parser_takes_every_line_of_every_file_as_it_stands(tmp_path: P
         for key, value in yaml.safe_load(path.read_text()).items():
             if key == TAKEN_OUT:
                 continue
-            (found,) = {repr(getattr(one, key)): getattr(one, key) for one in parsed if hasattr(one, key)}.values()
+            (parsed_value,) = {
+                repr(getattr(arguments, key)): getattr(arguments, key)
+                for arguments in parsed
+                if hasattr(arguments, key)
+            }.values()
             if (key, value) == ("report_to", "none"):
                 value = []  # its name for nowhere
-            if isinstance(value, list) and len(value) == 1 and isinstance(found, str):
+            if isinstance(value, list) and len(value) == 1 and isinstance(parsed_value, str):
                 (value,) = value  # a list of one module is its name
-            if isinstance(value, dict) and not isinstance(found, dict):
-                found = {name: getattr(found, name) for name in value}
-            assert found == value, (key, setup)
+            if isinstance(value, dict) and not isinstance(parsed_value, dict):
+                parsed_value = {name: getattr(parsed_value, name) for name in value}
+            assert parsed_value == value, (key, setup)
             seen[key] = seen.get(key, 0) + 1
         mesh = (parsed[1].model_init_kwargs or {}).get("distributed_config")
         if setup.tensor_degree > 1:
@@ -66,10 +70,10 @@ def test_trls_own_parser_takes_every_line_of_every_file_as_it_stands(tmp_path: P
 def test_every_difference_is_said_in_the_file() -> None:
     for setup in SETUPS:
         launch = EXPORTERS["trl"](request(setup))
-        for one in launch.differences:
-            assert one.planned != one.runs_as
+        for difference in launch.differences:
+            assert difference.planned != difference.runs_as
             words = " ".join(text_of(launch).replace("\n#", " ").split())
-            assert " ".join(one.reason.split()) in words
+            assert " ".join(difference.reason.split()) in words
 
 
 @pytest.mark.parametrize("name", sorted(EXPORTERS))
@@ -79,8 +83,8 @@ def test_the_same_request_gives_the_same_text(name: str) -> None:
 
 
 def test_machine_paths_and_line_breaks_stay_out() -> None:
-    asked = request(SETUPS[0], model_id="/home/someone/secret\nbf16: false/model", output_dir="/root/out")
-    launch = EXPORTERS["trl"](asked)
+    export_request = request(SETUPS[0], model_id="/home/someone/secret\nbf16: false/model", output_dir="/root/out")
+    launch = EXPORTERS["trl"](export_request)
     text = text_of(launch)
     assert "/home" not in text
     assert "/root" not in text
@@ -111,5 +115,5 @@ def test_a_card_without_bf16_gets_adapters_that_its_loss_scaler_can_unscale(quan
 def test_a_trl_file_that_the_loss_scaler_stops_is_said_to_stop() -> None:
     text = EXPORTERS["trl"](request(TrainSetup(method="qlora", quantization="nf4", loss="chunked"))).files[0].text
     text = text.replace("bf16: true", "bf16: false").replace("fp16: false", "fp16: true")
-    found = read_text(text.replace("dtype: bfloat16", "dtype: float16"), "trl.yaml")
-    assert any("cannot unscale" in one for one in found.approximations)
+    config = read_text(text.replace("dtype: bfloat16", "dtype: float16"), "trl.yaml")
+    assert any("cannot unscale" in approximation for approximation in config.approximations)

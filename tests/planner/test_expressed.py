@@ -96,7 +96,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
     families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
     images = {as_run("axolotl", family, free) for family in families}
     points = list(walk(replace(free, targets=("axolotl",))))
-    assert {point.family for point in points} == {one for one in images if isinstance(one, TrainSetup)}
+    assert {point.family for point in points} == {image for image in images if isinstance(image, TrainSetup)}
     for point in points[::97]:
         assert point.peak_device_bytes == device_peak_bytes(free.model, free.gpu, point.setup)
 
@@ -160,19 +160,19 @@ def test_targets_are_plain_data_of_the_wish() -> None:
     assert to_jsonable(plan_request(LLAMA, "rtx-4090", "trl", "hf"))["targets"] == ["trl", "hf"]
 
 
-@pytest.mark.parametrize(("name", "fixed", "said"), [
+@pytest.mark.parametrize(("name", "fixed", "note_start"), [
     ("google/flan-t5-base", {}, "no launch file can be written: launch files train causal language models"),
     ("facebook/opt-1.3b", {"packing": (True,)}, "packed samples attend to each other"),
     ("facebook/opt-1.3b", {"packing": (True,), "attention": ("flash-attention-2",)}, ""),
     ("meta-llama/Llama-3.2-1B", {"packing": (True,)}, ""),
 ])  # fmt: skip
 def test_a_plan_says_what_no_file_can_and_no_mask_does(
-    name: str, fixed: dict[str, tuple[object, ...]], said: str
+    name: str, fixed: dict[str, tuple[object, ...]], note_start: str
 ) -> None:
     plan = plan_workload(plan_request(name, "rtx-4090", **fixed))
     assert isinstance(plan, Plan)
-    found = [one for one in notes_of(plan) if one.startswith(("no launch file", "packed samples"))]
-    assert [one.startswith(said) for one in found] == ([True] if said else [])
+    notes = [note for note in notes_of(plan) if note.startswith(("no launch file", "packed samples"))]
+    assert [note.startswith(note_start) for note in notes] == ([True] if note_start else [])
 
 
 @pytest.mark.parametrize(

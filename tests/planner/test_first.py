@@ -32,9 +32,9 @@ def test_the_first_answer_is_by_sizes_with_a_strangers_band(
     more: dict[str, object], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     say_first({**SEED, **more}, asked)
-    said = capsys.readouterr()
-    assert not said.out  # which is for the exact answer
-    assert all(word in said.err for word in ("seed_oss", *words, FOLLOWS[1:]))
+    captured = capsys.readouterr()
+    assert not captured.out  # which is for the exact answer
+    assert all(word in captured.err for word in ("seed_oss", *words, FOLLOWS[1:]))
 
 
 def test_a_type_with_an_adapter_has_no_first_answer() -> None:

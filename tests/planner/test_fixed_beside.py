@@ -8,7 +8,7 @@ import yaml
 
 from finetune_planner.cli.app import run
 from finetune_planner.cli.checking import CheckRequest
-from finetune_planner.cli.fixing import Fixed, beside, fixed_files
+from finetune_planner.cli.fixing import Fixed, fixed_files, fixed_path
 from finetune_planner.improvement import Improved
 from planner.core.errors import ConfigError
 from planner.frameworks.readers import read_config
@@ -46,14 +46,16 @@ def fixed(folder: Path, files: dict[str, str], *, sets: tuple[str, ...] = (), **
     before = config.setup
     assert (before.micro_batch_seqs, before.accumulation_steps, config.missing) == (8, 2, ())
     after = before.replace(**{"micro_batch_seqs": 4, "accumulation_steps": 4, **changed})
-    found = Improved(setup=after, labels=("x",), after=predict(MODEL, GPU, TrainSetup(), None), verdict=Verdict.FITS)
-    answer = fixed_files(file, config, found, MODEL, request=CheckRequest(arguments=arguments))
+    improvement = Improved(
+        setup=after, labels=("x",), after=predict(MODEL, GPU, TrainSetup(), None), verdict=Verdict.FITS
+    )
+    answer = fixed_files(file, config, improvement, MODEL, request=CheckRequest(arguments=arguments))
     for of, text in answer.texts.items():  # what a person finds on disk, read as it stands
-        beside(of).write_text(text)
+        fixed_path(of).write_text(text)
     assert all((folder / name).read_text() == text for name, text in files.items())
     if file in answer.texts:
-        again = read_config(beside(file), model=MODEL, arguments=arguments).setup
-        assert (again.micro_batch_seqs, again.accumulation_steps) == (4, 4)
+        fixed_setup = read_config(fixed_path(file), model=MODEL, arguments=arguments).setup
+        assert (fixed_setup.micro_batch_seqs, fixed_setup.accumulation_steps) == (4, 4)
     return answer
 
 
@@ -113,15 +115,15 @@ def test_the_literal_beside_is_changed_and_its_file_named(name: str, tmp_path: P
     path, text, load, (batch, steps), lines = BESIDE[name]
     script = program(load, batch, steps)
     answer = fixed(tmp_path, {"train.py": script, path: text})
-    assert {one.relative_to(tmp_path).as_posix() for one in answer.texts} == {"train.py", path}
+    assert {file.relative_to(tmp_path).as_posix() for file in answer.texts} == {"train.py", path}
     written = answer.texts[tmp_path / path]
     if lines is None:
         assert written == text.replace("n: 8, k: 2", "n: 4, k: 4")
         lines = differing(text, written)
     assert differing(text, written) == lines
     (renamed,) = differing(script, answer.texts[tmp_path / "train.py"])
-    assert beside(Path(path)).as_posix() in renamed or f"'{beside(Path(path)).name}'" in renamed
-    assert answer.said == ()
+    assert fixed_path(Path(path)).as_posix() in renamed or f"'{fixed_path(Path(path)).name}'" in renamed
+    assert answer.notes == ()
 
 
 SHARED = {
@@ -156,11 +158,11 @@ def test_a_path_that_is_no_literal_is_said(tmp_path: Path) -> None:
     script = program("c = yaml.safe_load(open(sys.argv[1]))\n", "c['b']", "c['s']")
     answer = fixed(tmp_path, {"t.py": script, "mine.yaml": "b: 8\ns: 2\n"}, sets=("mine.yaml",))
     assert answer.texts == {tmp_path / "mine.yaml": "b: 4\ns: 4\n"}
-    assert answer.said == ("t.py names mine.yaml by no literal: hand it mine.fixed.yaml",)
+    assert answer.notes == ("t.py names mine.yaml by no literal: hand it mine.fixed.yaml",)
 
 
 def notebook(*cells: str) -> str:
-    listed = [{"cell_type": "code", "outputs": [], "source": one.splitlines(keepends=True)} for one in cells]
+    listed = [{"cell_type": "code", "outputs": [], "source": cell.splitlines(keepends=True)} for cell in cells]
     return json.dumps({"cells": [{"cell_type": "markdown", "source": "BATCH = 8"}, *listed], "nbformat": 4}, indent=1)
 
 
@@ -191,8 +193,8 @@ def test_the_literal_in_another_cell_is_changed(name: str, tmp_path: Path) -> No
     cell, batch, steps, lines = CELLS[name]
     text = notebook(HEAD, cell, "%matplotlib inline", TAIL.format(more=GIVEN.format(batch, steps)))
     answer = fixed(tmp_path, {"n.ipynb": text})
-    before, after = (json.loads(one)["cells"] for one in (text, answer.texts[tmp_path / "n.ipynb"]))
-    assert [one for one, two in zip(after, before, strict=True) if one != two] == [after[2]]
+    before, after = (json.loads(source)["cells"] for source in (text, answer.texts[tmp_path / "n.ipynb"]))
+    assert [new_cell for new_cell, two in zip(after, before, strict=True) if new_cell != two] == [after[2]]
     assert [line for line in after[2]["source"] if line not in before[2]["source"]] == lines
 
 
@@ -239,7 +241,7 @@ def test_a_launch_takes_the_fixed_file(name: str, tmp_path: Path) -> None:
     assert differing(files["go.sh"], answer.texts[tmp_path / "go.sh"]) == [line]
     (other,) = {*answer.texts} - {tmp_path / "go.sh"}
     if other.suffix != ".py":
-        was, now = (yaml.safe_load(one) for one in (files[[*files][1]], answer.texts[other]))
+        was, now = (yaml.safe_load(text) for text in (files[[*files][1]], answer.texts[other]))
         assert {key: now[key] for key in was} != was
         assert {key for key in now if key not in was} <= {
             "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
@@ -260,7 +262,7 @@ def test_three_files_in_a_row(tmp_path: Path) -> None:
         "conf/c.yaml": "b: 8\ns: 2\n",
     }
     answer = fixed(tmp_path, files)
-    assert {one.relative_to(tmp_path).as_posix() for one in answer.texts} == {*files}
+    assert {file.relative_to(tmp_path).as_posix() for file in answer.texts} == {*files}
     assert answer.texts[tmp_path / "conf/c.yaml"] == "b: 4\ns: 4\n"
 
 
@@ -280,7 +282,7 @@ def test_a_parsers_yaml_takes_new_settings(tmp_path: Path) -> None:
     )
     files = {"go.sh": "python t.py mine.yaml\n", "t.py": PARSED, "mine.yaml": given}
     answer = fixed(tmp_path, files, optimizer="sgd")
-    assert {one.name for one in answer.texts} == {"go.sh", "mine.yaml"}
+    assert {path.name for path in answer.texts} == {"go.sh", "mine.yaml"}
     written = yaml.safe_load(answer.texts[tmp_path / "mine.yaml"])
     assert written == yaml.safe_load(given) | {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "optim": "sgd",
@@ -328,4 +330,4 @@ def test_nothing_is_written_over_a_file_that_was_read(
     words = ["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "17"]
     assert run([*words, *(["--out", str(tmp_path / out)] if out else [])]) == 2
     assert "over a file" in capsys.readouterr().err
-    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == files
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files

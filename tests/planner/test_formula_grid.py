@@ -43,7 +43,7 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
     for row in frozen():
         setup = setup_from_dict(row["setup"])
         yield "grid", row["model_type"], load(row["model"]), row["gpu"], setup, row["dry_run_allocated"]
-    for cell, kept in adapter_kinds.kept().items():
+    for cell, record in adapter_kinds.kept().items():
         setup = adapter_kinds.setup_of(cell)
         yield (
             "adapters",
@@ -51,7 +51,7 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
             adapter_kinds.spec_of(cell[0]),
             adapter_kinds.GPU,
             setup,
-            kept["peak_allocated_bytes"],
+            record["peak_allocated_bytes"],
         )
     for row in rows("sound.jsonl"):
         case = row["case"]
@@ -70,12 +70,12 @@ Errors = dict[tuple[str, str], list[tuple[float, bool]]]
 
 @pytest.fixture(scope="module")
 def errors() -> Errors:
-    found: Errors = {}
+    by_kind: Errors = {}
     for name, kind, model, card, setup, real in points():
-        peak = max(one.breakdown.peak_allocated_bytes for one in rank_memories(model, find_gpu(card), setup))
+        peak = max(rank.breakdown.peak_allocated_bytes for rank in rank_memories(model, find_gpu(card), setup))
         error = peak / real - 1
-        found.setdefault((name, kind), []).append((error, abs(error) <= memory_band(model, setup)))
-    return found
+        by_kind.setdefault((name, kind), []).append((error, abs(error) <= memory_band(model, setup)))
+    return by_kind
 
 
 def test_closed_forms_stay_as_close_to_the_dry_run_as_the_docs_say(errors: Errors) -> None:
@@ -86,8 +86,8 @@ def test_closed_forms_stay_as_close_to_the_dry_run_as_the_docs_say(errors: Error
 
 
 def test_the_stated_band_holds_what_it_says_of_every_kind(errors: Errors) -> None:
-    held = [inside for each in errors.values() for _, inside in each]
-    assert sum(held) >= HELD * len(held)
+    within_band = [inside for each in errors.values() for _, inside in each]
+    assert sum(within_band) >= HELD * len(within_band)
     for key, each in errors.items():
         if len(each) >= FEW:
             assert sum(inside for _, inside in each) >= HELD_OF_A_KIND * len(each), (key, sorted(each)[:3])

@@ -273,9 +273,9 @@ def test_local_gpu_that_the_table_lacks_is_planned_from_what_its_driver_tells(mo
     assert spec.fp16_flops_per_s == pytest.approx(2 * 5.027e12, rel=0.001)  # no tensor cores: halves in pairs
     assert (spec.bf16, spec.sm_count, spec.memory_bytes) == (False, 22, (6144 - 412) * MIB)
     assert "not in the table" in spec.taken_as
-    again = gpus.find_gpu(spec.key)
-    assert again.fp16_flops_per_s == pytest.approx(spec.fp16_flops_per_s, rel=1e-3)
-    assert (again.key, again.compute_capability, again.bf16) == (spec.key, (7, 5), False)
+    by_key = gpus.find_gpu(spec.key)
+    assert by_key.fp16_flops_per_s == pytest.approx(spec.fp16_flops_per_s, rel=1e-3)
+    assert (by_key.key, by_key.compute_capability, by_key.bf16) == (spec.key, (7, 5), False)
 
 
 @pytest.mark.parametrize(
@@ -297,10 +297,10 @@ def test_what_a_driver_tells_gives_the_tables_figures(
     card.capability, card.num_cores, card.clocks_mhz, card.bus_bits = capability, cores, clocks_mhz, bus_bits
     on_machine(monkeypatch, card)
     monkeypatch.setattr(gpus, "_row_of", lambda seen: None)
-    found, row = gpus.local_gpu(), next(one for one in TABLE if one["key"] == key)
-    assert found.memory_bandwidth_bytes_per_s == pytest.approx(float(row["bandwidth_gb_per_s"]) * 1e9, rel=0.01)
-    assert found.fp16_flops_per_s == pytest.approx(float(row["fp16_tflops"]) * 1e12, rel=0.03)
-    assert found.sm_count == int(row["sm_count"])
+    spec, row = gpus.local_gpu(), next(row for row in TABLE if row["key"] == key)
+    assert spec.memory_bandwidth_bytes_per_s == pytest.approx(float(row["bandwidth_gb_per_s"]) * 1e9, rel=0.01)
+    assert spec.fp16_flops_per_s == pytest.approx(float(row["fp16_tflops"]) * 1e12, rel=0.03)
+    assert spec.sm_count == int(row["sm_count"])
 
 
 @pytest.mark.parametrize(("total_mib", "key"), [(12288, "rtx-3060"), (8192, "rtx-3060-8gb"), (11900, "rtx-3060")])
@@ -425,7 +425,7 @@ def test_price_says_when_only_one_or_none_is_known() -> None:
 def test_a_marketplace_s_lowest_ask_counts_only_where_nobody_rents_on_demand() -> None:
     """A cent of it is a fifth of the price: not rounded to cents."""
     assert price_per_hour("rtx-3060") == (0.0521, "Vast.ai, marketplace, lowest ask", "2026-10-03")
-    assert {"rtx-3060"} < {one.gpu_key for one in all_prices()} - keys_on_demand()
+    assert {"rtx-3060"} < {price.gpu_key for price in all_prices()} - keys_on_demand()
 
 
 def test_spot_is_apart_and_a_clusters_price_and_network_are_of_one_offer() -> None:
@@ -439,12 +439,12 @@ def test_spot_is_apart_and_a_clusters_price_and_network_are_of_one_offer() -> No
         cluster_offer("a100-80gb", least_bytes_per_s=200e9),
         cluster_offer("h200", spot=True),
     )
-    assert [one and (one.provider, one.network) for one in (offer, slower, cheap)] == [
+    assert [candidate and (candidate.provider, candidate.network) for candidate in (offer, slower, cheap)] == [
         ("Nebius", "ib-3200"), ("Oracle", "roce-1600"), ("CoreWeave", "ib-3200"),
     ]  # fmt: skip
     assert cluster_offer("rtx-pro-6000-blackwell") is None
     assert cluster_offer("a100-80gb", least_bytes_per_s=400e9) is None
-    networks = {one.network for one in all_prices() if one.network}
+    networks = {price.network for price in all_prices() if price.network}
     assert {links()[network].kind for network in networks} == {"network"}
 
 

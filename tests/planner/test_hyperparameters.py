@@ -55,7 +55,7 @@ def test_the_published_rates_are_given_back(
 def test_pretraining_decays_and_forgets_faster() -> None:
     """Sources: Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3."""
     chosen = [choose(FULL.replace(objective=name)) for name in ("pretrain", "sft")]
-    assert [(one.weight_decay, one.adam_beta2) for one in chosen] == [(0.1, 0.95), (0.0, 0.999)]
+    assert [(hyper.weight_decay, hyper.adam_beta2) for hyper in chosen] == [(0.1, 0.95), (0.0, 0.999)]
     assert choose(LORA.replace(objective="pretrain")).weight_decay == 0.0
 
 

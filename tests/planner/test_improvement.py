@@ -57,42 +57,46 @@ BUDGETS_GIB = (70, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
 @pytest.fixture(scope="module")
 def ends() -> list[tuple[CheckResult, Improved]]:
     results = [judged(LORA, budget) for budget in BUDGETS_GIB]
-    return [(one, improved(one)) for one in results]
+    return [(result, improved(result)) for result in results]
 
 
 def test_less_memory_never_makes_less_harm(ends: list[tuple[CheckResult, Improved]]) -> None:
-    harms = [harm(one.config.setup, found.setup) for one, found in ends if found.verdict is Verdict.FITS]
+    harms = [
+        harm(result.config.setup, improvement.setup)
+        for result, improvement in ends
+        if improvement.verdict is Verdict.FITS
+    ]
     assert harms == sorted(harms)
     assert (harms[0], harms[-1]) == (0, LENGTH_HARM)
     assert len(set(harms)) >= 4
 
 
 def test_what_is_called_fitting_fits_and_keeps_the_batch(ends: list[tuple[CheckResult, Improved]]) -> None:
-    for one, found in ends:
-        before, after = one.config.setup, found.setup
+    for result, improvement in ends:
+        before, after = result.config.setup, improvement.setup
         assert after.global_batch_seqs == before.global_batch_seqs
         assert after.seq_len_tokens in (4096, 2048, 1024)
-        if found.verdict is Verdict.FITS:
-            band = max(one.band_fraction, found.after.memory_band_fraction)
-            assert judge(predicted(after), one.budget_bytes, band) is Verdict.FITS
+        if improvement.verdict is Verdict.FITS:
+            band = max(result.band_fraction, improvement.after.memory_band_fraction)
+            assert judge(predicted(after), result.budget_bytes, band) is Verdict.FITS
 
 
 def test_no_sequence_is_cut_where_two_other_changes_fit(ends: list[tuple[CheckResult, Improved]]) -> None:
     """Every pair of changes to the file that leaves its sequences whole, tried."""
-    cut = [one for one, found in ends if found.setup.seq_len_tokens < 4096]
+    cut = [result for result, improvement in ends if improvement.setup.seq_len_tokens < 4096]
     assert cut
-    for one in cut:
-        start = one.config.setup
+    for result in cut:
+        start = result.config.setup
         for _, first, _ in single_changes(start, GPU, MODEL):
             for _, second, _ in [("", first, False), *single_changes(first, GPU, MODEL)]:
-                if second.seq_len_tokens == 4096 and one.config.allows(second, in_place=True):
-                    assert judge(predicted(second), one.budget_bytes, one.band_fraction) is not Verdict.FITS
+                if second.seq_len_tokens == 4096 and result.config.allows(second, in_place=True):
+                    assert judge(predicted(second), result.budget_bytes, result.band_fraction) is not Verdict.FITS
 
 
 def test_one_change_is_made_where_one_is_enough() -> None:
     for budget in (40.0, 24.0):
         result = judged(LORA, budget)
-        enough = [one for one in result.changes if one.verdict is Verdict.FITS and one.in_place]
+        enough = [change for change in result.changes if change.verdict is Verdict.FITS and change.in_place]
         assert enough
         assert len(improved(result).labels) == 1
 
@@ -104,12 +108,12 @@ PACKED = LORA + "packing: true\n"
 def test_a_package_built_for_one_pytorch_is_asked_for_last(text: str) -> None:
     """Checkpointing costs time, flash attention an installation that may not exist; SDPA comes with PyTorch."""
     peak = predicted(judged(text, 24.0).config.setup).peak_device_bytes / GIB
-    found = improved(judged(text, peak * 0.8))
-    assert found.verdict is Verdict.FITS
-    assert found.setup.attention in ("sdpa", "eager")
+    improvement = improved(judged(text, peak * 0.8))
+    assert improvement.verdict is Verdict.FITS
+    assert improvement.setup.attention in ("sdpa", "eager")
     eager = TrainSetup(attention="eager")
     others = [eager.replace(attention=name) for name in ("sdpa", "flash-attention-2")]
-    assert [harm(eager, one) for one in others] == [0, HARM["attention"]]
+    assert [harm(eager, setup) for setup in others] == [0, HARM["attention"]]
 
 
 def test_what_a_better_prediction_refuses_is_not_taken() -> None:
@@ -123,11 +127,11 @@ def test_what_a_better_prediction_refuses_is_not_taken() -> None:
         factor = 4 / 3 if setup == first.setup else 1.0
         return seen.setdefault(setup, replace(plain, peak_device_bytes=round(plain.peak_device_bytes * factor)))
 
-    found = improve(result, MODEL, predicted, verify)
-    assert first.verdict is found.verdict is Verdict.FITS
-    assert found.setup != first.setup
+    improvement = improve(result, MODEL, predicted, verify)
+    assert first.verdict is improvement.verdict is Verdict.FITS
+    assert improvement.setup != first.setup
     assert next(iter(seen)) == first.setup
-    assert seen[found.setup] == found.after
+    assert seen[improvement.setup] == improvement.after
 
 
 def test_every_change_has_its_place_in_the_order() -> None:
@@ -165,8 +169,8 @@ def test_a_change_carries_only_what_the_versions_of_the_file_know(more: str) -> 
     written = set()
     for _, after, _ in single_changes(config.setup, GPU, MODEL):
         if config.allows(after, in_place=True):
-            found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-            written |= set(edits_of(config, found))
+            improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+            written |= set(edits_of(config, improvement))
     assert written
     assert not written & set(config.lacks)
     assert not old or not {"activation_checkpointing", "liger_kernel_config"} & written
@@ -185,8 +189,8 @@ MODEL_WORDS = "trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --max_length 512"
 )
 def test_no_word_is_written_for_a_dictionary_that_the_parser_does_not_take(file: str, text: str) -> None:
     """transformers 5.23: `--liger_kernel_config '{}'` is no valid dictionary."""
-    found = read_text(text, file)
-    assert not found.allows(found.setup.replace(kernels="liger"), in_place=True)
+    config = read_text(text, file)
+    assert not config.allows(config.setup.replace(kernels="liger"), in_place=True)
 
 
 def test_what_liger_does_by_itself_needs_no_dictionary(tmp_path: Path) -> None:
@@ -196,29 +200,29 @@ def test_what_liger_does_by_itself_needs_no_dictionary(tmp_path: Path) -> None:
     )
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "run.sh").write_text("python train.py --output_dir out --bf16 true\n")
-    found = read_config(tmp_path / "run.sh", model=MODEL)
-    whole = found.setup.replace(kernels="liger", loss="liger")
-    assert found.allows(whole, in_place=True)
-    told = Improved(setup=whole, labels=("x",), after=predicted(whole), verdict=Verdict.FITS)
+    config = read_config(tmp_path / "run.sh", model=MODEL)
+    whole = config.setup.replace(kernels="liger", loss="liger")
+    assert config.allows(whole, in_place=True)
+    improvement = Improved(setup=whole, labels=("x",), after=predicted(whole), verdict=Verdict.FITS)
     assert (
         "out --use_liger_kernel True --bf16"
-        in fixed_files(tmp_path / "run.sh", found, told, MODEL).texts[tmp_path / "run.sh"]
+        in fixed_files(tmp_path / "run.sh", config, improvement, MODEL).texts[tmp_path / "run.sh"]
     )
 
 
 def test_a_file_takes_the_dictionary() -> None:
-    found = read_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 512\nuse_peft: true\n", "trl.yaml")
-    assert found.allows(found.setup.replace(kernels="liger"), in_place=True)
+    config = read_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 512\nuse_peft: true\n", "trl.yaml")
+    assert config.allows(config.setup.replace(kernels="liger"), in_place=True)
 
 
 def test_a_word_that_the_program_does_not_take_goes_into_its_call(tmp_path: Path) -> None:
     program, file = tmp_path / "train.py", tmp_path / "run.sh"
     program.write_text(OWN_WORDS)
     file.write_text("python train.py --per_device_train_batch_size 4\n")
-    found = read_config(file)
-    after = found.setup.replace(checkpointing=1)
-    told = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    written = fixed_files(file, found, told, MODEL).texts
+    config = read_config(file)
+    after = config.setup.replace(checkpointing=1)
+    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    written = fixed_files(file, config, improvement, MODEL).texts
     assert written[file] == "python train.fixed.py --per_device_train_batch_size 4\n"
     assert "activation_checkpointing=True" in written[program]
 
@@ -260,8 +264,8 @@ def test_a_value_is_changed_where_it_is_written(name: str, tmp_path: Path) -> No
     file.write_text(HEAD + before + LOAD + CALL.format(batch=batch, steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_files(file, config, found, MODEL).texts[file]
+    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    text = fixed_files(file, config, improvement, MODEL).texts[file]
     ast.parse(text)
     changed = [line for line in text.splitlines() if line not in file.read_text().splitlines()]
     assert len(changed) == (1 if name == "in the call" else 2)
@@ -275,9 +279,9 @@ def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
     file.write_text(HEAD + before + LOAD + CALL.format(batch="B", steps=2, more="bf16=True"))
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     with pytest.raises(ConfigError, match="no literal in the call") as caught:
-        fixed_files(file, config, found, MODEL).texts[file]
+        fixed_files(file, config, improvement, MODEL).texts[file]
     assert "where it is set" in caught.value.hint
 
 
@@ -287,10 +291,10 @@ def test_what_follows_from_another_value_is_left_as_it_is(steps: str, tmp_path: 
     file.write_text("import os\n" + HEAD + "B = 8\n" + LOAD + CALL.format(batch="B", steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
     after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_files(file, config, found, MODEL).texts[file]
+    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    text = fixed_files(file, config, improvement, MODEL).texts[file]
     assert text == file.read_text().replace("B = 8", "B = 4")
-    other = replace(found, setup=config.setup.replace(accumulation_steps=3))
+    other = replace(improvement, setup=config.setup.replace(accumulation_steps=3))
     with pytest.raises(ConfigError, match="computed in the call"):
         fixed_files(file, config, other, MODEL).texts[file]
 
@@ -325,8 +329,12 @@ def test_a_file_that_does_not_fit_is_never_written(
 
 def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:
     result = judged(LORA.replace("per_device_train_batch_size: 8", "per_device_train_batch_size: 1"), 3.9)
-    found = improved(result)
-    assert (found.setup.method, found.setup.seq_len_tokens, found.elsewhere) == ("qlora", 4096, False)
+    improvement = improved(result)
+    assert (improvement.setup.method, improvement.setup.seq_len_tokens, improvement.needs_new_file) == (
+        "qlora",
+        4096,
+        False,
+    )
     program = (
         HEAD
         + LOAD
@@ -336,8 +344,8 @@ def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:
         .replace("2048", "4096")
     )
     other = improved(judged(program, 3.9, "t.py"))
-    assert (other.setup.method, other.elsewhere) == ("qlora", True)  # a program's loading is not changed
-    assert replace(other, elsewhere=False).labels
+    assert (other.setup.method, other.needs_new_file) == ("qlora", True)  # a program's loading is not changed
+    assert replace(other, needs_new_file=False).labels
 
 
 @pytest.mark.parametrize("config", sorted(set(CONFIGS.values()) - {"GRPOConfig"}))
@@ -350,8 +358,8 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     config_read = read_config(tmp_path / "t.py")
     before = config_read.setup
     halved = before.replace(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
-    found = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
-    written = fixed_files(tmp_path / "t.py", config_read, found, MODEL).texts[tmp_path / "t.py"]
+    improvement = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
+    written = fixed_files(tmp_path / "t.py", config_read, improvement, MODEL).texts[tmp_path / "t.py"]
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
 
 
@@ -369,28 +377,32 @@ Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows).train()
 def ended(more: str, budget_gib: float) -> tuple[CheckResult, Improved]:
     """What `--fix` finds for a program of the Trainer's, on a card of so much memory."""
     assert MODEL is not None
-    found = read_text(OLDER.format(more), "train.py", model=MODEL)
-    result = check(found, MODEL, GPU, round(budget_gib * GIB), predicted)
+    config = read_text(OLDER.format(more), "train.py", model=MODEL)
+    result = check(config, MODEL, GPU, round(budget_gib * GIB), predicted)
     return result, improve(result, MODEL, predicted)
 
 
 @pytest.mark.parametrize("old", ["evaluation_strategy='no'", "overwrite_output_dir=True", "logging_dir='l'"])
 def test_checkpointing_of_an_older_version_is_one_setting(old: str) -> None:
-    result, found = ended(f"{old}, optim='adamw_torch', use_liger_kernel=True", 8)
+    result, improvement = ended(f"{old}, optim='adamw_torch', use_liger_kernel=True", 8)
     assert result.verdict is not Verdict.FITS
-    assert (found.labels, found.verdict, found.elsewhere) == (("checkpoint every layer",), Verdict.FITS, False)
-    assert found.setup.reentrant_checkpointing
-    assert edits_of(result.config, found) == {"gradient_checkpointing": True}
+    assert (improvement.labels, improvement.verdict, improvement.needs_new_file) == (
+        ("checkpoint every layer",),
+        Verdict.FITS,
+        False,
+    )
+    assert improvement.setup.reentrant_checkpointing
+    assert edits_of(result.config, improvement) == {"gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize("key", ["eval_strategy='steps'", "eval_strategy='epoch'", "do_eval=True"])
 def test_a_smaller_evaluation_alone_is_what_is_changed_where_it_suffices(key: str) -> None:
     more = f"gradient_checkpointing=True, {key}, per_device_eval_batch_size=32"
-    result, found = ended(more, 20)
+    result, improvement = ended(more, 20)
     assert result.verdict is not Verdict.FITS
-    assert (found.labels, found.verdict) == (("evaluation of 1 at once",), Verdict.FITS)
-    assert found.setup == result.config.setup
-    assert edits_of(result.config, found) == {"per_device_eval_batch_size": 1}
+    assert (improvement.labels, improvement.verdict) == (("evaluation of 1 at once",), Verdict.FITS)
+    assert improvement.setup == result.config.setup
+    assert edits_of(result.config, improvement) == {"per_device_eval_batch_size": 1}
     assert len(ended(more, 7)[1].labels) > 1  # where the step itself is too large more is changed
 
 

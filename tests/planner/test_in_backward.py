@@ -36,8 +36,8 @@ def setup_of(**fields: object) -> TrainSetup:
 def test_bytes_of_its_own_recipe(fields: dict[str, object], gib: float) -> None:
     """Allocated by torchtune 0.6.1's recipe of Llama-3.1-8B, 2,048 tokens, traced on 29 November 2026; the tables of
     its rotary embedding (0.06 GiB) are not counted. Before: 19.5, and 30.2 where gradients are kept."""
-    found = predict(catalogue.load(LLAMA), find_gpu("rtx-4090"), setup_of(**fields))
-    assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.007)
+    prediction = predict(catalogue.load(LLAMA), find_gpu("rtx-4090"), setup_of(**fields))
+    assert prediction.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.007)
 
 
 def test_nothing_accumulates() -> None:
@@ -51,18 +51,18 @@ def test_its_file_is_read_as_it_was_planned() -> None:
     model = catalogue.load(LLAMA)
     launch = EXPORTERS[STACK](request(setup_of(), model=model, model_id=LLAMA))
     text = next(file.text for file in launch.files if file.path.endswith(".yaml"))
-    found = read_text(text, "full.yaml")
-    assert (found.model_id, found.missing, found.approximations) == (LLAMA, (), ANOTHERS)
-    assert found.setup.stack == STACK
-    assert found.setup.run_by(STACK).replace_trusted(adapter_dtype="auto") == launch.runs_as(setup_of())
+    config = read_text(text, "full.yaml")
+    assert (config.model_id, config.missing, config.approximations) == (LLAMA, (), ANOTHERS)
+    assert config.setup.stack == STACK
+    assert config.setup.run_by(STACK).replace_trusted(adapter_dtype="auto") == launch.runs_as(setup_of())
 
 
 ANOTHERS = ("torchtune's own model code is counted as transformers'",)
 
 
 def test_a_24_gb_card_trains_8b_whole() -> None:
-    asked = plan_request(LLAMA, "rtx-4090", fixed=WHOLE, targets=(STACK,), global_batch=2)
-    plan = plan_workload(asked, explained=False)
+    workload = plan_request(LLAMA, "rtx-4090", fixed=WHOLE, targets=(STACK,), global_batch=2)
+    plan = plan_workload(workload, explained=False)
     assert isinstance(plan, Plan)
     assert plan.chosen.setup == setup_of(expandable_segments=True)
     assert TARGETS[STACK].expresses(plan.chosen.setup, catalogue.load(LLAMA), find_gpu("rtx-4090"))
@@ -71,7 +71,7 @@ def test_a_24_gb_card_trains_8b_whole() -> None:
 def test_a_refusal_and_a_plan_with_sgd_name_it() -> None:
     refused = plan_workload(plan_request(LLAMA, "rtx-4090", fixed=WHOLE))
     assert isinstance(refused, NoPlan)
-    assert any(one.action.startswith(f"--target {STACK} --global-batch 2: ") for one in refused.remedies)
+    assert any(remedy.action.startswith(f"--target {STACK} --global-batch 2: ") for remedy in refused.remedies)
     plan = plan_workload(plan_request(LLAMA, "rtx-4090", fixed=WHOLE, host_gib=64), explained=False)
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.optimizer == "sgd"

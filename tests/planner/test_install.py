@@ -10,10 +10,10 @@ from planner.core import install
 
 def _installed(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     """As pip leaves it in a folder of packages (PEP 610)."""
-    (kept := folder / "packages" / "finetune_planner-0.1.0.dist-info").mkdir(parents=True)
+    (dist_info := folder / "packages" / "finetune_planner-0.1.0.dist-info").mkdir(parents=True)
     if text is not None:
-        (kept / "direct_url.json").write_text(text, "utf-8")
-    monkeypatch.setattr(install.sys, "path", ["", str(folder / "none"), str(kept.parent)])
+        (dist_info / "direct_url.json").write_text(text, "utf-8")
+    monkeypatch.setattr(install.sys, "path", ["", str(folder / "none"), str(dist_info.parent)])
 
 
 def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
         (tmp_path / "CACHEDIR.TAG").touch()
     monkeypatch.setattr(install.sys, "prefix", str(tmp_path))
     _installed(tmp_path, monkeypatch, f'{{"url": "{wheel.as_uri()}"}}')
-    said = install.install_command("torch")
-    assert shlex.split(said) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
-    said = install.packages_command("a", "b>=2")
-    assert shlex.split(said) == shlex.split(more.replace("WHAT", f"'finetune-planner @ {wheel.as_uri()}'"))
+    line = install.install_command("torch")
+    assert shlex.split(line) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
+    line = install.packages_command("a", "b>=2")
+    assert shlex.split(line) == shlex.split(more.replace("WHAT", f"'finetune-planner @ {wheel.as_uri()}'"))

@@ -50,7 +50,7 @@ Line = tuple[str, str, str]
 @cache
 def calls_of_all() -> Mapping[Line, frozenset[tuple[tuple[str, ...], ...]]]:
     """Every distinct list of calls of every target, by what it is installed on."""
-    found: dict[Line, set[tuple[tuple[str, ...], ...]]] = {}
+    calls_by_line: dict[Line, set[tuple[tuple[str, ...], ...]]] = {}
     for card in CARDS:
         gpu = find_gpu(card)
         for name in MODELS:
@@ -59,20 +59,20 @@ def calls_of_all() -> Mapping[Line, frozenset[tuple[tuple[str, ...], ...]]]:
             for setup in unlike():
                 if missing_kernels(model, gpu, setup) or (gpu.vendor == "Apple" and setup.num_gpus > 1):
                     continue
-                asked = asked_for(setup, gpu=gpu, model=model)
+                export_request = asked_for(setup, gpu=gpu, model=model)
                 for target, export in EXPORTERS.items():
-                    launch = export(asked)
+                    launch = export(export_request)
                     if launch.complete and not launch.refused:
                         line = (target, launch.python, SYSTEMS[gpu.vendor])
-                        calls = tuple(map(tuple, install_calls(launch, asked)))
-                        found.setdefault(line, set()).add(calls)
-    return {line: frozenset(calls) for line, calls in found.items()}
+                        calls = tuple(map(tuple, install_calls(launch, export_request)))
+                        calls_by_line.setdefault(line, set()).add(calls)
+    return {line: frozenset(calls) for line, calls in calls_by_line.items()}
 
 
 def unlike() -> list[TrainSetup]:
     """Of the sweep two of each combination of what a package can hang on."""
     seen: Counter[tuple[object, ...]] = Counter()
-    found = []
+    selected = []
     for setup in (*setups(), *EMBEDDINGS):
         row = OPTIMIZERS[setup.optimizer]
         key = (
@@ -87,17 +87,17 @@ def unlike() -> list[TrainSetup]:
         )
         seen[key] += 1
         if seen[key] <= 2:
-            found.append(setup)
-    return found
+            selected.append(setup)
+    return selected
 
 
 def largest_sets() -> list[tuple[Line, frozenset[str]]]:
     """The sets of requirements that no other set of the same line holds."""
-    found = []
+    largest = []
     for line, every in calls_of_all().items():
         sets = {frozenset(word for call in calls for word in call if not is_option(word)) for calls in every}
-        found += [(line, one) for one in sets if not any(one < other for other in sets)]
-    return sorted(found, key=lambda row: (row[0], sorted(row[1])))
+        largest += [(line, requirements) for requirements in sets if not any(requirements < other for other in sets)]
+    return sorted(largest, key=lambda row: (row[0], sorted(row[1])))
 
 
 def is_option(word: str) -> bool:
@@ -128,21 +128,21 @@ def test_no_line_for_a_mac_has_tritons_kernels_and_torch_is_built_for_the_card()
             if "darwin" in system:
                 assert not words & {"liger-kernel", "flash-linear-attention", "flash-attn", "unsloth"}, target
     for card, builds in {"mi300x": "rocm7.2", "arc-b580": "xpu", "v100-16gb": "cu126"}.items():
-        asked = asked_for(TrainSetup(precision="fp16-autocast"), gpu=find_gpu(card))
+        export_request = asked_for(TrainSetup(precision="fp16-autocast"), gpu=find_gpu(card))
         for target in ("trl", "hf", "axolotl", "llamafactory"):
-            calls = install_calls(EXPORTERS[target](asked), asked)
+            calls = install_calls(EXPORTERS[target](export_request), export_request)
             assert calls[0] == ["torch", "--index-url", f"{TORCH_INDEX}{builds}"]
 
 
 @pytest.fixture(scope="module")
 def uv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """uv, told where pip finds packages, as setup.sh tells it."""
-    beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.exists() else shutil.which("uv")
-    if found is None:
+    sibling = Path(sys.executable).with_name("uv")
+    executable = str(sibling) if sibling.exists() else shutil.which("uv")
+    if executable is None:
         pytest.skip("uv is not here")
     command = [
-        found,
+        executable,
         "pip",
         "compile",
         "-",
@@ -159,21 +159,21 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_every_largest_set_of_requirements_resolves(request: pytest.FixtureRequest) -> None:
     sets = {f"{' '.join(line)}: {' '.join(sorted(words))}": (line, words) for line, words in largest_sets()}
-    again = bool(os.environ.get("RESOLVE_INSTALLS"))
-    known = () if again else RESOLVED.read_text().splitlines()[1:]
+    refresh = bool(os.environ.get("RESOLVE_INSTALLS"))
+    resolved = () if refresh else RESOLVED.read_text().splitlines()[1:]
     assert len(sets) >= 12
-    failed, open_ = {}, [name for name in sets if name not in known]
+    failed, open_ = {}, [name for name in sets if name not in resolved]
     uv = request.getfixturevalue("uv") if open_ else []
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"}  # what torch's wheels are for
     for name in open_:
         (_, python, system), words = sets[name]
         command = [*uv, "--python-version", python, "--python-platform", system]
-        asked = "\n".join(sorted(words))
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, env=environment)
+        requirements = "\n".join(sorted(words))
+        done = subprocess.run(command, input=requirements, capture_output=True, text=True, timeout=300, env=environment)
         if done.returncode:
             failed[name] = done.stderr[-800:]
     assert not failed
-    if again:
+    if refresh:
         for name in SOURCE_ONLY:
             asking = [sys.executable, "-m", "pip", "index", "versions", name]
             assert f"{TESTED[name]}," in subprocess.run(asking, capture_output=True, text=True, timeout=120).stdout

@@ -34,7 +34,7 @@ from planner.planning.plan import Plan
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dict
+from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
 from planner.setup.packages import TESTED
 from planner.speed import speed_profile
 from planner.speed.roofline import throughput_profile
@@ -102,7 +102,7 @@ def test_fewer_and_larger_kernels_need_no_more_memory_and_time(precision: str, c
 
 def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> None:
     types = {entry.model_type for entry in catalogue.entries()}
-    assert {one.removesuffix("_text") for one in {*LIGER_PARTS, *LIGER_LOSS}} <= types
+    assert {model_type.removesuffix("_text") for model_type in {*LIGER_PARTS, *LIGER_LOSS}} <= types
     assert set(LIGER_PARTS) >= FUSED_LORA
     assert "granite" not in LIGER_LOSS  # Liger patches its layers and raises for the loss
     assert parts_of("liger", "olmo2") == {"norm", "rotary", "gated"}
@@ -199,7 +199,7 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     planned = request(TrainSetup(kernels="liger", loss="chunked"), model=loaded(LLAMA))
     assert f"liger-kernel=={TESTED[LIGER]}" in install_calls(EXPORTERS["trl"](planned), planned)[0]
     pinned_by_axolotl = install_calls(EXPORTERS["axolotl"](planned), planned)[0]
-    assert not any("liger" in one for one in pinned_by_axolotl)
+    assert not any("liger" in package for package in pinned_by_axolotl)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_files_are_read_as_what_they_switch_on(text: str, name: str, kernels: st
 def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and_a_note() -> None:
     read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=loaded("openai-community/gpt2"))
     assert read.setup.kernels == "eager"
-    assert any("no layer kernels for gpt2" in one for one in read.assumptions)
+    assert any("no layer kernels for gpt2" in assumption for assumption in read.assumptions)
 
 
 def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> None:
@@ -244,7 +244,7 @@ def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> N
 
 def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
     plain, compiled = (
-        speed_profile(unprofiled(), GPU, one).step_time(one) for one in (TrainSetup(), TrainSetup(compile=True))
+        speed_profile(unprofiled(), GPU, setup).step_time(setup) for setup in (TrainSetup(), TrainSetup(compile=True))
     )
     assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
     assert any("6 pairs of runs (B200, A100, H100)" in note for note in compiled.notes)
@@ -262,7 +262,7 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
         predict_memory(loaded(LLAMA), GPU, alone).peak_device_bytes
         == predict_memory(loaded(LLAMA), GPU, eager).peak_device_bytes
     )
-    both = [speed_profile(unprofiled(), GPU, one).step_time(one) for one in (alone, eager)]
+    both = [speed_profile(unprofiled(), GPU, setup).step_time(setup) for setup in (alone, eager)]
     assert both[0].step_time_s == both[1].step_time_s
     assert any("compile gains nothing" in note for note in both[0].notes)
     plan = plan_workload(plan_request(LLAMA, fixed={"compile": (True,)}))
@@ -276,17 +276,17 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
 def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_says_what_it_would_buy() -> None:
     plan = plan_workload(plan_request(LLAMA, targets=("trl",)))
     assert isinstance(plan, Plan)
-    said = next(answer for answer in plan.tree if answer.question == "torch.compile?")
-    assert (plan.chosen.setup.compile, said.choice) == (False, "no")
-    assert "is predicted" in said.reason
-    assert "in a step of one sequence, such gains are off by 28 %" in said.reason
+    answer = next(answer for answer in plan.tree if answer.question == "torch.compile?")
+    assert (plan.chosen.setup.compile, answer.choice) == (False, "no")
+    assert "is predicted" in answer.reason
+    assert "in a step of one sequence, such gains are off by 28 %" in answer.reason
     mixture = plan_workload(plan_request("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
     assert isinstance(mixture, Plan)
     assert mixture.chosen.setup.compile
     stacked = plan_workload(plan_request("Qwen/Qwen3-30B-A3B", gpu="h100-sxm"))
     assert isinstance(stacked, Plan)
-    said = next(answer for answer in stacked.tree if answer.question == "torch.compile?")
-    assert (stacked.chosen.setup.compile, "stacked experts end dynamo's graphs" in said.reason) == (False, True)
+    answer = next(answer for answer in stacked.tree if answer.question == "torch.compile?")
+    assert (stacked.chosen.setup.compile, "stacked experts end dynamo's graphs" in answer.reason) == (False, True)
 
 
 @pytest.mark.parametrize(("adapters", "widths"), [
@@ -302,8 +302,8 @@ def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[s
         "num_key_value_heads": 4, "vocab_size": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     values = {"precision": "bf16-pure", "checkpointing": False, "seq_len_tokens": 512, "stack": "torchtune"}
-    setup = asked_setup({**values, **adapters, "compile": True})
-    one, two = (
+    setup = setup_from_request({**values, **adapters, "compile": True})
+    single, two = (
         activation_parts(
             spec_from_config(config | {"num_hidden_layers": layers}, model_id="layers", source="by hand"),
             find_gpu("a100-80gb"),
@@ -311,7 +311,7 @@ def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[s
         )
         for layers in (1, 2)
     )
-    assert sum(two.stored.values()) - sum(one.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
+    assert sum(two.stored.values()) - sum(single.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
 
 
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
@@ -319,14 +319,14 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
 ) -> None:
     """Liger gains some 15 % here, fused adapters more: were that given for fewer packages, eager kernels would stay."""
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
-    asked = plan_request(LLAMA, "h200", fixed=narrow)
-    assert {point.shared.kernels for point in walk(asked)} == {"liger"}
-    for room in ("planner.planning.walk", "planner.planning.decision.facts"):
+    workload = plan_request(LLAMA, "h200", fixed=narrow)
+    assert {point.shared.kernels for point in walk(workload)} == {"liger"}
+    for room in ("planner.planning.walk", "planner.planning.decision.results"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.5)
-    plan = plan_workload(asked)
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.kernels == "eager"
-    assert any("too little for another package" in one.reason for one in plan.tree)
+    assert any("too little for another package" in answer.reason for answer in plan.tree)
 
 
 def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stands_beside() -> None:
@@ -334,23 +334,23 @@ def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stand
     plan = plan_workload(here)
     assert isinstance(plan, Plan)
     assert (plan.chosen.setup.kernels, plan.chosen.setup.loss) == ("eager", "chunked")
-    beside = plan.alternatives[0]
-    assert (beside.label, beside.candidate.setup.kernels) == ("with axolotl", "fused")
+    alternative = plan.alternatives[0]
+    assert (alternative.label, alternative.candidate.setup.kernels) == ("with axolotl", "fused")
     assert any("not installed here: axolotl" in note and "--target axolotl --out" in note for note in plan.notes)
     trl = plan_workload(replace(here, targets=("trl",)))
     assert isinstance(trl, Plan)
-    beside = trl.alternatives[0]
-    assert (beside.label, beside.candidate.setup.kernels) == ("with liger-kernel", "liger")
+    alternative = trl.alternatives[0]
+    assert (alternative.label, alternative.candidate.setup.kernels) == ("with liger-kernel", "liger")
     assert any(f"pip install liger-kernel=={TESTED[LIGER]}" in note for note in trl.notes)
-    asked = plan_workload(replace(here, fixed={"kernels": ("liger",)}))
-    assert isinstance(asked, Plan)
-    assert asked.chosen.setup.kernels == "liger"
+    liger_plan = plan_workload(replace(here, fixed={"kernels": ("liger",)}))
+    assert isinstance(liger_plan, Plan)
+    assert liger_plan.chosen.setup.kernels == "liger"
 
 
 def test_the_walk_holds_the_families_asked_for() -> None:
-    asked = plan_request(LLAMA, fixed={"kernels": ("liger", "eager"), "method": ("lora",)})
-    found = {point.shared.kernels for point in walk(asked)}
-    assert found == {"liger", "eager"}
+    workload = plan_request(LLAMA, fixed={"kernels": ("liger", "eager"), "method": ("lora",)})
+    families = {point.shared.kernels for point in walk(workload)}
+    assert families == {"liger", "eager"}
     unknown = plan_request("openai-community/gpt2", fixed={"kernels": ("liger", "eager")})
     assert dimension_values(unknown)["kernels"] == ("eager",)
 
@@ -373,9 +373,9 @@ def test_offloaded_checkpoints_leave_two_inputs_on_the_device() -> None:
     """By hand: 32 inputs of 1,024 tokens x 4,096 x 2 bytes become two; the recomputed layer gets its own back."""
     setup = TrainSetup(seq_len_tokens=1024)
     here, away = (activation_parts(loaded(LLAMA), GPU, setup.replace(activation_offload=off)) for off in (False, True))
-    one = 2 * 1024 * 4096
-    assert (here.stored["inputs"], away.stored["inputs"]) == (32 * one, 2 * one)
-    assert away.recomputed - here.recomputed == one
+    input_bytes = 2 * 1024 * 4096
+    assert (here.stored["inputs"], away.stored["inputs"]) == (32 * input_bytes, 2 * input_bytes)
+    assert away.recomputed - here.recomputed == input_bytes
 
 
 def test_offloading_costs_the_copies_over_the_link() -> None:
@@ -432,7 +432,7 @@ def test_olmos_query_and_key_norms_stay_eager() -> None:
     """OLMo-3 7B, bf16, 1,024 tokens, by hand: two of four norms per layer keep 2 bytes in place of 4 per element; the
     norms of queries and keys, as wide as the stream, are left by Liger (dry run and formula were 6.7 % apart)."""
     setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
-    eager, liger = (kept(setup.replace(kernels=one), "allenai/olmo-3-1025-7b") for one in ("eager", "liger"))
+    eager, liger = (kept(setup.replace(kernels=kernels), "allenai/olmo-3-1025-7b") for kernels in ("eager", "liger"))
     assert eager["norm"] - liger["norm"] == 32 * 2 * 2 * 1024 * 4096
 
 
@@ -442,8 +442,8 @@ def test_sdpa_on_hopper_is_cudnns_attention() -> None:
     for card, times in (("h100-sxm", 1.7), ("a100-80gb", 1.0)):
         gpu = find_gpu(card)
         sdpa, flash = (
-            speed_profile(unprofiled(), gpu, one).step_time(one).parts_s["attention"]
-            for one in (long, long.replace(attention="flash-attention-2"))
+            speed_profile(unprofiled(), gpu, setup).step_time(setup).parts_s["attention"]
+            for setup in (long, long.replace(attention="flash-attention-2"))
         )
         assert flash / sdpa == pytest.approx(times)
 
@@ -457,8 +457,8 @@ def test_a_mask_costs_sdpa_the_causal_half() -> None:
     alone = compiled.replace(stack="torchtitan")
     for card, times in (("a100-80gb", 2 / 0.51), ("h100-sxm", 2 / 0.48), ("b200", 2.0)):
         attention = {
-            one: speed_profile(unprofiled(), find_gpu(card), one).step_time(one).parts_s["attention"]
-            for one in (long, packed, compiled, alone)
+            setup: speed_profile(unprofiled(), find_gpu(card), setup).step_time(setup).parts_s["attention"]
+            for setup in (long, packed, compiled, alone)
         }
         assert attention[packed] == attention[compiled] == pytest.approx(times * attention[long])
         assert attention[alone] == attention[long]
@@ -469,9 +469,10 @@ def test_a_mask_costs_sdpa_the_causal_half() -> None:
 def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     """Llama-3.1-8B on an H100: Liger's kernels gain 20 %, fused LoRA 40 %; 21 % is the most that was measured."""
     setups = [
-        TrainSetup(kernels=one, checkpointing=0, loss="chunked", micro_batch_seqs=4) for one in ("liger", "fused")
+        TrainSetup(kernels=kernels, checkpointing=0, loss="chunked", micro_batch_seqs=4)
+        for kernels in ("liger", "fused")
     ]
-    liger, fused = (speed_profile(unprofiled(), find_gpu("h100-sxm"), one).step_time(one) for one in setups)
+    liger, fused = (speed_profile(unprofiled(), find_gpu("h100-sxm"), setup).step_time(setup) for setup in setups)
     assert fused.band_fraction == pytest.approx(liger.band_fraction + 0.187, abs=0.02)
     assert "above the largest measured (21%)" in " ".join(fused.notes)
     assert "above the largest" not in " ".join(liger.notes)
@@ -487,14 +488,14 @@ def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> 
     """By hand, 32 layers of 4,096 tokens: 4,096 wide output in 2 bytes and 32 heads' fp32 sums; what is recomputed is
     less by one layer of it. The dry run's peak moves by the same 495 MiB (Llama-3.2-1B, 8,192 tokens)."""
     plain = TrainSetup(seq_len_tokens=4096)
-    kept = plain.replace(selective_checkpointing=True)
-    one = 4096 * (2 * 4096 + 4 * 32)
-    before, after = (activation_parts(loaded(LLAMA), GPU, setup) for setup in (plain, kept))
-    assert after.stored["attention"] - before.stored["attention"] == 32 * one
-    assert before.recomputed - after.recomputed == one
-    again = [speed_profile(unprofiled(), GPU, setup).step_time(setup).parts_s for setup in (plain, kept)]
-    forward = again[0]["attention"] / (1 + 2.5 * 0.8177 / 0.6899)  # five products back for two forward, at their rates
-    assert again[0]["recompute"] - again[1]["recompute"] == pytest.approx(forward, rel=0.01)
+    selective = plain.replace(selective_checkpointing=True)
+    attention_bytes = 4096 * (2 * 4096 + 4 * 32)
+    before, after = (activation_parts(loaded(LLAMA), GPU, setup) for setup in (plain, selective))
+    assert after.stored["attention"] - before.stored["attention"] == 32 * attention_bytes
+    assert before.recomputed - after.recomputed == attention_bytes
+    parts = [speed_profile(unprofiled(), GPU, setup).step_time(setup).parts_s for setup in (plain, selective)]
+    forward = parts[0]["attention"] / (1 + 2.5 * 0.8177 / 0.6899)  # five products back for two forward, at their rates
+    assert parts[0]["recompute"] - parts[1]["recompute"] == pytest.approx(forward, rel=0.01)
 
 
 def test_torchtitans_selective_checkpointing_multiplies_no_second_product_again() -> None:
@@ -505,9 +506,11 @@ def test_torchtitans_selective_checkpointing_multiplies_no_second_product_again(
     full, lora = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"precision": "bf16-pure"}
     for fields, shorter in ((full, 0.078), (lora, 0.126)):
         plain = TrainSetup(stack="torchtitan", loss="full", micro_batch_seqs=2, seq_len_tokens=4096, **fields)
-        kept = plain.replace(selective_checkpointing=True)
-        again = [throughput_profile(model, gpu, one).step_time(one).parts_s["recompute"] for one in (plain, kept)]
-        assert again[0] - again[1] == pytest.approx(shorter, rel=0.05)
+        selective = plain.replace(selective_checkpointing=True)
+        recompute_s = [
+            throughput_profile(model, gpu, setup).step_time(setup).parts_s["recompute"] for setup in (plain, selective)
+        ]
+        assert recompute_s[0] - recompute_s[1] == pytest.approx(shorter, rel=0.05)
 
 
 def test_packed_samples_are_one_row_to_sdpa() -> None:
@@ -516,10 +519,10 @@ def test_packed_samples_are_one_row_to_sdpa() -> None:
     packed = TrainSetup(packing=True, seq_len_tokens=2048)
     for changes, times in (({}, 16), ({"attention": "flash-attention-2"}, 4), ({"stack": "torchtune"}, 4)):
         setups = [packed.replace(micro_batch_seqs=seqs, **changes) for seqs in (1, 4)]
-        one, four = (
+        single, four = (
             throughput_profile(loaded(LLAMA), GPU, each).step_time(each).parts_s["attention"] for each in setups
         )
-        assert four == pytest.approx(times * one)
+        assert four == pytest.approx(times * single)
 
 
 def test_selective_checkpointing_is_refused_where_nothing_would_be_kept() -> None:

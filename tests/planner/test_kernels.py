@@ -71,8 +71,11 @@ def test_flash_attention_checks_the_width_of_every_layer() -> None:
     """Gemma 4: local layers have heads of 256, global ones of 512; flash_api.cpp refuses above 256."""
     gemma, gpu = loaded("google/gemma-4-31B-it"), find_gpu("h100-sxm")
     specs = {layer.attention for layer in gemma.layer_kinds if layer.attention is not None}
-    found = {one.head_dim: attention_kernel(gemma, TrainSetup(**FLASH_2), gpu, one, "bf16") for one in specs}
-    assert found == {256: "flash", 512: "eager"}
+    kernels = {
+        attention.head_dim: attention_kernel(gemma, TrainSetup(**FLASH_2), gpu, attention, "bf16")
+        for attention in specs
+    }
+    assert kernels == {256: "flash", 512: "eager"}
     assert "head size 256; google/gemma-4-31B-it has layers with 512" in flash_refusal(gemma)
     assert supported_attentions(gemma, gpu) == ("sdpa", "eager")
 
@@ -100,7 +103,7 @@ def test_no_plan_of_the_catalogue_has_an_attention_that_cannot_train_it() -> Non
         for gpu in ("t4", "rtx-4090", "h100-sxm"):
             for attention in supported_attentions(model, find_gpu(gpu)):
                 assert not missing_kernels(model, find_gpu(gpu), TrainSetup(attention=attention))
-        widest = max(one.head_dim for layer in model.layer_kinds if (one := layer.attention))
+        widest = max(layer_attention.head_dim for layer in model.layer_kinds if (layer_attention := layer.attention))
         assert ("flash-attention-2" in supported_attentions(model, find_gpu("h100-sxm"))) == (
             "flash-attention-2" in model.attentions
             and widest <= 256
@@ -169,16 +172,16 @@ def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: s
             )
 
 
-@pytest.mark.parametrize(("card", "told"), [("t4", True), ("apple-m2-ultra", False)])
-def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings(card: str, told: bool) -> None:
+@pytest.mark.parametrize(("card", "suggested"), [("t4", True), ("apple-m2-ultra", False)])
+def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings(card: str, suggested: bool) -> None:
     """Llama-3.1-8B QLoRA by Axolotl on a T4: 478 tokens/s, of packed rows 638 (`python -m benchmarks.rivals`)."""
     model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
     assert model is not None
     notes = predict(model, gpu, TrainSetup(precision="fp16-autocast")).notes
     fallback = next(note for note in notes if "math kernel" in note)
-    assert ("--packing" in fallback) == told
+    assert ("--packing" in fallback) == suggested
     packed = predict(model, gpu, TrainSetup(precision="fp16-autocast", packing=True)).notes
-    assert any("math kernel" in note for note in packed) != told
+    assert any("math kernel" in note for note in packed) != suggested
 
 
 def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
@@ -192,9 +195,9 @@ def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
     assert not any("xformers" in dimension_values(other)["attention"] for other in (unpacked, ampere))
     by_xformers = TrainSetup(method="qlora", quantization="nf4", **XFORMERS)
     by_sdpa = by_xformers.replace(attention="sdpa")
-    own, masked = (predict(model, gpu, one) for one in (by_xformers, by_sdpa))
-    assert own.peak_device_bytes < masked.peak_device_bytes
-    assert own.tokens_per_s > masked.tokens_per_s
+    unmasked, masked = (predict(model, gpu, setup) for setup in (by_xformers, by_sdpa))
+    assert unmasked.peak_device_bytes < masked.peak_device_bytes
+    assert unmasked.tokens_per_s > masked.tokens_per_s
     long = plan_workload(PlanRequest(fixed={"packing": (True,)}, seq_len=8192).workload(model, gpu))
     assert isinstance(long, Plan)
     assert (long.chosen.setup.attention, long.chosen.setup.selective_checkpointing) == ("xformers", False)

@@ -51,17 +51,17 @@ def read(config: dict[str, Any], like: str = "") -> ModelSpec:
 def test_a_llama_under_other_names_is_the_same_size() -> None:
     config = config_of("meta-llama/Llama-3.1-8B")
     renamed = {GLM_NAMES.get(name, name): value for name, value in config.items()}
-    known = catalogue.load("meta-llama/Llama-3.1-8B")
-    assert known is not None
-    assert read(renamed, "llama").num_params == read(config, "llama").num_params == known.num_params
+    spec = catalogue.load("meta-llama/Llama-3.1-8B")
+    assert spec is not None
+    assert read(renamed, "llama").num_params == read(config, "llama").num_params == spec.num_params
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "zai-org/GLM-4.5-Air"])
 def test_experts_are_counted_under_every_name_that_they_have(name: str) -> None:
     """A copy of Qwen3-30B-A3B as llama was 3.34 B."""
-    known = catalogue.load(name)
-    assert known is not None
-    assert read(config_of(name), "mixture").num_params == pytest.approx(known.num_params, rel=0.001)
+    spec = catalogue.load(name)
+    assert spec is not None
+    assert read(config_of(name), "mixture").num_params == pytest.approx(spec.num_params, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_error_names_the_kind_that_fits(name: str, hinted: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "like", "said"),
+    ("config", "like", "message"),
     [
         (config_of("Qwen/Qwen3-30B-A3B"), "llama", "has 128 experts"),
         (config_of("meta-llama/Llama-3.1-8B"), "mixture", "has no experts"),
@@ -86,8 +86,8 @@ def test_the_error_names_the_kind_that_fits(name: str, hinted: str) -> None:
         (config_of("meta-llama/Llama-3.1-8B", model_type="llama"), "llama", "is known"),
     ],
 )
-def test_what_another_kind_is_told_of_is_refused(config: dict[str, Any], like: str, said: str) -> None:
-    with pytest.raises(PlannerError, match=said) as error:
+def test_what_another_kind_is_told_of_is_refused(config: dict[str, Any], like: str, message: str) -> None:
+    with pytest.raises(PlannerError, match=message) as error:
         read(config, like)
     assert error.value.hint
 
@@ -104,8 +104,8 @@ def test_weights_of_another_size_beside_it_are_refused(tmp_path: Path) -> None:
 
 
 def test_transformers_own_layers_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = catalogue.load("Qwen/Qwen3-0.6B")
-    monkeypatch.setattr("planner.models.module_tree.spec_from_tree", lambda config, model_type: own)
+    tree_spec = catalogue.load("Qwen/Qwen3-0.6B")
+    monkeypatch.setattr("planner.models.module_tree.spec_from_tree", lambda config, model_type: tree_spec)
     spec = read(config_of("meta-llama/Llama-3.1-8B"), "llama")
     assert spec.like == ""
     assert "not needed" in spec.taken_as
@@ -119,12 +119,12 @@ def test_like_of_a_known_name_is_a_mistake() -> None:
 def test_the_bands_hold_what_known_types_read_as_strangers_are_off_by() -> None:
     """Every third model of the catalogue that `--like` can read, three setups each."""
     num = 0
-    for known_by_size, known in some([*pairs()], 3):
-        for name, peak, time in errors(known_by_size, known):
+    for known_by_size, spec in some([*pairs()], 3):
+        for name, peak, time in errors(known_by_size, spec):
             wide = known_by_size.like == "mixture" and name == "LoRA, no checkpointing"
             band = LIKE_MIXTURE_ADAPTED_BAND if wide else LIKE_BANDS[known_by_size.like]
-            assert abs(peak) <= band, (known.model_id, name)
-            assert abs(time) <= LIKE_TIME_BANDS[known_by_size.like], (known.model_id, name)
+            assert abs(peak) <= band, (spec.model_id, name)
+            assert abs(time) <= LIKE_TIME_BANDS[known_by_size.like], (spec.model_id, name)
             num += 1
     assert num > 80
 
@@ -132,7 +132,7 @@ def test_the_bands_hold_what_known_types_read_as_strangers_are_off_by() -> None:
 def test_the_prediction_says_how_it_was_made() -> None:
     spec = read(config_of("meta-llama/Llama-3.1-8B"), "llama")
     setup = TrainSetup(method="lora", lora_rank=16)
-    found = predict(spec, find_gpu("h200"), setup)
-    assert found.memory_band_fraction >= LIKE_BANDS["llama"] == memory_band(spec, setup)
-    assert (found.time_band_fraction or 0.0) >= LIKE_TIME_BANDS["llama"]
-    assert any("--like" in note for note in found.notes)
+    prediction = predict(spec, find_gpu("h200"), setup)
+    assert prediction.memory_band_fraction >= LIKE_BANDS["llama"] == memory_band(spec, setup)
+    assert (prediction.time_band_fraction or 0.0) >= LIKE_TIME_BANDS["llama"]
+    assert any("--like" in note for note in prediction.notes)

@@ -45,8 +45,8 @@ def test_rows_have_a_source_a_figure_and_a_place(rows: tuple[MeasuredRow, ...]) 
     cards = {card.key for card in all_gpus()}
     names = {entry.model_id for entry in catalogue.entries()}
     for row in rows:
-        own = row.source.startswith("measured for this project: ")
-        assert own or "/" in row.source, row.id  # owner/name@commit:path, or an address
+        measured_here = row.source.startswith("measured for this project: ")
+        assert measured_here or "/" in row.source, row.id  # owner/name@commit:path, or an address
         assert "/work" not in row.source
         assert row.gpu is None or row.gpu in cards, row.id
         assert row.model is None or row.model in names, row.id
@@ -150,12 +150,15 @@ def test_the_formula_keeps_its_aims_on_the_h200() -> None:
         model = catalogue.load(row.model or "")
         if row.group != "h200" or row.setup is None or model is None:
             continue
-        found = predict(model, find_gpu("h200"), row.setup)
-        for what, predicted in (("allocated", found.peak_allocated_bytes), ("reserved", found.peak_reserved_bytes)):
-            aim = own_runs.AIMS["formula", what]
-            assert predicted == pytest.approx(row.measured(what), rel=aim), (row.id, what)
+        prediction = predict(model, find_gpu("h200"), row.setup)
+        for what, predicted in (
+            ("allocated", prediction.peak_allocated_bytes),
+            ("reserved", prediction.peak_reserved_bytes),
+        ):
+            tolerance = own_runs.AIMS["formula", what]
+            assert predicted == pytest.approx(row.measured(what), rel=tolerance), (row.id, what)
         speed = pytest.approx(row.tokens_per_s, rel=own_runs.AIMS["formula", "speed"])
-        assert found.tokens_per_s == speed, row.id
+        assert prediction.tokens_per_s == speed, row.id
 
 
 def test_figures_of_others_readmes_are_read_where_they_stand(tmp_path: Path) -> None:
@@ -187,16 +190,16 @@ def test_figures_of_others_readmes_are_read_where_they_stand(tmp_path: Path) -> 
     (folder / "one.yaml").write_text("of today")
     commit()
     read = list(examples(tmp_path))
-    assert {one.path.rpartition("/")[2]: one.text for one in read if one.text} == {
+    assert {example.path.rpartition("/")[2]: example.text for example in read if example.text} == {
         "one.yaml": "of today", "two.yml": "of the figure's day"
     }  # fmt: skip
     assert read[0].versions["transformers"] == "4.53.1"
-    found = [(one.path.removeprefix("examples/a/"), one.gib, one.num_gpus) for one in read]
-    told = [
+    figures = [(example.path.removeprefix("examples/a/"), example.gib, example.num_gpus) for example in read]
+    expected = [
         ("fsdp.yaml", 29.0, 2),
         ("one.yaml", 69.0, 0),
         ("two.yml", 8.7, 0),
         ("27b.yaml", 47.0, 0),
         ("lora.yml", 11.0, 2),
     ]
-    assert found == told
+    assert figures == expected

@@ -22,7 +22,7 @@ def dtypes(**fields: object) -> DtypePolicy:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "kept", "backward"),
+    ("name", "fields", "kept_bytes", "backward"),
     [
         # fp32 softmax and its bf16 copy; at the softmax's backward output, gradient, their product and result in fp32
         ("meta-llama/llama-3.1-8b", {"method": "lora"}, 4 + 2, 16 - 6),
@@ -36,15 +36,15 @@ def dtypes(**fields: object) -> DtypePolicy:
         ("openai-community/gpt2", {"method": "lora", "precision": "fp32"}, 4 + 4 + 1, 16 - 9),
     ],
 )
-def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept: int, backward: int) -> None:
+def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept_bytes: int, backward: int) -> None:
     types = dtypes(**fields)
-    found = eager_scores(types, loaded(name).traits, types.attention_input)
-    assert (found.kept, found.backward) == (kept, backward)
+    scores = eager_scores(types, loaded(name).traits, types.attention_input)
+    assert (scores.kept, scores.backward) == (kept_bytes, backward)
 
 
 def test_math_kernel_keeps_one_fp32_matrix() -> None:
-    found = math_scores(loaded("meta-llama/llama-3.1-8b").traits)
-    assert (found.kept, found.backward) == (4, 12)
+    scores = math_scores(loaded("meta-llama/llama-3.1-8b").traits)
+    assert (scores.kept, scores.backward) == (4, 12)
 
 
 def test_the_cast_head_is_counted_once_whatever_the_loss() -> None:
@@ -103,19 +103,19 @@ def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
     copies = {size for moment in backward for category, _, size in moment.terms if category == "dequantization"}
     assert copies == {0, 2 * 4096 * 14336}
     plain, copying = (
-        [one for one in parts.layer_moments if (one.dequantized > 0) is copies] for copies in (False, True)
+        [moment for moment in parts.layer_moments if (moment.dequantized > 0) is copies] for copies in (False, True)
     )
-    assert max(one.temporary for one in copying) < max(one.temporary for one in plain)
+    assert max(moment.temporary for moment in copying) < max(moment.temporary for moment in plain)
 
 
 def test_an_encoder_decoders_backward_begins_with_all_its_activations() -> None:
     """Seldom its largest moment; without it the phase would be said to need less than it starts with."""
     setup = TrainSetup(seq_len_tokens=512, checkpointing=2, micro_batch_seqs=3, loss="chunked")
     model = loaded("google-t5/t5-base")
-    kept = sum(activation_parts(model, A100, setup).stored.values())
-    found = predict_memory(model, A100, setup)
-    resident = sum(term.size_bytes for term in found.terms if "step" in term.phases and "backward" in term.phases)
-    assert found.phase_bytes["backward"] >= kept + resident
+    stored_bytes = sum(activation_parts(model, A100, setup).stored.values())
+    breakdown = predict_memory(model, A100, setup)
+    resident = sum(term.size_bytes for term in breakdown.terms if "step" in term.phases and "backward" in term.phases)
+    assert breakdown.phase_bytes["backward"] >= stored_bytes + resident
 
 
 def neo_layers(model: ModelSpec) -> int:
@@ -157,12 +157,12 @@ def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
 def test_a_gelu_of_products_keeps_every_factor() -> None:
     model = loaded("eleutherai/gpt-neox-20b")
     setup = TrainSetup(precision="fp32", checkpointing=0, lora_targets="attention", seq_len_tokens=1000)
-    kept = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
-    assert kept == 7 * 4 * 4 * model.hidden_size
+    bytes_per_token = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
+    assert bytes_per_token == 7 * 4 * 4 * model.hidden_size
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept", "forward", "backward"),
+    ("fields", "kept_bytes", "forward", "backward"),
     [
         # 16 bit throughout, the softmax too: the sum with the mask, the same less its maximum, and the softmax
         ({"method": "qlora", "quantization": "nf4-double"}, 2, 3 * 2, 4 * 2),
@@ -174,14 +174,14 @@ def test_a_gelu_of_products_keeps_every_factor() -> None:
     ],
 )
 def test_attention_sinks_softmax_names_its_own_type(
-    fields: dict[str, object], kept: int, forward: int, backward: int
+    fields: dict[str, object], kept_bytes: int, forward: int, backward: int
 ) -> None:
     types, model = dtypes(**fields), loaded("openai/gpt-oss-20b")
     attention = model.layer_kinds[0].attention
     assert attention is not None
     assert attention.sinks
-    found = eager_scores(types, model.traits, types.linear_out(types.residual), sinks=True)
-    assert (found.kept, found.forward, found.kept + found.backward) == (kept, forward, backward)
+    scores = eager_scores(types, model.traits, types.linear_out(types.residual), sinks=True)
+    assert (scores.kept, scores.forward, scores.kept + scores.backward) == (kept_bytes, forward, backward)
 
 
 def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them() -> None:
@@ -204,7 +204,7 @@ def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them
     routed = 16 * (4 * 5120 + 3 * 2 * 8192 + 40) + 4 * 16
     assert kept(cast) == (routed + 3 * 4 * 8192, copies)
     assert kept(cast.replace(kbit_fp32_cast=False))[1] == 0
-    again = activation_parts(model, A100, cast.replace(checkpointing=1, seq_len_tokens=1000))
-    assert again.recomputed > copies  # a recomputed layer makes them anew
+    checkpointed = activation_parts(model, A100, cast.replace(checkpointing=1, seq_len_tokens=1000))
+    assert checkpointed.recomputed > copies  # a recomputed layer makes them anew
     # adapted experts: the copy of the merged stack, as large
     assert kept(cast.replace(lora_targets="all-linear"))[1] == copies

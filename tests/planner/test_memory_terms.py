@@ -50,18 +50,18 @@ def test_llama_layer_keeps_what_its_modules_keep() -> None:
     output 4 x 2 h and 4 x 32 for the log-sum-exp; mlp: gate, activated gate, up, 3 x 2 i; adapters:
     the shared inputs 2 h (q, k, v), 2 h (gate, up), 2 i (down), 7 inner outputs of 2 x 16.
     """
-    found = stored_per_token("meta-llama/llama-2-7b-hf", method="lora", precision="bf16-pure", adapter_dtype="bf16")
-    assert found["norm"] == 2 * (4 * 4096 + 4)
-    assert found["attention"] == 4 * 2 * 4096 + 4 * 32
-    assert found["mlp"] == 3 * 2 * 11008
-    assert found["adapters"] == 2 * 4096 + 2 * 4096 + 2 * 11008 + 7 * 2 * 16
-    assert found["scores"] == found["inputs"] == found["pinned"] == 0
+    stored = stored_per_token("meta-llama/llama-2-7b-hf", method="lora", precision="bf16-pure", adapter_dtype="bf16")
+    assert stored["norm"] == 2 * (4 * 4096 + 4)
+    assert stored["attention"] == 4 * 2 * 4096 + 4 * 32
+    assert stored["mlp"] == 3 * 2 * 11008
+    assert stored["adapters"] == 2 * 4096 + 2 * 4096 + 2 * 11008 + 7 * 2 * 16
+    assert stored["scores"] == stored["inputs"] == stored["pinned"] == 0
 
 
 def test_llama_eager_keeps_scores_twice() -> None:
     """32 heads x 1000 keys, fp32 softmax and its bf16 copy."""
-    found = stored_per_token("meta-llama/llama-2-7b-hf", precision="bf16-pure", attention="eager")
-    assert found["scores"] == 32 * TOKENS * 6
+    stored = stored_per_token("meta-llama/llama-2-7b-hf", precision="bf16-pure", attention="eager")
+    assert stored["scores"] == 32 * TOKENS * 6
 
 
 def test_dropout_keeps_one_byte_and_the_dropped_copy() -> None:
@@ -74,8 +74,8 @@ def test_dropout_keeps_one_byte_and_the_dropped_copy() -> None:
 
 def test_composed_gelu_keeps_fp32_under_autocast() -> None:
     """GPT-2 large (4h = 5120): 2 bytes for the product, 12 for fp32 input, tanh and sum."""
-    found = stored_per_token("openai-community/gpt2-large", precision="bf16-autocast")
-    assert found["mlp"] == (2 + 12) * 5120
+    stored = stored_per_token("openai-community/gpt2-large", precision="bf16-autocast")
+    assert stored["mlp"] == (2 + 12) * 5120
 
 
 def test_quantized_layer_norm_models_have_an_fp32_stream() -> None:
@@ -131,12 +131,15 @@ def test_idle_towers_are_not_trained() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_is_the_largest_phase_of_its_terms(name: str) -> None:
-    found = predict_memory(loaded(name), A100, TrainSetup(method="qlora", quantization="nf4-double"))
-    sums = {phase: sum(term.size_bytes for term in found.terms if phase in term.phases) for phase in found.phase_bytes}
-    assert found.phase_bytes == sums
-    assert found.peak_allocated_bytes == max(sums.values())
-    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
-    assert all(term.size_bytes > 0 for term in found.terms)
+    breakdown = predict_memory(loaded(name), A100, TrainSetup(method="qlora", quantization="nf4-double"))
+    sums = {
+        phase: sum(term.size_bytes for term in breakdown.terms if phase in term.phases)
+        for phase in breakdown.phase_bytes
+    }
+    assert breakdown.phase_bytes == sums
+    assert breakdown.peak_allocated_bytes == max(sums.values())
+    assert breakdown.peak_reserved_bytes >= breakdown.peak_allocated_bytes
+    assert all(term.size_bytes > 0 for term in breakdown.terms)
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,11 +171,11 @@ def test_memory_never_falls(
 @pytest.mark.parametrize("checkpointing", [0, 1, 2])
 def test_parts_are_affine_in_the_micro_batch(name: str, checkpointing: int) -> None:
     model, setup = loaded(name), TrainSetup(checkpointing=checkpointing, seq_len_tokens=512, attention="eager")
-    one, two, five = (activation_parts(model, A100, setup.replace(micro_batch_seqs=n)) for n in (1, 2, 5))
-    for first, second, fifth in zip(*(computing(model, parts) for parts in (one, two, five)), strict=True):
+    single, two, five = (activation_parts(model, A100, setup.replace(micro_batch_seqs=n)) for n in (1, 2, 5))
+    for first, second, fifth in zip(*(computing(model, parts) for parts in (single, two, five)), strict=True):
         line = first.size_bytes + 4 * (second.size_bytes - first.size_bytes)
         assert fifth.size_bytes == pytest.approx(line, rel=WHOLE_BYTES), first.name
-    assert five.recomputed == pytest.approx(one.recomputed + 4 * (two.recomputed - one.recomputed))
+    assert five.recomputed == pytest.approx(single.recomputed + 4 * (two.recomputed - single.recomputed))
     chain = [loss_parts(model, setup.replace(micro_batch_seqs=n)).backward_bytes for n in (1, 2, 5)]
     assert chain[2] == chain[0] + 4 * (chain[1] - chain[0])
 
@@ -180,15 +183,15 @@ def test_parts_are_affine_in_the_micro_batch(name: str, checkpointing: int) -> N
 def test_a_context_is_the_cards_by_hand() -> None:
     """132 multiprocessors of an H200 at 3.94 MiB, 234 MiB of libraries and 16 of cuDNN, which measured 764 to 768 MiB;
     128 of an RTX 4090 at 3.1 and 164 MiB; a T4's as measured; AMD's as assumed."""
-    found = {key: round(context_bytes(find_gpu(key)) / MIB) for key in ("h200", "rtx-4090", "t4", "mi300x")}
-    assert found == {"h200": 770, "rtx-4090": 561, "t4": 141, "mi300x": 512}
+    sizes_mib = {key: round(context_bytes(find_gpu(key)) / MIB) for key in ("h200", "rtx-4090", "t4", "mi300x")}
+    assert sizes_mib == {"h200": 770, "rtx-4090": 561, "t4": 141, "mi300x": 512}
     assert context_bytes(replace(find_gpu("h200"), sm_count=None)) == 512 * MIB
 
 
 def test_fixed_segments_leave_more_holes_by_hand() -> None:
     """16 % of the loss beside what is kept, 12 % of a layer's forward, 54 % of the smaller of kept and backward."""
-    found = fixed_segments_gap_bytes(saved=100 * MIB, forward=150 * MIB, loss=300 * MIB, backward=140 * MIB)
-    assert found == 24 * MIB + int((0.16 * 200 + 0.12 * 50 + 0.54 * 40) * MIB)
+    gap_bytes = fixed_segments_gap_bytes(saved=100 * MIB, forward=150 * MIB, loss=300 * MIB, backward=140 * MIB)
+    assert gap_bytes == 24 * MIB + int((0.16 * 200 + 0.12 * 50 + 0.54 * 40) * MIB)
 
 
 def test_modules_to_save_by_hand() -> None:
@@ -202,7 +205,7 @@ def test_modules_to_save_by_hand() -> None:
     trained = trained_parameters(model, saved)
     assert (trained.copies, trained.copies_dtype, trained.dtype) == (2 * table, "bf16", "fp32")
     assert trained.size_bytes - trained_parameters(model, plain).size_bytes == 2 * 2 * table
-    steps = [predict_memory(model, find_gpu("a100-80gb"), one).phase_bytes["step"] for one in (plain, saved)]
+    steps = [predict_memory(model, find_gpu("a100-80gb"), setup).phase_bytes["step"] for setup in (plain, saved)]
     assert steps[1] - steps[0] == 2 * table * (2 + 2 + 2 + 2)
     quantized = {"method": "qlora", "quantization": "nf4"}
     folded = trained_parameters(model, saved.replace(**quantized))

@@ -58,8 +58,8 @@ def test_textbook_llama2_7b_activations_at_4096_tokens() -> None:
     shape = {"num_layers": 32, "seq_len": 4096, "batch": 1, "hidden": 4096}
     whole = textbook.classic_activations_bytes(**shape, num_heads=32)
     assert whole / GB == pytest.approx(104, rel=ROUNDED)
-    kept = textbook.checkpointed_activations_bytes(**shape) + whole // 32
-    assert kept / GB == pytest.approx(4.3, rel=ROUNDED)
+    checkpointed_bytes = textbook.checkpointed_activations_bytes(**shape) + whole // 32
+    assert checkpointed_bytes / GB == pytest.approx(4.3, rel=ROUNDED)
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +95,8 @@ def test_what_llama2_7b_really_keeps_at_4096_tokens() -> None:
     rest = ("adapter input copies", "MLP activations", "norm inputs", "attention inputs and outputs")
     assert scores + term_gib(whole, *rest) == pytest.approx(120, rel=ROUNDED)
     checkpointed = predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", checkpointing=1, **eager)
-    kept = term_gib(checkpointed, "checkpointed layer inputs", "one recomputed layer")
-    assert kept * GIB / GB == pytest.approx(5.1, rel=ROUNDED)
+    checkpoints_gib = term_gib(checkpointed, "checkpointed layer inputs", "one recomputed layer")
+    assert checkpoints_gib * GIB / GB == pytest.approx(5.1, rel=ROUNDED)
     long = {"seq_len_tokens": 4096, "checkpointing": 0, "accumulation_steps": 1}
     fused = predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", **long)
     assert term_gib(fused, "attention scores (tokens x tokens)") == 0
@@ -107,14 +107,14 @@ def test_what_llama2_7b_really_keeps_at_4096_tokens() -> None:
 def test_what_flash_attention_saves_of_attention(tokens: int, kept_gb: float, less: float) -> None:
     """By hand at 512 tokens: scores of 32 heads x 512 x 512 x 6 bytes in 32 layers, 1.5 GiB. FlashAttention's own
     figures are 10 times at 2,048 and 20 times at 4,096."""
-    scores, own = "attention scores (tokens x tokens)", "attention inputs and outputs"
+    scores, inputs_outputs = "attention scores (tokens x tokens)", "attention inputs and outputs"
     fields = {"checkpointing": 0, "seq_len_tokens": tokens, "accumulation_steps": 1}
     eager, fused = (
-        predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", attention=one, **fields) for one in ("eager", "sdpa")
+        predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", attention=kernel, **fields) for kernel in ("eager", "sdpa")
     )
     rest = ("adapter input copies", "MLP activations", "norm inputs")
-    assert term_gib(eager, scores, own, *rest) * GIB / GB == pytest.approx(kept_gb, rel=ROUNDED)
-    assert term_gib(eager, scores, own) / term_gib(fused, own) == pytest.approx(less, rel=ROUNDED)
+    assert term_gib(eager, scores, inputs_outputs, *rest) * GIB / GB == pytest.approx(kept_gb, rel=ROUNDED)
+    assert term_gib(eager, scores, inputs_outputs) / term_gib(fused, inputs_outputs) == pytest.approx(less, rel=ROUNDED)
     assert term_gib(eager, scores) == pytest.approx(6 * 32 * 32 * tokens**2 / GIB)
 
 
@@ -126,7 +126,8 @@ def test_what_lora_and_fsdp_save_of_an_8b() -> None:
     lora = predicted("meta-llama/Llama-3.1-8B", "h100-sxm", lora_rank=4, lora_targets=("q_proj", "v_proj"), **plain)
     assert alone.peak_device_bytes / lora.peak_device_bytes == pytest.approx(7.3, rel=ROUNDED)
     ddp, fsdp = (
-        predicted("meta-llama/Llama-3.1-8B", "h100-sxm", num_gpus=8, parallel=one, **full) for one in ("ddp", "fsdp2")
+        predicted("meta-llama/Llama-3.1-8B", "h100-sxm", num_gpus=8, parallel=parallel, **full)
+        for parallel in ("ddp", "fsdp2")
     )
     assert ddp.peak_device_bytes / fsdp.peak_device_bytes == pytest.approx(7.7, rel=ROUNDED)
     spec = catalogue.load("meta-llama/Llama-3.1-8B")
@@ -141,18 +142,18 @@ def test_70b_in_4_bit_is_37_gib_not_65() -> None:
     num_params = 70_000_000_000
     assert num_params / GIB == pytest.approx(65, rel=ROUNDED)
     small = {"method": "qlora", "quantization": "nf4-double", "checkpointing": 1, "accumulation_steps": 1}
-    found = predicted("meta-llama/Llama-3.3-70B-Instruct", "h200", seq_len_tokens=512, **small)
-    assert term_gib(found, "weights: layers") == pytest.approx(32.9, rel=ROUNDED)
-    assert term_gib(found, "weights: embeddings", "weights: head") == pytest.approx(3.9, rel=ROUNDED)
-    assert found.peak_device_bytes / GIB == pytest.approx(40, rel=ROUNDED)
+    prediction = predicted("meta-llama/Llama-3.3-70B-Instruct", "h200", seq_len_tokens=512, **small)
+    assert term_gib(prediction, "weights: layers") == pytest.approx(32.9, rel=ROUNDED)
+    assert term_gib(prediction, "weights: embeddings", "weights: head") == pytest.approx(3.9, rel=ROUNDED)
+    assert prediction.peak_device_bytes / GIB == pytest.approx(40, rel=ROUNDED)
 
 
-def speed_ratio(one: dict[str, object], other: dict[str, object]) -> float:
+def speed_ratio(candidate: dict[str, object], other: dict[str, object]) -> float:
     """Predicted tokens/s of one setup over another's, Llama-2-7B on an A100 80 GB, 2,048 tokens, by a host as fast as
     published runs'."""
     spec, stack = catalogue.load("meta-llama/Llama-2-7b-hf"), replace(CURRENT, rented_host=False)
     assert spec is not None
-    setups = [TrainSetup(**{**USUAL, **fields}) for fields in (one, other)]  # type: ignore[arg-type]
+    setups = [TrainSetup(**{**USUAL, **fields}) for fields in (candidate, other)]  # type: ignore[arg-type]
     first, second = (throughput_profile(spec, find_gpu("a100-80gb"), setup, conditions=stack) for setup in setups)
     return first.step_time(setups[0]).tokens_per_s / second.step_time(setups[1]).tokens_per_s
 
@@ -175,7 +176,7 @@ def test_lora_is_13_percent_faster_than_full_fine_tuning() -> None:
 def test_lora_at_its_best_is_27_percent_faster_than_full_fine_tuning_at_its_best() -> None:
     plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "h200", targets=("trl",), fixed={"compile": (False,)}))
     assert isinstance(plan, Plan)
-    full = next(one.candidate for one in plan.alternatives if one.label == "full fine-tuning")
+    full = next(alternative.candidate for alternative in plan.alternatives if alternative.label == "full fine-tuning")
     assert plan.chosen.setup.method == "lora"
     assert plan.chosen.tokens_per_s / full.tokens_per_s == pytest.approx(1.27, abs=0.03)
 
@@ -184,8 +185,8 @@ def test_lora_at_its_best_is_27_percent_faster_than_full_fine_tuning_at_its_best
 def test_qlora_is_as_slow_as_its_micro_batch_is_small(tokens: int, ratio: float) -> None:
     """About 30 % slower, people say: every micro-batch unpacks the whole base three times, whatever its length."""
     base = {"seq_len_tokens": tokens, "checkpointing": 1}
-    found = speed_ratio({**base, "method": "qlora", "quantization": "nf4-double"}, base)
-    assert found == pytest.approx(ratio, abs=0.02)
+    speedup = speed_ratio({**base, "method": "qlora", "quantization": "nf4-double"}, base)
+    assert speedup == pytest.approx(ratio, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_qlora_is_as_slow_as_its_micro_batch_is_small(tokens: int, ratio: float)
 def test_fragmentation_is_far_below_30_percent(fields: dict[str, object]) -> None:
     """ZeRO, section 3.2, saw over 30 % in extreme cases (2019). What the allocator reserves beyond what is allocated,
     segment by segment, is a few percent today; `expandable_segments` takes most of that."""
-    found = predicted("meta-llama/Llama-2-7b-hf", "h200", **fields)
-    assert 1 <= found.peak_reserved_bytes / found.peak_allocated_bytes < 1.1
+    prediction = predicted("meta-llama/Llama-2-7b-hf", "h200", **fields)
+    assert 1 <= prediction.peak_reserved_bytes / prediction.peak_allocated_bytes < 1.1
 
 
 def test_textbook_gpt2_xl_states_are_24_gb() -> None:

@@ -35,9 +35,9 @@ def test_every_name_and_alias_loads_in_any_case() -> None:
     for entry in ENTRIES:
         for name in (entry.model_id, *entry.aliases, *entry.names):
             for spelling in (name, name.upper(), f"  {name.lower()} "):
-                found = catalogue.find(spelling)
-                assert found is not None, spelling
-                assert found.model_id == entry.model_id, spelling
+                resolved = catalogue.find(spelling)
+                assert resolved is not None, spelling
+                assert resolved.model_id == entry.model_id, spelling
 
 
 def test_names_are_unique() -> None:

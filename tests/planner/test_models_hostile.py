@@ -50,12 +50,12 @@ def accept_or_refuse(config: Any) -> ModelSpec | None:
 
 
 def _places(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found = []
+    paths = []
     for key, value in config.items():
-        found.append((*path, key))
+        paths.append((*path, key))
         if isinstance(value, dict):
-            found += _places(value, (*path, key))
-    return found
+            paths += _places(value, (*path, key))
+    return paths
 
 
 def _with(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_any_single_field_missing_is_refused_or_understood(model_type: str) -> N
         accept_or_refuse(changed)
 
 
-@pytest.mark.parametrize("model_type", [one for one in model_types() if has_adapter(one)])
+@pytest.mark.parametrize("model_type", [model_type for model_type in model_types() if has_adapter(model_type)])
 def test_a_config_of_nothing_but_a_type_is_refused(model_type: str) -> None:
     with pytest.raises(ConfigError, match="missing"):
         build({"model_type": model_type})
@@ -181,7 +181,7 @@ def test_what_transformers_writes_for_infinity_is_read(written: str) -> None:
 
 
 def test_code_that_a_model_brings_along_is_never_run_and_that_is_said() -> None:
-    own = {"model_type": "brand_new", "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}
+    config = {"model_type": "brand_new", "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}
     with pytest.raises(UnknownModelError, match="no trust_remote_code") as error:
-        spec_from_config(own, model_id="new", source="test")
+        spec_from_config(config, model_id="new", source="test")
     assert "plan trace" in error.value.hint

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.monotone_plans import ALONG, GIVEN_FRACTION, PAIRS, rising, slower
 from planner.planning.decision.choosing import choose
-from planner.planning.decision.facts import PREFERENCE_FRACTION, WalkResults
 from planner.planning.decision.layouts import ONE_GPU
 from planner.planning.decision.node import node_of_setup
-from planner.planning.runs import WalkCache
+from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults
+from planner.planning.groups import WalkCache
 from planner.planning.space import dimension_values
 from tests.planner.helpers import plan_request
 from tests.whole import WHOLE, some
@@ -69,15 +69,15 @@ def test_the_thirty_pairs_are_thirty() -> None:
 
 
 def test_what_a_walk_computed_serves_wishes_that_differ_in_memory_alone() -> None:
-    known, runs = WalkCache(), []
+    cache, runs = WalkCache(), []
     for gib in (20.0, 23.0):
-        asked = plan_request("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
-        values = dimension_values(asked)
-        assert choose(asked, values, WalkResults()) == choose(asked, values, WalkResults(known=known))
-        runs.append(known.runs(asked, values, [ONE_GPU]))
+        workload = plan_request("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
+        values = dimension_values(workload)
+        assert choose(workload, values, WalkResults()) == choose(workload, values, WalkResults(cache=cache))
+        runs.append(cache.runs(workload, values, [ONE_GPU]))
     assert runs[0] is runs[1]
     other = plan_request("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, seq_len=1024)
-    assert known.runs(other, dimension_values(other), [ONE_GPU]) is not runs[0]
+    assert cache.runs(other, dimension_values(other), [ONE_GPU]) is not runs[0]
 
 
 @pytest.mark.parametrize("name", ["optimizer", "attention", "checkpointing", "loss", "precision"])

@@ -11,8 +11,8 @@ from finetune_planner.cli.request_options import RequestOptions
 from planner.core.errors import UnknownGpuError, UnknownModelError, UsageError
 from planner.hardware.gpus import all_gpus, card_and_count, find_gpu, find_gpus
 from planner.models import catalogue
+from planner.models.name_matching import understand
 from planner.models.resolve import resolve_model
-from planner.models.spoken import understand
 from tests.planner.spoken_names import CARDS, FAMILIES, SPOKEN
 from tests.whole import some
 
@@ -41,8 +41,8 @@ ASKED_CARDS = {
     "RTX 3080 Laptop": {"rtx-3080-laptop-8gb", "rtx-3080-laptop-16gb"},
 }
 
-IDS = [one for ids, _ in catalogue.hub_ids() for one in ids]
-ENTRY = {one: number for number, (ids, _) in enumerate(catalogue.hub_ids()) for one in ids}
+IDS = [hub_id for ids, _ in catalogue.hub_ids() for hub_id in ids]
+ENTRY = {hub_id: number for number, (ids, _) in enumerate(catalogue.hub_ids()) for hub_id in ids}
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +80,8 @@ def test_a_card_is_what_its_box_says_and_a_choice_among_several_is_said(typed: s
     card, num = find_gpus(typed)
     assert (card.key, num) == CARDS[typed]
     assert bool(card.taken_as) == (typed in FAMILIES)
-    again = find_gpu(card.key)
-    assert (again, again.taken_as) == (card, "")
+    by_key = find_gpu(card.key)
+    assert (by_key, by_key.taken_as) == (card, "")
 
 
 @pytest.mark.parametrize(("model", "card"), PAIRS)
@@ -108,7 +108,7 @@ def test_every_row_in_any_case_and_separators_is_itself_or_one_of_those_asked() 
     for spec in all_gpus():
         for name in (spec.key, spec.name):
             typed = re.sub(r"[- ]", lambda _: draw.choice("-_ "), name)
-            typed = "".join(draw.choice((one.lower(), one.upper())) for one in typed)
+            typed = "".join(draw.choice((letter.lower(), letter.upper())) for letter in typed)
             try:
                 meant = {find_gpu(typed).key}
             except UnknownGpuError as error:
@@ -125,7 +125,7 @@ def test_a_memory_size_that_no_such_card_has_never_resolves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "reason"),
     [
         ("x:12:360GB/s:29TFLOPS", "'12' is no memory"),
         ("x:12GiB:360:29TFLOPS", "'360' is no bandwidth"),
@@ -138,10 +138,10 @@ def test_a_memory_size_that_no_such_card_has_never_resolves() -> None:
         ("8xH100", "names 8 cards"),
     ],
 )
-def test_a_description_that_cannot_be_read_says_which_field(typed: str, said: str) -> None:
+def test_a_description_that_cannot_be_read_says_which_field(typed: str, reason: str) -> None:
     with pytest.raises(UsageError) as error:
         find_gpu(typed)
-    assert said in error.value.message
+    assert reason in error.value.message
     assert error.value.hint
 
 
@@ -164,9 +164,9 @@ def respelled(hub_id: str, draw: random.Random) -> str:
     owner, _, name = hub_id.rpartition("/")
     name = re.sub(r"[-_]", lambda _: draw.choice("-_ :"), name)
     name = re.sub(r"(?<=\d)\.(?=\d)", lambda _: draw.choice("..-_ "), name)
-    name = re.sub(r"(?<=[a-z])[-_ :](?=\d)", lambda found: draw.choice(("", found[0])), name)
+    name = re.sub(r"(?<=[a-z])[-_ :](?=\d)", lambda match: draw.choice(("", match[0])), name)
     name = f"{owner}/{name}" if owner and draw.random() < 0.5 else name
-    return "".join(draw.choice((one.lower(), one.upper())) for one in name)
+    return "".join(draw.choice((letter.lower(), letter.upper())) for letter in name)
 
 
 def test_every_id_in_any_case_and_separators_is_itself_or_one_of_those_asked() -> None:
@@ -178,11 +178,11 @@ def test_every_id_in_any_case_and_separators_is_itself_or_one_of_those_asked() -
             meant = {taken.catalogue_id} if taken is not None else set()
         except UnknownModelError as error:
             meant = set(error.could_be)
-        assert ENTRY[hub_id] in {ENTRY.get(one) for one in meant}, (hub_id, typed, meant)
+        assert ENTRY[hub_id] in {ENTRY.get(candidate) for candidate in meant}, (hub_id, typed, meant)
 
 
 def test_a_size_that_no_such_model_has_never_resolves() -> None:
-    sized = [one for one in IDS if re.search(r"\d[bm]\b", one)]
+    sized = [hub_id for hub_id in IDS if re.search(r"\d[bm]\b", hub_id)]
     for hub_id in random.Random(34).sample(sized, 60):
         name = re.sub(r"\d+(\.\d+)?(?=[bm]\b)", "6.13", hub_id, count=1)
         for typed in (name, name.rpartition("/")[2].replace("-", " "), f"someone/{name.rpartition('/')[2]}"):

@@ -38,9 +38,9 @@ def test_a_host_that_holds_the_states() -> None:
 
 def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
-    asked = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}
-    refused = plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=64, **asked))
+    arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}
+    refused = plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=64, **arguments))
     assert isinstance(refused, NoPlan)
-    larger = [one.action for one in refused.remedies if one.action.startswith("--host-memory")]
+    larger = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--host-memory")]
     assert larger == ["--host-memory 67: --offload parameters fits with 59.83 GiB in every node's host"]
-    assert isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=67, **asked), explained=False), Plan)
+    assert isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=67, **arguments), explained=False), Plan)

@@ -98,23 +98,23 @@ def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) 
     plan_request = PlanRequest(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(
         load("meta-llama/Llama-3.2-1B"), CARD
     )
-    found = plan_workload(plan_request)
-    assert isinstance(found, Plan)
-    assert found.chosen.setup.objective == objective
-    assert found.chosen.setup.loss in OBJECTIVES[objective].losses
-    assert not TARGETS[found.chosen.setup.stack].refusal(found.chosen.setup, plan_request.model)
+    plan = plan_workload(plan_request)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.objective == objective
+    assert plan.chosen.setup.loss in OBJECTIVES[objective].losses
+    assert not TARGETS[plan.chosen.setup.stack].refusal(plan.chosen.setup, plan_request.model)
 
 
 @pytest.mark.parametrize("objective", UNLIKE)
 def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(objective: str) -> None:
     """KTO's smallest micro-batch is two: no point of its walk has one."""
     fixed = {"objective": (objective,), "method": ("full",)}
-    found = plan_workload(
+    refused = plan_workload(
         PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(load("meta-llama/Llama-3.1-8B"), CARD)
     )
-    assert isinstance(found, NoPlan)
-    assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
-    assert found.remedies
+    assert isinstance(refused, NoPlan)
+    assert refused.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
+    assert refused.remedies
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
@@ -155,14 +155,17 @@ def test_a_pair_is_two_sequences_and_the_reference_a_second_copy_of_the_weights(
 def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, forwards: int) -> None:
     """By hand: full fine-tuning loses the second copy of the weights; TRL's and Axolotl's files say it and are read."""
     model = load("meta-llama/Llama-3.2-1B")
-    asked = setup_of(objective, method="full", precision="bf16-pure")
-    known = asked.replace(precomputed_reference=True)
-    assert known.extra_forwards == forwards
-    less = predict_memory(model, CARD, asked).peak_allocated_bytes
-    less -= predict_memory(model, CARD, known).peak_allocated_bytes
-    assert less == sum(weight_bytes(model, asked).values())
-    assert "precompute_ref_log_probs: true" in text_of(known)
-    assert read_text(text_of(known), "dpo.yaml", model=load("gpt2")).setup.precomputed_reference or objective == "kto"
+    setup = setup_of(objective, method="full", precision="bf16-pure")
+    precomputed = setup.replace(precomputed_reference=True)
+    assert precomputed.extra_forwards == forwards
+    less = predict_memory(model, CARD, setup).peak_allocated_bytes
+    less -= predict_memory(model, CARD, precomputed).peak_allocated_bytes
+    assert less == sum(weight_bytes(model, setup).values())
+    assert "precompute_ref_log_probs: true" in text_of(precomputed)
+    assert (
+        read_text(text_of(precomputed), "dpo.yaml", model=load("gpt2")).setup.precomputed_reference
+        or objective == "kto"
+    )
     with pytest.raises(SetupError, match="asks no reference"):
         setup_of("orpo", precomputed_reference=True)
 
@@ -171,7 +174,7 @@ def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_cou
     model = load("meta-llama/Llama-3.2-1B")
     plain = TrainSetup(loss="chunked", micro_batch_seqs=4, checkpointing=0)
     pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
-    sft, dpo = (speed_profile(model, CARD, one).step_time(one) for one in (plain, pairs))
+    sft, dpo = (speed_profile(model, CARD, setup).step_time(setup) for setup in (plain, pairs))
     assert plain.tokens_per_step == pairs.tokens_per_step
     # a LoRA step multiplies forward and for the inputs' gradient: one more forward is half as much again, adapters off
     assert dpo.flops == pytest.approx(1.5 * sft.flops, rel=0.02)
@@ -184,11 +187,11 @@ ROLLOUT = Rollout(
 )
 
 
-def asked_length(found: ReadConfig, objective: str) -> TrainSetup:
+def asked_length(config: ReadConfig, objective: str) -> TrainSetup:
     """What was read, of an objective whose file does not say how long prompts are."""
-    unsaid = OBJECTIVES[objective].rolls_out and found.setup.rolls.generator != "vllm-sleep"
-    assert [one.field for one in found.missing] == ["seq_len_tokens"] * unsaid
-    return found.setup
+    unsaid = OBJECTIVES[objective].rolls_out and config.setup.rollout_settings.generator != "vllm-sleep"
+    assert [missing.field for missing in config.missing] == ["seq_len_tokens"] * unsaid
+    return config.setup
 
 
 @pytest.mark.parametrize("objective", BY_TRL)
@@ -202,9 +205,9 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
             micro_batch_seqs=4,
             rollout=ROLLOUT if method == "full" else replace(ROLLOUT, generator="transformers", vllm_fraction=0.3),
         )
-    found = read_text(text_of(setup), f"{objective}.yaml")
-    assert not found.unknown_keys
-    assert asked_length(found, objective).replace(seq_len_tokens=512) == setup.replace(adapter_dtype="auto")
+    config = read_text(text_of(setup), f"{objective}.yaml")
+    assert not config.unknown_keys
+    assert asked_length(config, objective).replace(seq_len_tokens=512) == setup.replace(adapter_dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -216,9 +219,9 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
     runs = TARGETS[target].as_run(setup)
     assert isinstance(runs, TrainSetup)
     assert (runs.loss, runs.stack) == ("full", target)
-    found = read_text(text_of(setup, target), f"{target}.yaml")
-    assert not found.unknown_keys
-    assert found.setup.replace(adapter_dtype="auto") == runs.replace(adapter_dtype="auto")
+    config = read_text(text_of(setup, target), f"{target}.yaml")
+    assert not config.unknown_keys
+    assert config.setup.replace(adapter_dtype="auto") == runs.replace(adapter_dtype="auto")
 
 
 def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
@@ -244,16 +247,16 @@ def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
 def test_a_plan_for_a_target_is_for_its_own_step(target: str) -> None:
     fixed = {"objective": ("dpo",)}
     model = load("meta-llama/Llama-3.2-1B")
-    found = plan_workload(
+    plan = plan_workload(
         PlanRequest(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(model, CARD)
     )
-    assert isinstance(found, Plan)
-    assert (found.chosen.setup.loss, found.chosen.setup.stack) == ("full", target)
+    assert isinstance(plan, Plan)
+    assert (plan.chosen.setup.loss, plan.chosen.setup.stack) == ("full", target)
 
 
 def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it() -> None:
     text = "model_name_or_path: gpt2\nuse_peft: true\nmax_length: 512\nbeta: 0.1\n"
-    assert [one.field for one in read_text(text, "run.yaml").missing] == ["objective"]
+    assert [missing.field for missing in read_text(text, "run.yaml").missing] == ["objective"]
     assert read_text(text, "run-dpo.yaml").setup.objective == "dpo"
     launch = "trl dpo --model_name_or_path gpt2 --use_peft --max_length 512 --beta 0.1\n"
     assert read_text(launch, "run.sh").setup.objective == "dpo"
@@ -289,20 +292,22 @@ def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_
     """`max_prompt_length` is in DPOConfig of TRL 0.28 and not of 0.29; whoever knows better says the version."""
     text = "model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\nmax_prompt_length: 128\n"
     older = read_text(text, "dpo.yaml")
-    assert any("TRL 0.28 (the newest that takes max_prompt_length there)" in one for one in older.assumptions)
+    assert any(
+        "TRL 0.28 (the newest that takes max_prompt_length there)" in assumption for assumption in older.assumptions
+    )
     assert older.setup.log_probs == "rows"
-    found = read_text(text, "dpo.yaml", around=FileContext(versions={"trl": "1.16"}))
-    assert (found.setup.objective, found.setup.loss) == ("dpo", "chunked")
+    config = read_text(text, "dpo.yaml", around=FileContext(versions={"trl": "1.16"}))
+    assert (config.setup.objective, config.setup.loss) == ("dpo", "chunked")
 
 
 def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
     text = "base_model: gpt2\nmax_length: 512\nbeta: 0.1\nlora_r: 8\nlora_target_modules: [c_attn]\n"
     text += "load_in_4bit: false\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n"
     text += "gradient_checkpointing: true\n"
-    found = read_text(text, "dpo.yaml")
-    assert (found.format, found.setup.objective, found.setup.packing) == ("own settings", "dpo", False)
-    assert [one.field for one in found.missing] == ["precision", "loss"]
-    assert "objective" in {one.field for one in read_text(text, "run.yaml").missing}
+    config = read_text(text, "dpo.yaml")
+    assert (config.format, config.setup.objective, config.setup.packing) == ("own settings", "dpo", False)
+    assert [missing.field for missing in config.missing] == ["precision", "loss"]
+    assert "objective" in {missing.field for missing in read_text(text, "run.yaml").missing}
     with pytest.raises(NotPlanned, match="grpo"):
         read_text(text + "task: grpo\n", "run.yaml")
 
@@ -346,14 +351,14 @@ adapters = LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear")
 @pytest.mark.parametrize("objective", BY_TRL)
 def test_programs_with_trls_trainers_are_read(objective: str) -> None:
     name = "Reward" if objective == "reward" else objective.upper()
-    found = read_text(PROGRAM.format(objective=name, more="", trainer=""), "train.py")
+    config = read_text(PROGRAM.format(objective=name, more="", trainer=""), "train.py")
     expected = setup_of(
         objective, lora_rank=8, micro_batch_seqs=4, accumulation_steps=2, seq_len_tokens=512, expandable_segments=False
     )
     if OBJECTIVES[objective].rolls_out:
         usual = Rollout(num_generations=2, reference=True) if objective == "rloo" else Rollout()
         expected = expected.replace(seq_len_tokens=1024, rollout=usual, lora_dropout=0.1)
-    assert asked_length(found, objective).replace(expandable_segments=False) == expected
+    assert asked_length(config, objective).replace(expandable_segments=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -366,9 +371,9 @@ def test_programs_with_trls_trainers_are_read(objective: str) -> None:
 def test_programs_of_an_older_trl_are_read_as_that_by_what_they_hand_over(
     more: str, trainer: str, version: str
 ) -> None:
-    found = read_text(PROGRAM.format(objective="DPO", more=more, trainer=trainer), "train.py").setup
-    assert (found.objective, found.trl_version) == ("dpo", version)
-    assert found.seq_len_tokens == (128 if "max_length" in trainer else 512)
+    setup = read_text(PROGRAM.format(objective="DPO", more=more, trainer=trainer), "train.py").setup
+    assert (setup.objective, setup.trl_version) == ("dpo", version)
+    assert setup.seq_len_tokens == (128 if "max_length" in trainer else 512)
 
 
 def generated(**changes: object) -> TrainSetup:
@@ -376,9 +381,9 @@ def generated(**changes: object) -> TrainSetup:
 
 
 def at_generation(setup: TrainSetup) -> dict[str, int]:
-    found = predict_memory(load("meta-llama/Llama-3.2-1B"), CARD, setup)
-    assert found.peak_phase == "forward"
-    return {one.name: one.size_bytes for one in found.at_peak()}
+    breakdown = predict_memory(load("meta-llama/Llama-3.2-1B"), CARD, setup)
+    assert breakdown.peak_phase == "forward"
+    return {term.name: term.size_bytes for term in breakdown.at_peak()}
 
 
 def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_prompts() -> None:
@@ -393,23 +398,23 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
 
 def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
     model = load("meta-llama/Llama-3.2-1B")
-    alone, beside, asleep = (
-        predict_memory(model, CARD, generated(rollout={"generator": one}))
-        for one in ("vllm-server", "vllm", "vllm-sleep")
+    alone, colocated, asleep = (
+        predict_memory(model, CARD, generated(rollout={"generator": generator}))
+        for generator in ("vllm-server", "vllm", "vllm-sleep")
     )
     share = int(0.3 * CARD.memory_bytes)
-    assert beside.peak_allocated_bytes == alone.peak_allocated_bytes + share
-    assert alone.peak_allocated_bytes < asleep.peak_allocated_bytes < beside.peak_allocated_bytes
+    assert colocated.peak_allocated_bytes == alone.peak_allocated_bytes + share
+    assert alone.peak_allocated_bytes < asleep.peak_allocated_bytes < colocated.peak_allocated_bytes
     assert asleep.phase_bytes["backward"] == alone.phase_bytes["backward"]
 
 
 def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
     model = load("meta-llama/Llama-3.2-1B")
-    without, held = (generated(method="full", rollout={"reference": on}) for on in (False, True))
+    without, with_reference = (generated(method="full", rollout={"reference": on}) for on in (False, True))
     copy = sum(weight_bytes(model, without).values())
-    peaks = [predict_memory(model, CARD, one).peak_allocated_bytes for one in (without, held)]
+    peaks = [predict_memory(model, CARD, setup).peak_allocated_bytes for setup in (without, with_reference)]
     assert peaks[1] - peaks[0] == copy
-    assert (without.extra_forwards, held.extra_forwards) == (0, 1)
+    assert (without.extra_forwards, with_reference.extra_forwards) == (0, 1)
     assert generated(rollout={"generator": "vllm"}).extra_forwards == 1  # its log-probabilities are not the model's
 
 
@@ -421,23 +426,23 @@ def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None
         for steps in (16, 24)
     )
     assert (even.extra_forwards, odd.extra_forwards) == (0, 1)
-    rates = [speed_profile(model, CARD, one).at(2, one.accumulation_steps)[1] for one in (even, odd)]
+    rates = [speed_profile(model, CARD, setup).at(2, setup.accumulation_steps)[1] for setup in (even, odd)]
     assert rates[1] < 0.98 * rates[0]
 
 
 def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     """And what the walk said of its memory is what the composition says."""
     fixed = {"objective": ("grpo",), "method": ("lora",)}
-    asked = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
-    found = plan_workload(asked)
-    assert isinstance(found, Plan)
-    setup = found.chosen.setup
-    assert setup.rolls.generation_batch_seqs in (8, 16)
-    assert setup.rolls.generation_batch_seqs % setup.micro_batch_seqs == 0
-    predicted = predict_memory(asked.model, CARD, setup).peak_device_bytes
-    assert found.chosen.formula.peak_device_bytes == predicted <= asked.budget_bytes
+    workload = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
+    plan = plan_workload(workload)
+    assert isinstance(plan, Plan)
+    setup = plan.chosen.setup
+    assert setup.rollout_settings.generation_batch_seqs in (8, 16)
+    assert setup.rollout_settings.generation_batch_seqs % setup.micro_batch_seqs == 0
+    predicted = predict_memory(workload.model, CARD, setup).peak_device_bytes
+    assert plan.chosen.formula.peak_device_bytes == predicted <= workload.budget_bytes
     with pytest.raises(UsageError, match="whole groups of 8"):
-        plan_workload(PlanRequest(fixed=fixed, seq_len=2048, global_batch=12).workload(asked.model, CARD))
+        plan_workload(PlanRequest(fixed=fixed, seq_len=2048, global_batch=12).workload(workload.model, CARD))
 
 
 @pytest.mark.parametrize(
@@ -458,19 +463,21 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
     gpu = find_gpu(card)
     cluster = make_cluster(gpu, num_gpus) if num_gpus > 1 else None
     fixed = {"objective": ("grpo",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",), **fixed}
-    asked = PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
-    found = plan_workload(asked)
-    assert isinstance(found, Plan)
-    setup = found.chosen.setup
-    assert setup.rolls.generator in taken
-    if setup.rolls.by_vllm:
-        assert setup.rolls.vllm_fraction * gpu.memory_bytes > 2 * asked.model.num_params
+    workload = PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
+    plan = plan_workload(workload)
+    assert isinstance(plan, Plan)
+    setup = plan.chosen.setup
+    assert setup.rollout_settings.generator in taken
+    if setup.rollout_settings.by_vllm:
+        assert setup.rollout_settings.vllm_fraction * gpu.memory_bytes > 2 * workload.model.num_params
         assert packages_of(setup)[-1] == "vllm"
-    answer = next(one for one in found.tree if one.question == "Who generates the completions?")
-    assert answer.choice == setup.rolls.generator
+    answer = next(answer for answer in plan.tree if answer.question == "Who generates the completions?")
+    assert answer.choice == setup.rollout_settings.generator
     for name in taken & set(COLOCATED):
-        alone = replace(asked, fixed={**asked.fixed, "rollout": open_rollouts(Rollout(generator=name), ["generator"])})
-        assert plan_workload(alone).subject.tokens_per_s <= found.chosen.tokens_per_s / (1 - PREFERENCE_FRACTION)
+        alone = replace(
+            workload, fixed={**workload.fixed, "rollout": open_rollouts(Rollout(generator=name), ["generator"])}
+        )
+        assert plan_workload(alone).subject.tokens_per_s <= plan.chosen.tokens_per_s / (1 - PREFERENCE_FRACTION)
 
 
 def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
@@ -481,23 +488,23 @@ def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
     model = load("meta-llama/Llama-3.2-1B")
-    own, vllm = (
-        speed_profile(model, CARD, one).step_time(one)
-        for one in (generated(), generated(rollout={"generator": "vllm"}))
+    transformers, vllm = (
+        speed_profile(model, CARD, setup).step_time(setup)
+        for setup in (generated(), generated(rollout={"generator": "vllm"}))
     )
-    assert own.parts_s["generation"] > 2 * vllm.parts_s["generation"]
+    assert transformers.parts_s["generation"] > 2 * vllm.parts_s["generation"]
     bus = CARD.memory_bandwidth_bytes_per_s
     assert vllm.parts_s["generation"] > 512 * 2 * model.num_params / bus  # every token reads every weight
-    assert sum(own.parts_s.values()) == pytest.approx(own.step_time_s)
+    assert sum(transformers.parts_s.values()) == pytest.approx(transformers.step_time_s)
 
 
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
     from finetune_planner.cli.request_options import RequestOptions
 
-    asked = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
-    assert {(one.num_generations, one.generator) for one in asked} == {(4, "vllm")}
+    rollouts = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
+    assert {(rollout.num_generations, rollout.generator) for rollout in rollouts} == {(4, "vllm")}
     plain = RequestOptions(objective="grpo", no_extra_packages=True).fixed()["rollout"]
-    assert [one.generator for one in plain] == ["transformers"]
+    assert [rollout.generator for rollout in plain] == ["transformers"]
     with pytest.raises(UsageError, match="contradicts --generator"):
         RequestOptions(objective="grpo", no_extra_packages=True, generator="vllm").fixed()
     with pytest.raises(UsageError, match="objectives that generate"):
@@ -511,10 +518,10 @@ def test_a_classifier_is_a_script_of_transformers_that_is_read_back(method: str)
     setup = setup_of("classification", method=method, accumulation_steps=4, seq_len_tokens=512)
     assert (setup.stack, setup.loss) == ("hf", "full")
     emitted = TARGETS["hf"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
-    found = read_text(next(file.text for file in emitted.files if file.path.endswith(".py")), "train.py")
-    assert not found.missing
-    assert found.setup.replace(expandable_segments=True) == setup.replace(
-        adapter_dtype=found.setup.adapter_dtype, lora_targets=found.setup.lora_targets
+    config = read_text(next(file.text for file in emitted.files if file.path.endswith(".py")), "train.py")
+    assert not config.missing
+    assert config.setup.replace(expandable_segments=True) == setup.replace(
+        adapter_dtype=config.setup.adapter_dtype, lora_targets=config.setup.lora_targets
     )
 
 
@@ -533,12 +540,14 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     fixed = {"objective": ("embedding",), "method": ("lora",)}
     plan = plan_workload(PlanRequest(seq_len=256, global_batch=16, fixed=fixed).workload(model, CARD))
     assert isinstance(plan, Plan)
-    assert {(one.setup.micro_batch_seqs, one.setup.accumulation_steps) for one in plan.ranked} == {(16, 1)}
+    assert {(candidate.setup.micro_batch_seqs, candidate.setup.accumulation_steps) for candidate in plan.ranked} == {
+        (16, 1)
+    }
     assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
     whole = fixed | {"cached_seqs": (0,)}
     refused = plan_workload(PlanRequest(seq_len=2048, global_batch=256, fixed=whole).workload(model, CARD))
     assert isinstance(refused, NoPlan)
-    (less,) = [one.action for one in refused.remedies if one.action.startswith("--global-batch")]
+    (less,) = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--global-batch")]
     fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(model, CARD)
     assert isinstance(plan_workload(fewer), Plan)
 
@@ -559,8 +568,8 @@ def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     twice = predict_memory(model, CARD, cached.replace(micro_batch_seqs=64))
     assert predict_memory(model, CARD, cached).phase_bytes == twice.phase_bytes
     plain = setup_from_dict({"seq_len_tokens": 256, "micro_batch_seqs": 4, "accumulation_steps": 2, "stack": "hf"})
-    one, other = (predict_memory(model, CARD, one).phase_bytes["backward"] for one in (cached, plain))
-    assert one == pytest.approx(other, rel=0.01)
+    cached_bytes, other = (predict_memory(model, CARD, setup).phase_bytes["backward"] for setup in (cached, plain))
+    assert cached_bytes == pytest.approx(other, rel=0.01)
     assert cached.extra_forwards == 1
     assert cached.num_forwards == 2 * 8
 
@@ -580,15 +589,15 @@ def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequenc
     model = load("meta-llama/Llama-3.2-1B")
     both = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
     halves = both.replace(objective="sft", accumulation_steps=2)
-    one, two = (
-        throughput_profile(headed(model, setup.aim.head), CARD, setup, conditions=conditions_of(setup))
+    embedding, two = (
+        throughput_profile(headed(model, setup.objective_spec.head), CARD, setup, conditions=conditions_of(setup))
         .step_time(setup)
         .parts_s
         for setup in (both, halves)
     )
     for part in ("matmul", "attention", "elementwise", "lora"):
-        assert one[part] == pytest.approx(two[part])
-    assert one["loss"] == 0 < two["loss"]
+        assert embedding[part] == pytest.approx(two[part])
+    assert embedding["loss"] == 0 < two["loss"]
 
 
 def test_a_trainer_that_loads_the_model_itself_quantizes_it_as_it_is_told() -> None:
@@ -601,9 +610,9 @@ bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit
 args = GRPOConfig(model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"}, max_completion_length=256)
 GRPOTrainer("gpt2", reward, args, data, quantization_config=bits, peft_config=LoraConfig(r=32)).train()
 """
-    found = read_text(text, "train.py").setup
-    assert (found.method, found.quantization, found.precision) == ("qlora", "nf4-double", "bf16-mixed")
-    assert (found.attention, found.rolls.completion_tokens, found.lora_rank) == ("eager", 256, 32)
+    setup = read_text(text, "train.py").setup
+    assert (setup.method, setup.quantization, setup.precision) == ("qlora", "nf4-double", "bf16-mixed")
+    assert (setup.attention, setup.rollout_settings.completion_tokens, setup.lora_rank) == ("eager", 256, 32)
 
 
 @pytest.mark.parametrize("objective", [name for name, row in OBJECTIVES.items() if not row.supervised])
@@ -614,11 +623,11 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
     monkeypatch.setattr("planner.memory.model.profiled_step", lambda *_: None)
     model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, micro_batch_seqs=4)
-    found, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())
+    prediction, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())
     formula = throughput_profile(model, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
-    assert found.time_band_fraction is not None
-    own = sum(found.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
-    more = found.time_band_fraction - formula.band_fraction
-    assert more == pytest.approx(own / found.step_time_s)
-    assert found.memory_band_fraction == plain.memory_band_fraction
-    assert any(OBJECTIVES[objective].title in note for note in found.notes)
+    assert prediction.time_band_fraction is not None
+    unmeasured_s = sum(prediction.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
+    more = prediction.time_band_fraction - formula.band_fraction
+    assert more == pytest.approx(unmeasured_s / prediction.step_time_s)
+    assert prediction.memory_band_fraction == plain.memory_band_fraction
+    assert any(OBJECTIVES[objective].title in note for note in prediction.notes)

@@ -27,15 +27,15 @@ WAYS = (("fsdp2", "parameters"), ("zero3", "parameters"), ("zero3", "optimizer")
 def test_a_rank_of_one_holds_what_two_hold_together(parallel: str, offload: str) -> None:
     """The states on the host are all of them; on the card are fewer bytes than without, and PCIe costs time."""
     llama, card = loaded("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
-    one = FULL.replace(parallel=parallel, offload=offload)
+    single = FULL.replace(parallel=parallel, offload=offload)
     two = FULL.replace(parallel=parallel, offload=offload, num_gpus=2)
-    assert host_bytes_per_node(llama, one, 1) == pytest.approx(host_bytes_per_node(llama, two, 1), rel=0.001)
-    alone, found = predict(llama, card, FULL), predict(llama, card, one)
-    assert found.peak_allocated_bytes < alone.peak_allocated_bytes - 20 * GIB
-    assert found.time_parts_s["offload"] > 0
-    assert found.tokens_per_s < alone.tokens_per_s
-    more_often = predict(llama, card, one.replace(micro_batch_seqs=1, accumulation_steps=16))
-    assert more_often.time_parts_s["offload"] > found.time_parts_s["offload"]  # weights pass once a micro-batch
+    assert host_bytes_per_node(llama, single, 1) == pytest.approx(host_bytes_per_node(llama, two, 1), rel=0.001)
+    alone, offloaded = predict(llama, card, FULL), predict(llama, card, single)
+    assert offloaded.peak_allocated_bytes < alone.peak_allocated_bytes - 20 * GIB
+    assert offloaded.time_parts_s["offload"] > 0
+    assert offloaded.tokens_per_s < alone.tokens_per_s
+    more_often = predict(llama, card, single.replace(micro_batch_seqs=1, accumulation_steps=16))
+    assert more_often.time_parts_s["offload"] > offloaded.time_parts_s["offload"]  # weights pass once a micro-batch
 
 
 @pytest.mark.parametrize(("parallel", "offload"), [*product(("none", "ddp", "dp"), ("optimizer", "parameters"))])
@@ -63,9 +63,9 @@ def test_formula_and_dry_run_agree(checkpointing: int) -> None:
 
     qwen, card = loaded("Qwen/Qwen2.5-0.5B"), find_gpu("rtx-3060")
     setup = FULL.replace(parallel="fsdp2", offload="parameters", micro_batch_seqs=2, checkpointing=checkpointing)
-    found = dry_run(qwen, card, setup)
-    assert isinstance(found, Prediction)
-    assert predict(qwen, card, setup).peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.03)
+    traced = dry_run(qwen, card, setup)
+    assert isinstance(traced, Prediction)
+    assert predict(qwen, card, setup).peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=0.03)
 
 
 def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
@@ -82,8 +82,8 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
         "--json=full",
     ]
     assert run(words) == 1
-    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
-    (remedy,) = [one for one in actions if one.startswith("--offload")]
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    (remedy,) = [action for action in actions if action.startswith("--offload")]
     assert remedy.startswith("--offload parameters: full fine-tuning fits at ")
     assert run([*words, "--offload", "parameters", "--out", str(tmp_path / "out")]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -101,8 +101,8 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
 def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["Qwen/Qwen3-30B-A3B", "--gpu", "rtx-3060-12gb", "--no-dry-run", "--no-history", "--json=full"]
     assert run([*words, "--target", "trl"]) == 1
-    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
-    assert any(one.startswith("--offload parameters: 4-bit QLoRA fits") for one in actions)
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    assert any(action.startswith("--offload parameters: 4-bit QLoRA fits") for action in actions)
 
 
 @pytest.mark.parametrize("words", [["--parallel", "ddp"], ["--parallel", "zero3"], ["--tensor-degree", "2"]])
@@ -125,8 +125,8 @@ def test_a_host_of_known_size_takes_what_the_card_does_not(
 def test_a_refusal_ends_with_a_larger_host_and_a_rented_card(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["Qwen/Qwen3-235B-A22B", "--gpu", "rtx-4090", "--samples", "5000", "--no-dry-run", "--no-history"]
     assert run([*words, "--json=full"]) == 1
-    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
-    assert any(one.startswith("--host-memory 177: ") for one in actions)
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    assert any(action.startswith("--host-memory 177: ") for action in actions)
     assert run(["meta-llama/Llama-3.1-8B", *words[1:], "--method", "full", "--json=full"]) == 1
-    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
-    assert any("rented at $" in one and "for the job" in one for one in actions)
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    assert any("rented at $" in action and "for the job" in action for action in actions)

@@ -55,12 +55,12 @@ NUM_LAYOUT = 2 * len(LAYOUTS) + 1
 def points() -> list[tuple[str, str, str, TrainSetup]]:
     """(group, model, GPU, setup): random ones of every model type; one model and a mixture over eight GPUs."""
     rows = frozen()[::EVERY]
-    found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
+    sampled = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
         for layout in LAYOUTS:
             setup = TrainSetup(**layout, micro_batch_seqs=2, seq_len_tokens=2048)
-            found.append((f"spread: {layout['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
-    return [*found, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", DEALT)]
+            sampled.append((f"spread: {layout['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
+    return [*sampled, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", DEALT)]
 
 
 def figures() -> dict[str, dict[str, float]]:
@@ -71,17 +71,17 @@ def figures() -> dict[str, dict[str, float]]:
     for weight, (group, name, card, setup) in enumerate(points(), start=1):
         model, gpu = models[name], find_gpu(card)
         assert model is not None, name
-        found: dict[str, float] = defaultdict(float)
+        amounts: dict[str, float] = defaultdict(float)
         for rank in rank_memories(model, gpu, setup):
             for term in rank.breakdown.terms:
-                found[f"{term.category}: {term.name} ({len(term.phases)})"] += rank.num_ranks * term.size_bytes
-            found["allocator gap"] += rank.breakdown.allocator_gap_bytes
-            found["context"] += rank.breakdown.context_bytes
+                amounts[f"{term.category}: {term.name} ({len(term.phases)})"] += rank.num_ranks * term.size_bytes
+            amounts["allocator gap"] += rank.breakdown.allocator_gap_bytes
+            amounts["context"] += rank.breakdown.context_bytes
         speed = speed_profile(model, gpu, setup).step_time(setup)
-        found |= {f"time: {part}": 1e6 * seconds for part, seconds in speed.parts_s.items()}
-        found |= {"GFLOP": speed.flops / 1e9, "parts per million of MFU": 1e6 * speed.mfu_fraction}
-        found["parts per million of the band"] = 1e6 * speed.band_fraction
-        for term_name, amount in found.items():
+        amounts |= {f"time: {part}": 1e6 * seconds for part, seconds in speed.parts_s.items()}
+        amounts |= {"GFLOP": speed.flops / 1e9, "parts per million of MFU": 1e6 * speed.mfu_fraction}
+        amounts["parts per million of the band"] = 1e6 * speed.band_fraction
+        for term_name, amount in amounts.items():
             sums[group][term_name] += weight * amount
     for condition in fields(Conditions):  # other stacks, which calibration and holdout measure
         value = 0.5 if condition.name == "optimizer_part" else not getattr(CURRENT, condition.name)
@@ -95,21 +95,26 @@ def figures() -> dict[str, dict[str, float]]:
 
 
 def test_every_figure_of_the_formula_is_on_record() -> None:
-    found = figures()
+    current = figures()
     if os.environ.get("UPDATE_DOCS"):
         lines = [
             json.dumps({"of": group, **{name: round(value) for name, value in terms.items()}})
-            for group, terms in found.items()
+            for group, terms in current.items()
         ]
         RECORD.write_text("\n".join(lines) + "\n")
-    kept = {row.pop("of"): row for row in map(json.loads, RECORD.read_text().splitlines())}
+    recorded = {row.pop("of"): row for row in map(json.loads, RECORD.read_text().splitlines())}
     moved = [
-        f"{group}, {name}: {now / was - 1:+.3%}" if (was := kept.get(group, {}).get(name)) else f"{group}, {name}: new"
-        for group, terms in found.items()
+        f"{group}, {name}: {now / was - 1:+.3%}"
+        if (was := recorded.get(group, {}).get(name))
+        else f"{group}, {name}: new"
+        for group, terms in current.items()
         for name, now in terms.items()
-        if now != pytest.approx(kept.get(group, {}).get(name, 0), rel=ROUNDING, abs=1)
+        if now != pytest.approx(recorded.get(group, {}).get(name, 0), rel=ROUNDING, abs=1)
     ]
     gone = [
-        f"{group}, {name}: gone" for group, terms in kept.items() for name in terms if name not in found.get(group, {})
+        f"{group}, {name}: gone"
+        for group, terms in recorded.items()
+        for name in terms
+        if name not in current.get(group, {})
     ]
     assert not moved + gone, "\n".join([*moved, *gone][:40]) + f"\n({__doc__})"

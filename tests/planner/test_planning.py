@@ -15,15 +15,15 @@ from planner.memory.workload import Data, Workload
 from planner.models import catalogue
 from planner.options.rollouts import Rollout
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
 from planner.planning.decision.layouts import ONE_GPU
+from planner.planning.decision.results import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
+from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
-from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
-from planner.planning.walk import Point, walk
+from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from tests.planner.helpers import known_of, plan_request
 from tests.whole import these
@@ -33,8 +33,8 @@ CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
 
 
 def planned(**options: object) -> Plan:
-    asked = plan_request(**options)  # type: ignore[arg-type]
-    plan = plan_workload(asked, cache=known_of(asked))
+    workload = plan_request(**options)  # type: ignore[arg-type]
+    plan = plan_workload(workload, cache=known_of(workload))
     assert isinstance(plan, Plan)
     return plan
 
@@ -60,21 +60,21 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     """What differs in memory is told apart (kernels, cuBLAS's workspaces), what differs in speed and size only is
     computed once."""
     lora = {"method": ("lora",)}
-    known, asked = WalkCache(), plan_request("Qwen/Qwen2.5-0.5B", global_batch=4, fixed=lora)
+    cache, workload = WalkCache(), plan_request("Qwen/Qwen2.5-0.5B", global_batch=4, fixed=lora)
     runs = {}
     for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
-        mine = replace(plan_request("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=asked.model)
-        assert list(walk(mine, cache=known)) == list(walk(mine))
-        runs[card] = known.runs(mine, dimension_values(mine), ())
+        mine = replace(plan_request("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=workload.model)
+        assert list(walk(mine, cache=cache)) == list(walk(mine))
+        runs[card] = cache.runs(mine, dimension_values(mine), ())
     assert runs["l4"] is runs["rtx-4090"]
     assert runs["l4"] is not runs["h200"]
 
 
-def listing_all(asked: Workload, corrections: dict[CorrectionKey, float] | None = None) -> Plan | NoPlan:
+def listing_all(workload: Workload, corrections: dict[CorrectionKey, float] | None = None) -> Plan | NoPlan:
     """The plan of a walk that lists every point."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:4], None, given[5]))
-        return plan_workload(asked, corrections)
+        patch.setattr("planner.planning.decision.results.walk", lambda *given: walk(*given[:4], None, given[5]))
+        return plan_workload(workload, corrections)
 
 
 def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
@@ -82,18 +82,20 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
     memory, model = WalkCache(), plan_request("Qwen/Qwen2.5-1.5B").model
     cards = [("t4", 720), ("apple-m3-max", 60), ("h200", 60), ("rtx-4090", 60), ("mi300x", 60)]
     for card, batch in these(cards[:2], cards):
-        asked = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
-        whole = listing_all(asked)
-        assert plan_workload(asked, cache=memory) == whole
-        short = plan_workload(asked, cache=memory, num_ranked=1)
+        workload = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
+        whole = listing_all(workload)
+        assert plan_workload(workload, cache=memory) == whole
+        short = plan_workload(workload, cache=memory, num_ranked=1)
         if isinstance(whole, Plan):
             assert short == replace(whole, ranked=whole.ranked[:1])
-        every = list(walk(asked, layouts=[ONE_GPU]))
-        listed = list(walk(asked, None, [ONE_GPU], memory, lambda _, most=asked.budget_bytes: most))
+        every = list(walk(workload, layouts=[ONE_GPU]))
+        listed = list(walk(workload, None, [ONE_GPU], memory, lambda _, most=workload.budget_bytes: most))
         assert sum(1 + point.beyond for point in listed) == len(every)
-        fitting = [point for point in every if point.peak_device_bytes <= asked.budget_bytes]
-        kept = [point._replace(beyond=0) for point in listed if point.peak_device_bytes <= asked.budget_bytes]
-        assert kept == fitting
+        fitting = [point for point in every if point.peak_device_bytes <= workload.budget_bytes]
+        listed_fitting = [
+            point._replace(beyond=0) for point in listed if point.peak_device_bytes <= workload.budget_bytes
+        ]
+        assert listed_fitting == fitting
         assert len(listed) < len(every)
 
 
@@ -108,13 +110,13 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
 def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
     name: str, card: str, num_gpus: int, corrections: dict[CorrectionKey, float] | None
 ) -> None:
-    asked = plan_request(name, card)
+    workload = plan_request(name, card)
     if num_gpus > 1:
-        asked = replace(asked, cluster=make_cluster(asked.gpu, num_gpus))
-    taken = plan_workload(asked, corrections, explained=False)
+        workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
+    taken = plan_workload(workload, corrections, explained=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.planning.decision.facts.walk", lambda *given: walk(*given[:5]))
-        whole = plan_workload(asked, corrections, explained=False)
+        patch.setattr("planner.planning.decision.results.walk", lambda *given: walk(*given[:5]))
+        whole = plan_workload(workload, corrections, explained=False)
     assert isinstance(taken, Plan)
     assert isinstance(whole, Plan)
     assert taken.chosen == whole.chosen
@@ -122,21 +124,21 @@ def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
 
 
 def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
-    asked, memory = plan_request("Qwen/Qwen2.5-7B", "rtx-4090"), WalkCache()
-    first = plan_workload(asked, {}, memory)
+    workload, memory = plan_request("Qwen/Qwen2.5-7B", "rtx-4090"), WalkCache()
+    first = plan_workload(workload, {}, memory)
     assert isinstance(first, Plan)
-    assert first == listing_all(asked, {})
+    assert first == listing_all(workload, {})
     for ratio in (0.97, 1.04):
         corrections = {correction_key(first.chosen.setup): ratio, ANY_SETUP: 1.01}
-        assert plan_workload(asked, corrections, memory) == listing_all(asked, corrections)
+        assert plan_workload(workload, corrections, memory) == listing_all(workload, corrections)
 
 
 @pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])
 def test_the_largest_peak_that_fits_when_corrected_is_the_largest(ratio: float) -> None:
-    asked = plan_request("Qwen/Qwen2.5-7B", "rtx-4090")
-    limits = Limits(asked.model, asked.budget_bytes, {ANY_SETUP: ratio})
+    workload = plan_request("Qwen/Qwen2.5-7B", "rtx-4090")
+    limits = Limits(workload.model, workload.budget_bytes, {ANY_SETUP: ratio})
     largest = limits.fitting_bytes(TrainSetup())
-    assert int(largest * ratio) <= asked.budget_bytes < int((largest + 1) * ratio) + (ratio < 1)
+    assert int(largest * ratio) <= workload.budget_bytes < int((largest + 1) * ratio) + (ratio < 1)
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:
@@ -179,11 +181,13 @@ def test_memory_to_spare_is_worth_a_little_speed() -> None:
     comes nearest to it."""
 
     def chosen(*rivals: tuple[float, int]) -> int:
-        known = NodeResults()
+        results = NodeResults()
         model = plan_request().model
-        points = [Point(TrainSetup(), "sdpa", "full", "adamw-fused", 1, 32, peak, speed) for speed, peak in rivals]
-        collect_into(points, Limits(model, 1000), lambda shared: known)
-        best = known.best()
+        points = [
+            WalkedSetup(TrainSetup(), "sdpa", "full", "adamw-fused", 1, 32, peak, speed) for speed, peak in rivals
+        ]
+        collect_into(points, Limits(model, 1000), lambda shared: results)
+        best = results.best()
         assert best is not None
         return best.peak_device_bytes
 
@@ -244,33 +248,33 @@ def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
     assert "fp32 cast" in answer.reason
 
 
-@pytest.mark.parametrize(("model", "said"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen3-4B", False)])
-def test_a_package_that_a_speed_stands_on_is_named(model: str, *, said: bool) -> None:
-    asked = plan_request(model, "h100-sxm", fixed={"method": ("lora",)})
-    plan = plan_workload(asked)
+@pytest.mark.parametrize(("model", "named"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen3-4B", False)])
+def test_a_package_that_a_speed_stands_on_is_named(model: str, *, named: bool) -> None:
+    workload = plan_request(model, "h100-sxm", fixed={"method": ("lora",)})
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
-    assert any("flash-linear-attention's kernels" in one for one in plan.chosen.formula.notes) == said
-    assert (plan.chosen.setup.linear_attention == "fla") == said
-    assert any(one.choice == "flash-linear-attention" for one in plan.tree) == said
+    assert any("flash-linear-attention's kernels" in note for note in plan.chosen.formula.notes) == named
+    assert (plan.chosen.setup.linear_attention == "fla") == named
+    assert any(answer.choice == "flash-linear-attention" for answer in plan.tree) == named
 
 
 def test_without_the_package_a_plan_counts_the_loop_and_says_what_it_would_give() -> None:
-    asked = plan_request("Qwen/Qwen3.5-4B", "h100-sxm", fixed={"method": ("lora",)})
-    plan = plan_workload(replace(asked, absent_packages=("flash-linear-attention",)))
+    workload = plan_request("Qwen/Qwen3.5-4B", "h100-sxm", fixed={"method": ("lora",)})
+    plan = plan_workload(replace(workload, absent_packages=("flash-linear-attention",)))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.linear_attention == "torch"
-    note = next(one for one in plan.chosen.formula.notes if "transformers' own loop" in one)
+    note = next(note for note in plan.chosen.formula.notes if "transformers' own loop" in note)
     assert "with flash-linear-attention installed" in note
     assert "tokens/s for" in note
 
 
 def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:
     """Unsloth's xformers keeps no tokens x tokens matrix on a T4."""
-    asked = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
-    refused = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", **asked))
+    arguments = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
+    refused = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", **arguments))
     assert isinstance(refused, NoPlan)
     action = refused.remedies[0].action
-    plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **asked))
+    plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **arguments))
     assert isinstance(plan, Plan)
     assert action == f"--target unsloth: 4-bit QLoRA fits at {plan.chosen.tokens_per_s:,.0f} tokens/s"
     assert plan.chosen.formula.peak_device_bytes < 11 * 2**30
@@ -390,14 +394,14 @@ def test_more_trained_layers_than_the_model_has_are_refused(layers: int) -> None
 
 def test_what_would_help_is_said_by_the_level_that_refused() -> None:
     """A dry run that shows a tenth more: missing bytes and the length that fits follow it, not the formula."""
-    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=17, fixed={"method": ("lora",)})
-    plain, corrected = (plan_workload(asked, learned) for learned in (None, {ANY_SETUP: 1.1}))
+    workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=17, fixed={"method": ("lora",)})
+    plain, corrected = (plan_workload(workload, learned) for learned in (None, {ANY_SETUP: 1.1}))
     assert isinstance(plain, NoPlan)
     assert isinstance(corrected, NoPlan)
     peak = corrected.nearest.formula.peak_device_bytes
-    assert corrected.missing_bytes == pytest.approx(1.1 * peak - asked.budget_bytes, rel=0.01)
-    assert any(one.action.startswith("--seq-len") for one in plain.remedies)
-    assert not any(one.action.startswith("--seq-len") for one in corrected.remedies)
+    assert corrected.missing_bytes == pytest.approx(1.1 * peak - workload.budget_bytes, rel=0.01)
+    assert any(remedy.action.startswith("--seq-len") for remedy in plain.remedies)
+    assert not any(remedy.action.startswith("--seq-len") for remedy in corrected.remedies)
 
 
 def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
@@ -418,5 +422,5 @@ def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal() -> None
     llama, card = catalogue.load("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
     assert llama is not None
     rollout = replace(Rollout.usual(2048), completion_tokens=1024)
-    asked = PlanRequest(fixed={"objective": ("grpo",), "rollout": (rollout,)}).workload(llama, card)
-    assert isinstance(answered(asked, dry_run=False, history=False), NoPlan)
+    workload = PlanRequest(fixed={"objective": ("grpo",), "rollout": (rollout,)}).workload(llama, card)
+    assert isinstance(answered(workload, dry_run=False, history=False), NoPlan)

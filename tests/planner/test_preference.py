@@ -10,14 +10,14 @@ from planner.memory.workload import Data, Workload
 from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
 from planner.planning.decision.choosing import choose
-from planner.planning.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import tie_break
+from planner.planning.decision.results import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
 from planner.planning.decision.tree import METHOD_BAND
+from planner.planning.groups import WalkCache
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.refine import correction_key
-from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
 from reports.text import memory_sentence
@@ -29,18 +29,18 @@ def plan_request(model: str, gpu: str, **options: object) -> Workload:
 
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
-    asked = plan_request(model, gpu, **options)
-    plan = plan_workload(asked, cache=known_of(asked))
+    workload = plan_request(model, gpu, **options)
+    plan = plan_workload(workload, cache=known_of(workload))
     assert isinstance(plan, Plan)
     return plan
 
 
-def fastest_of(asked: Workload, node: str) -> float:
+def fastest_of(workload: Workload, node: str) -> float:
     """Tokens/s of the fastest setup of a class that surely fits, over the whole space."""
-    known = NodeResults()
-    points = (point for point in walk(asked, dimension_values(asked)) if node_of_setup(point.shared) == node)
-    collect_into(points, Limits(asked.model, asked.budget_bytes), lambda _: known)
-    return max(point.tokens_per_s for point in known.sure)
+    results = NodeResults()
+    points = (point for point in walk(workload, dimension_values(workload)) if node_of_setup(point.shared) == node)
+    collect_into(points, Limits(workload.model, workload.budget_bytes), lambda _: results)
+    return max(point.tokens_per_s for point in results.sure)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def fastest_of(asked: Workload, node: str) -> float:
 def test_where_lora_does_not_fit_the_base_has_4_bits(model: str, gpu: str) -> None:
     plan = chosen(model, gpu)
     assert plan.chosen.setup.quantization in ("nf4-double", "nf4")
-    answer = next(one for one in plan.tree if "8-bit" in one.question)
+    answer = next(answer for answer in plan.tree if "8-bit" in answer.question)
     assert "only when asked for" in answer.reason or answer.choice == "no"
 
 
 def test_method_qlora_means_4_bits_unless_8_are_asked_for() -> None:
-    asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("qlora",)})
-    assert asked.chosen.setup.quantization == "nf4-double"
+    four = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("qlora",)})
+    assert four.chosen.setup.quantization == "nf4-double"
     eight = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("qlora",), "quantization": ("int8",)})
     assert eight.chosen.setup.quantization == "int8"
 
@@ -69,7 +69,7 @@ def test_method_qlora_means_4_bits_unless_8_are_asked_for() -> None:
 def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
     plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090")
     assert plan.chosen.setup.method == "lora"
-    answer = next(one for one in plan.tree if "4-bit" in one.question)
+    answer = next(answer for answer in plan.tree if "4-bit" in answer.question)
     assert "times the speed (--prefer speed" in answer.reason
     slower, faster = (chosen("Qwen/Qwen2.5-32B", "h100-sxm", prefer=prefer) for prefer in ("quality", "speed"))
     assert slower.chosen.setup.method == "lora"
@@ -95,11 +95,11 @@ def test_standard_precision_wins_where_the_gain_cannot_be_known() -> None:
 
 def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
     """Llama-8B at 14, 15 to 17, 18 and 20 GiB: 2,049, 1,448 (int8), 1,861 and 2,498 tokens/s before."""
-    known = WalkCache()
+    cache = WalkCache()
     classes = {}
     for gib in (14, 15, 16, 17, 18, 20):
-        asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
-        classes[gib] = choose(asked, dimension_values(asked), WalkResults(known=known))[0]
+        workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
+        classes[gib] = choose(workload, dimension_values(workload), WalkResults(cache=cache))[0]
     assert classes == dict.fromkeys((14, 15, 16, 17), "qlora-4bit") | {18: "lora", 20: "lora"}
 
 
@@ -118,21 +118,21 @@ def test_a_tight_fit_does_not_win() -> None:
     """At 23 GiB LoRA with every fourth layer checkpointed has 0.4 GiB of the budget left, less than the profile errs:
     what surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back.
     """
-    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
-    plan = plan_workload(asked)
+    workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     assert plan.chosen.verdict == "fits"
-    tight = next(one for one in plan.alternatives if one.label == "tight")
+    tight = next(alternative for alternative in plan.alternatives if alternative.label == "tight")
     assert (tight.candidate.verdict, tight.candidate.setup.method) == ("tight", "lora")
     assert tight.trade.endswith("may not fit")
     assert tight.candidate.tokens_per_s > plan.chosen.tokens_per_s * (1 + PREFERENCE_FRACTION)
     roomy = chosen("Qwen/Qwen2.5-1.5B", "rtx-4090")
-    assert all(one.label != "tight" for one in roomy.alternatives)
-    hoped = plan_workload(asked, {})  # dry runs follow
+    assert all(alternative.label != "tight" for alternative in roomy.alternatives)
+    hoped = plan_workload(workload, {})  # dry runs follow
     assert isinstance(hoped, Plan)
     assert hoped.chosen.setup == tight.candidate.setup
     for ratio, taken in ((0.985, True), (1.05, False)):
-        ran = plan_workload(asked, {correction_key(tight.candidate.setup): ratio})
+        ran = plan_workload(workload, {correction_key(tight.candidate.setup): ratio})
         assert isinstance(ran, Plan)
         assert (ran.chosen.setup.checkpointing == tight.candidate.setup.checkpointing) is taken
 
@@ -142,11 +142,11 @@ def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
     all_of_them: dict[str, tuple[object, ...]] = {"lora_targets": ("all-linear",)}
     plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=all_of_them)
     assert (plan.chosen.setup.method, plan.chosen.verdict) == ("qlora", "fits")
-    answer = next(one for one in plan.tree if "LoRA (16-bit base)" in one.question)
+    answer = next(answer for answer in plan.tree if "LoRA (16-bit base)" in answer.question)
     assert (answer.choice, "may fit, by less than the formula errs" in answer.reason) == ("may fit, not taken", True)
-    asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=all_of_them | {"method": ("lora",)})
-    assert (asked.chosen.setup.method, asked.chosen.verdict) == ("lora", "tight")
-    words = memory_sentence(asked.chosen)
+    lora_plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=all_of_them | {"method": ("lora",)})
+    assert (lora_plan.chosen.setup.method, lora_plan.chosen.verdict) == ("lora", "tight")
+    words = memory_sentence(lora_plan.chosen)
     assert words.startswith("Tight, it may run out of memory")
     assert "fits" not in words
 
@@ -163,12 +163,12 @@ def test_full_fine_tuning_that_is_as_fast_is_taken_but_for_data_that_it_overfits
     plain: dict[str, tuple[object, ...]] = {"kernels": ("liger", "eager")}  # fused LoRA kernels are faster than full
     plan = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", fixed=plain)
     assert plan.chosen.setup.method == "full"
-    reasons = {one.question: one.reason for one in plan.tree}
+    reasons = {answer.question: answer.reason for answer in plan.tree}
     assert "not slower than LoRA by more than 10 %" in reasons["Does full fine-tuning fit with one sequence?"]
     assert "approximates nothing" in reasons["Does LoRA (16-bit base) fit with one sequence?"]
     small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", fixed=plain, data=Data(epoch_tokens=40_000))
     assert small.chosen.setup.method == "lora"
-    assert any("overfits 40,000 tokens" in one.reason for one in small.tree)
+    assert any("overfits 40,000 tokens" in answer.reason for answer in small.tree)
 
 
 def test_the_band_between_methods_is_the_one_that_was_measured() -> None:
@@ -183,10 +183,10 @@ def test_rank_is_never_below_16_for_small_data() -> None:
 
 def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:
     for model, gpu in (("Qwen/Qwen2.5-0.5B", "t4"), ("Qwen/Qwen2.5-7B", "a100-80gb")):
-        asked = plan_request(model, gpu)
-        plan = plan_workload(asked)
+        workload = plan_request(model, gpu)
+        plan = plan_workload(workload)
         assert isinstance(plan, Plan)
-        fastest = fastest_of(asked, node_of_setup(plan.chosen.setup))
+        fastest = fastest_of(workload, node_of_setup(plan.chosen.setup))
         assert plan.chosen.tokens_per_s >= fastest * (1 - PREFERENCE_FRACTION)
 
 
@@ -195,11 +195,11 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
     speeds = {}
     for prefer in ("quality", "speed"):
         fixed = {"method": ("lora",), "kernels": ("liger", "eager")}
-        asked = plan_request("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
-        plan = plan_workload(asked)
+        workload = plan_request("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
+        plan = plan_workload(workload)
         assert isinstance(plan, Plan)
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0
-    best = fastest_of(asked, "lora")
+    best = fastest_of(workload, "lora")
     assert speeds["speed"] == pytest.approx(best, rel=1e-9)
     assert best > speeds["quality"]
 
@@ -214,14 +214,14 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
 def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: str) -> None:
     """Twice the rank floor and peft's cast, each beside the same setup without it; 105,390 points of 18 pairs looked
     at, none was. And a plan walks neither, where a search has both."""
-    asked = plan_request(model, gpu)
+    workload = plan_request(model, gpu)
     points = {}
-    for point in walk(asked):
+    for point in walk(workload):
         at = (point.attention, point.loss, point.optimizer, point.micro_batch_seqs)
         points[(point.shared, *at)] = point
     num_compared = 0
     for (shared, *at), point in points.items():
-        lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
+        lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, workload.min_rank))
         counterpart = points.get((lean, *at))
         if lean == shared or counterpart is None:  # its rival outran it
             continue
@@ -229,26 +229,28 @@ def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: s
         assert counterpart.peak_device_bytes <= point.peak_device_bytes
         assert counterpart.tokens_per_s >= point.tokens_per_s
     assert num_compared > 1000
-    values = dimension_values(asked)
+    values = dimension_values(workload)
     assert (len(values["lora_rank"]), len(values["kbit_fp32_cast"])) == (2, 2)
-    planned = planned_values(asked, values)
-    assert (planned["lora_rank"], planned["kbit_fp32_cast"]) == ((asked.min_rank,), (False,))
+    planned = planned_values(workload, values)
+    assert (planned["lora_rank"], planned["kbit_fp32_cast"]) == ((workload.min_rank,), (False,))
     fixed = plan_request(model, gpu, fixed={"method": ("qlora",), "lora_rank": (32, 64), "kbit_fp32_cast": (True,)})
-    kept = planned_values(fixed, dimension_values(fixed))
-    assert (kept["lora_rank"], kept["kbit_fp32_cast"]) == ((32, 64), (True,))
+    fixed_values = planned_values(fixed, dimension_values(fixed))
+    assert (fixed_values["lora_rank"], fixed_values["kbit_fp32_cast"]) == ((32, 64), (True,))
 
 
 def test_of_setups_alike_in_all_that_is_preferred_the_fastest_is_taken() -> None:
     """GRPO's peak is its generation's, whatever the micro-batch: 2 were taken where 8 are 1 % faster."""
-    asked = plan_request("google/gemma-3-12b-it", "rtx-4090", fixed={"objective": ("grpo",)})
-    facts = WalkResults()
-    node, best = choose(asked, dimension_values(asked), facts)
+    workload = plan_request("google/gemma-3-12b-it", "rtx-4090", fixed={"objective": ("grpo",)})
+    results = WalkResults()
+    node, best = choose(workload, dimension_values(workload), results)
     assert node is not None
     assert best is not None
     preferred = tie_break(best.setup), best.peak_device_bytes
-    alike = [one for one in facts.nodes()[node].sure if (tie_break(one.setup), one.peak_device_bytes) == preferred]
-    assert len({one.micro_batch_seqs for one in alike}) > 1
-    assert best.tokens_per_s == max(one.tokens_per_s for one in alike)
+    alike = [
+        point for point in results.nodes()[node].sure if (tie_break(point.setup), point.peak_device_bytes) == preferred
+    ]
+    assert len({point.micro_batch_seqs for point in alike}) > 1
+    assert best.tokens_per_s == max(point.tokens_per_s for point in alike)
 
 
 def test_flash_attention_2_is_installed_where_it_gains_more_than_its_package_costs() -> None:
@@ -256,14 +258,14 @@ def test_flash_attention_2_is_installed_where_it_gains_more_than_its_package_cos
     packed: dict[str, object] = {"global_batch": 1, "fixed": {"packing": (True,)}, "targets": ("trl",)}
     short = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=768, **packed)
     assert short.chosen.setup.attention == "sdpa"
-    (said,) = (note for note in short.notes if "sdpa needs no package" in note)
-    assert "flash-attention-2 is 5% faster" in said
+    (note,) = (note for note in short.notes if "sdpa needs no package" in note)
+    assert "flash-attention-2 is 5% faster" in note
     long = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=2048, **packed)
     assert long.chosen.setup.attention == "flash-attention-2"
-    (said,) = (note for note in long.notes if "comes from the hub" in note)
-    assert "12% slower" in said
+    (note,) = (note for note in long.notes if "comes from the hub" in note)
+    assert "12% slower" in note
     for_speed = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=768, prefer="speed", **packed)
     assert for_speed.chosen.setup.attention == "flash-attention-2"
     named = {"packing": (True,), "attention": ("sdpa",)}
-    asked = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=768, global_batch=1, fixed=named, targets=("trl",))
-    assert not any("needs no package" in note for note in asked.notes)
+    sdpa_plan = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=768, global_batch=1, fixed=named, targets=("trl",))
+    assert not any("needs no package" in note for note in sdpa_plan.notes)

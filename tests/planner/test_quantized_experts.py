@@ -30,7 +30,7 @@ def test_experts_weigh_four_and_a_half_bits() -> None:
     with one fp32 scale per 64."""
     model = loaded(QWEN)
     experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
-    plain, packed = (weight_bytes(model, one)["layers"] for one in (PACKED.replace(quantize_experts=False), PACKED))
+    plain, packed = (weight_bytes(model, setup)["layers"] for setup in (PACKED.replace(quantize_experts=False), PACKED))
     assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
 
 
@@ -39,10 +39,12 @@ def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
     model = loaded(QWEN)
     rows, experts = 48 * 128 * (1536 + 2048), 48 * 128 * (1536 * 2048 + 2048 * 768)
     eight = PACKED.replace(quantization="int8")
-    plain, packed = (weight_bytes(model, one)["layers"] for one in (eight.replace(quantize_experts=False), eight))
+    plain, packed = (weight_bytes(model, setup)["layers"] for setup in (eight.replace(quantize_experts=False), eight))
     assert plain - packed == experts - 4 * rows
-    kept = [activation_parts(model, GPU, one).recomputed for one in (eight.replace(quantize_experts=False), eight)]
-    assert kept[1] - kept[0] == 4 * 128 * (1536 * 2048 + 2048 * 768)
+    recomputed = [
+        activation_parts(model, GPU, setup).recomputed for setup in (eight.replace(quantize_experts=False), eight)
+    ]
+    assert recomputed[1] - recomputed[0] == 4 * 128 * (1536 * 2048 + 2048 * 768)
 
 
 def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_time() -> None:
@@ -50,7 +52,9 @@ def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_tim
     layer = 2 * 128 * (1536 * 2048 + 2048 * 768)
     for checkpointing, layers in ((0, 48), (1, 0)):
         setup = PACKED.replace(checkpointing=checkpointing)
-        plain, packed = (activation_parts(model, GPU, one) for one in (setup.replace(quantize_experts=False), setup))
+        plain, packed = (
+            activation_parts(model, GPU, variant) for variant in (setup.replace(quantize_experts=False), setup)
+        )
         assert packed.stored["mlp"] - plain.stored["mlp"] == layers * layer
         if checkpointing:
             assert packed.recomputed - plain.recomputed == layer
@@ -60,7 +64,7 @@ def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_tim
 def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> None:
     model = loaded(QWEN)
     plain, packed = (
-        speed_profile(model, GPU, one).step_time(one) for one in (PACKED.replace(quantize_experts=False), PACKED)
+        speed_profile(model, GPU, setup).step_time(setup) for setup in (PACKED.replace(quantize_experts=False), PACKED)
     )
     assert packed.parts_s["dequantization"] > 5 * plain.parts_s["dequantization"]
     assert packed.parts_s["recompute"] > plain.parts_s["recompute"]
@@ -94,13 +98,13 @@ def test_impossible_combinations_cannot_be_built(fields: dict[str, object]) -> N
 
 
 def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by_name() -> None:
-    asked = request(PACKED.replace(loss="chunked"), model=loaded(QWEN))
-    text = EXPORTERS["axolotl"](asked).files[0].text
+    export_request = request(PACKED.replace(loss="chunked"), model=loaded(QWEN))
+    text = EXPORTERS["axolotl"](export_request).files[0].text
     assert "quantize_moe_experts: true" in text
     assert read_text(text, "axolotl.yaml", model=loaded(QWEN)).setup.quantize_experts
     for target in ("trl", "hf", "llamafactory", "unsloth"):
-        assert "Axolotl and Loggetta alone" in EXPORTERS[target](asked).refused
-    assert EXPORTERS["torchtitan"](asked).refused
+        assert "Axolotl and Loggetta alone" in EXPORTERS[target](export_request).refused
+    assert EXPORTERS["torchtitan"](export_request).refused
 
 
 def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_it() -> None:
@@ -136,9 +140,9 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
         assert by_trl.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
         assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]
     other = plan_request("openai/gpt-oss-20b")
-    found = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
-    assert isinstance(found, NoPlan)  # weights of which no copy is known
-    assert any("16-bit copy" in one.action and one.fits for one in found.remedies)
+    refused = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
+    assert isinstance(refused, NoPlan)  # weights of which no copy is known
+    assert any("16-bit copy" in remedy.action and remedy.fits for remedy in refused.remedies)
 
 
 def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
@@ -146,8 +150,8 @@ def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
     model, card = loaded(QWEN), find_gpu("h200")
     mixed = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=4, checkpointing=1)
     slow, fast = (
-        throughput_profile(model, card, one, conditions=CURRENT).step_time(one)
-        for one in (mixed, mixed.replace(precision="bf16-pure"))
+        throughput_profile(model, card, setup, conditions=CURRENT).step_time(setup)
+        for setup in (mixed, mixed.replace(precision="bf16-pure"))
     )
     assert slow.parts_s["matmul"] > 3 * fast.parts_s["matmul"]
     assert any("multiply in fp32" in note for note in slow.notes)

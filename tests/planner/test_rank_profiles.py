@@ -15,8 +15,8 @@ from planner.memory.model import memory_of, predict_memory
 from planner.memory.profiles import GRADIENTS
 from planner.memory.ranks import rank_step
 from planner.options.layouts import SHARDED
-from planner.planning.decision.facts import Limits
 from planner.planning.decision.layouts import layouts
+from planner.planning.decision.results import Limits
 from planner.planning.evidence.bands import memory_band, profile_band
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
@@ -35,9 +35,9 @@ def test_shipped_profiles_are_the_frozen_dry_runs(parallel: str, median: float, 
         if row["setup"]["parallel"] != parallel or "allocated" not in row:
             continue
         model, setup = loaded(row["model"]), setup_from_dict(row["setup"])
-        found = memory_of(model, GPU, setup)[0].breakdown
-        if found.profiled:
-            errors.append(abs(found.peak_allocated_bytes / row["allocated"] - 1))
+        breakdown = memory_of(model, GPU, setup)[0].breakdown
+        if breakdown.profiled:
+            errors.append(abs(breakdown.peak_allocated_bytes / row["allocated"] - 1))
             formula.append(abs(predict_memory(model, GPU, setup).peak_allocated_bytes / row["allocated"] - 1))
     assert len(errors) > 10
     assert statistics.median(errors) < min(median, statistics.median(formula) / 3)
@@ -46,7 +46,7 @@ def test_shipped_profiles_are_the_frozen_dry_runs(parallel: str, median: float, 
 
 def test_a_walk_over_shards_says_what_each_setup_does() -> None:
     workload = replace(plan_request("meta-llama/Llama-3.1-8B", "a100-80gb", seq_len=1024), cluster=make_cluster(GPU, 4))
-    points = [one for one in walk(workload, layouts=layouts(workload)) if one.shared.parallel in SHARDED]
+    points = [point for point in walk(workload, layouts=layouts(workload)) if point.shared.parallel in SHARDED]
     profiled = 0
     for point in random.Random(0).sample(points, 40):
         exact = memory_of(workload.model, GPU, point.setup)[0].breakdown
@@ -57,21 +57,24 @@ def test_a_walk_over_shards_says_what_each_setup_does() -> None:
 
 def test_weights_that_are_gathered_and_freed_leave_holes() -> None:
     setup = TrainSetup(kernels="liger", num_gpus=8, parallel="fsdp2", checkpointing=1)
-    alone, kept, fixed = (
-        memory_of(loaded(LLAMA), GPU, one)[0].breakdown.allocator_gap_bytes
-        for one in (setup, setup.replace(reshard_after_forward=False), setup.replace(expandable_segments=False))
+    alone, unfreed, fixed = (
+        memory_of(loaded(LLAMA), GPU, variant)[0].breakdown.allocator_gap_bytes
+        for variant in (setup, setup.replace(reshard_after_forward=False), setup.replace(expandable_segments=False))
     )
-    assert alone - kept > 400 << 20  # a layer of 416 MiB, and a third of the table
+    assert alone - unfreed > 400 << 20  # a layer of 416 MiB, and a third of the table
     assert fixed != alone
 
 
 def test_an_engine_that_takes_each_gradient_as_it_comes_has_a_layers_nowhere() -> None:
     base = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "kernels": "liger", "num_gpus": 4}
-    step = {one: rank_step(loaded(LLAMA), GPU, TrainSetup(**base, parallel=one)) for one in ("fsdp2", "zero3")}
+    step = {
+        parallel: rank_step(loaded(LLAMA), GPU, TrainSetup(**base, parallel=parallel))
+        for parallel in ("fsdp2", "zero3")
+    }
     alive = {
-        name: {group[0] for group in one.groups_at("turn", 2, accumulated=False)}
-        for name, one in step.items()
-        if one is not None
+        name: {group[0] for group in profile.groups_at("turn", 2, accumulated=False)}
+        for name, profile in step.items()
+        if profile is not None
     }
     assert (GRADIENTS in alive["fsdp2"], GRADIENTS in alive["zero3"]) == (True, False)
 

@@ -55,8 +55,8 @@ FIELDS = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_what_is_done_to_the_model_or_trainer_counts(name: str) -> None:
     before, after, more, field, value = FIELDS[name]
-    found = read(before, after, more)
-    assert (getattr(found.setup, field), found.missing) == (value, ())
+    config = read(before, after, more)
+    assert (getattr(config.setup, field), config.missing) == (value, ())
 
 
 def test_liger_put_in_by_the_program_counts() -> None:
@@ -72,11 +72,11 @@ TEACHER = 'teacher = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-
 
 
 @pytest.mark.parametrize(
-    "said", ["label_smoothing_factor=0.1), train_dataset=(rows", "bf16=True), compute_loss_func=(mine"]
+    "arguments", ["label_smoothing_factor=0.1), train_dataset=(rows", "bf16=True), compute_loss_func=(mine"]
 )
-def test_a_loss_that_trl_computes_on_all_logits_is_no_chunked_one(said: str) -> None:
+def test_a_loss_that_trl_computes_on_all_logits_is_no_chunked_one(arguments: str) -> None:
     assert read().setup.loss == "chunked"
-    assert read(train=TRAIN.replace("512), train_dataset=rows", f"512, {said})")).setup.loss == "full"
+    assert read(train=TRAIN.replace("512), train_dataset=rows", f"512, {arguments})")).setup.loss == "full"
 
 
 OPEN = {
@@ -95,7 +95,7 @@ OPEN = {
 @pytest.mark.parametrize("name", OPEN)
 def test_what_makes_another_run_is_asked_for(name: str) -> None:
     before, after, field = OPEN[name]
-    assert [one.field for one in read(before, after).missing] == [field]
+    assert [missing.field for missing in read(before, after).missing] == [field]
 
 
 KNOWN = {
@@ -115,30 +115,30 @@ def test_what_changes_nothing_is_not_asked_for(name: str) -> None:
 
 
 def test_a_person_says_what_lies_beside() -> None:
-    found = read(after=TEACHER)
-    said = overrides(found, parse_sets(["beside=16"]))
-    assert (said.missing, said.beside_bytes) == ((), 16 << 30)
+    config = read(after=TEACHER)
+    overridden = overrides(config, parse_sets(["beside=16"]))
+    assert (overridden.missing, overridden.beside_bytes) == ((), 16 << 30)
     card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")
     assert model is not None
     alone, both = (
-        check(one, model, card, card.memory_bytes, predictor(model, card)).prediction.peak_device_bytes
-        for one in (replace(said, beside_bytes=0), said)
+        check(variant, model, card, card.memory_bytes, predictor(model, card)).prediction.peak_device_bytes
+        for variant in (replace(overridden, beside_bytes=0), overridden)
     )
     assert both - alone == 16 << 30
 
 
 def test_reward_models_and_other_references_are_asked_for() -> None:
     judged = 'GRPOTrainer(model, reward_funcs="org/reward", args=GRPOConfig(max_completion_length=64)).train()'
-    assert "beside" in {one.field for one in read(train=judged).missing}
+    assert "beside" in {missing.field for missing in read(train=judged).missing}
     preferred = "DPOTrainer(model, ref, args=DPOConfig(per_device_train_batch_size=2, max_length=512)).train()"
     other = 'ref = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B", dtype=torch.bfloat16)\n'
-    assert [one.field for one in read(after=other, train=preferred).missing] == ["beside"]
+    assert [missing.field for missing in read(after=other, train=preferred).missing] == ["beside"]
     same = read(after=other.replace('"meta-llama/Llama-3.1-70B"', "NAME"), train=preferred)
     assert (same.missing, same.approximations) == ((), ())
 
 
 def test_a_length_of_none_is_asked_for() -> None:
-    assert [one.field for one in read(train=TRAIN.replace("512", "None")).missing] == ["seq_len_tokens"]
+    assert [missing.field for missing in read(train=TRAIN.replace("512", "None")).missing] == ["seq_len_tokens"]
 
 
 def test_a_length_handed_on_by_partial_or_map_is_read() -> None:
@@ -155,7 +155,7 @@ def test_settings_handed_on_from_an_unknown_file_replace_every_default() -> None
     )
     for value in ("wishes.batch", "batch(**json.load(open(sys.argv[1])))"):
         train = TRAIN.replace("per_device_train_batch_size=2", f"per_device_train_batch_size={value}")
-        assert [one.field for one in read(after=made, train=train).missing] == ["micro_batch_seqs"]
+        assert [missing.field for missing in read(after=made, train=train).missing] == ["micro_batch_seqs"]
 
 
 EVALUATED = {
@@ -169,8 +169,8 @@ EVALUATED = {
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_what_is_evaluated_at_once_is_read(name: str) -> None:
-    said, seqs = EVALUATED[name]
-    assert read(train=TRAIN.replace("512)", f"512{said})")).eval_seqs == seqs
+    arguments, seqs = EVALUATED[name]
+    assert read(train=TRAIN.replace("512)", f"512{arguments})")).eval_seqs == seqs
 
 
 LLAMAFACTORY = "do_train: true\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\neval_strategy: steps\n"
@@ -187,30 +187,30 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_tools_files_say_what_they_evaluate(name: str) -> None:
     text, seqs = FILES[name]
-    found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
-    assert found.eval_seqs == seqs
+    config = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
+    assert config.eval_seqs == seqs
 
 
 def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     train = TRAIN.replace("512)", '1024, eval_strategy="steps", gradient_checkpointing=True), eval_dataset=(rows)')
     versions = FileContext(versions={"trl": "0.19.1", "transformers": "4.53.0"})
-    found = read_text(HEAD + MODEL + train.replace("{more}", ", peft_config=LoraConfig(r=8)"), "t.py", around=versions)
+    config = read_text(HEAD + MODEL + train.replace("{more}", ", peft_config=LoraConfig(r=8)"), "t.py", around=versions)
     card, model = find_gpu("rtx-4090"), catalogue.load("Llama-3.1-8B")
     assert model is not None
     predict, budget = predictor(model, card), round(card.memory_bytes * 0.94)
-    judged = check(found, model, card, budget, predict)
+    judged = check(config, model, card, budget, predict)
     assert judged.verdict is Verdict.DOES_NOT_FIT
-    assert judged.evaluation_bytes == judged.prediction.peak_device_bytes > predict(found.setup).peak_device_bytes
-    bound = evaluation_bytes(model, card, found.setup, 8)
-    step_below = band_of(predict(found.setup), found).below
+    assert judged.evaluation_bytes == judged.prediction.peak_device_bytes > predict(config.setup).peak_device_bytes
+    bound = evaluation_bytes(model, card, config.setup, 8)
+    step_below = band_of(predict(config.setup), config).below
     assert (bound, judged.band) == (judged.evaluation_bytes, (max(step_below, EVALUATION_BAND_FRACTION), 0))
     assert "per_device_eval_batch_size 2 keeps it below" in judged.notes[0]
-    fewer = next(one for one in judged.changes if one.label == "evaluation of 2 at once")
-    assert (fewer.verdict, fewer.setup, fewer.in_place) == (Verdict.FITS, found.setup, True)
+    fewer = next(change for change in judged.changes if change.label == "evaluation of 2 at once")
+    assert (fewer.verdict, fewer.setup, fewer.in_place) == (Verdict.FITS, config.setup, True)
     mended = improve(judged, model, predict)
     assert (mended.verdict, mended.labels[0]) == (Verdict.FITS, "evaluation of 2 at once")
-    assert edits_of(found, mended)["per_device_eval_batch_size"] == 2
-    small = check(replace(found, eval_seqs=2), model, card, budget, predict)
+    assert edits_of(config, mended)["per_device_eval_batch_size"] == 2
+    small = check(replace(config, eval_seqs=2), model, card, budget, predict)
     assert (small.verdict, small.evaluation_bytes) == (Verdict.FITS, 0)
 
 
@@ -223,10 +223,10 @@ def test_settings_of_swifts_reinforcement_learning_are_no_supervised_run() -> No
 def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
     vision = MODEL.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
     program = f"{HEAD}from transformers import AutoModelForImageTextToText\n{vision}{TRAIN.replace('{more}', '')}"
-    found = read_text(program, "train.py", around=FileContext())
-    assert [one.field for one in found.missing] == ["images"]
-    assert overrides(found, parse_sets(["images=none"])).missing == ()
-    assert overrides(found, parse_sets(["images=2x448x448"])).setup.images is not None
+    config = read_text(program, "train.py", around=FileContext())
+    assert [missing.field for missing in config.missing] == ["images"]
+    assert overrides(config, parse_sets(["images=none"])).missing == ()
+    assert overrides(config, parse_sets(["images=2x448x448"])).setup.images is not None
     with pytest.raises(NotPlanned, match="vision"):
         read_text(program, "train.py", model=catalogue.load("Llama-3.1-8B"), around=FileContext())
     with pytest.raises(NotPlanned, match="vision"):
@@ -250,12 +250,12 @@ Seq2SeqTrainer(args=args, model=model, train_dataset=rows, eval_dataset=rows, co
 
 def test_a_program_of_sound_is_read_as_the_course_has_it() -> None:
     whisper = catalogue.load("openai/whisper-small")
-    found = read_text(SOUND.format(more=""), "train.py", model=whisper, around=FileContext())
-    setup = found.setup
+    config = read_text(SOUND.format(more=""), "train.py", model=whisper, around=FileContext())
+    setup = config.setup
     assert (setup.method, setup.precision, setup.seq_len_tokens, setup.loss) == ("full", "fp16-mixed", 225, "full")
-    assert (setup.micro_batch_seqs, setup.frozen_encoder, found.missing) == (16, False, ())
-    assert any("225 tokens" in one for one in found.assumptions)
-    assert not found.eval_logits  # an evaluation that generates keeps tokens
+    assert (setup.micro_batch_seqs, setup.frozen_encoder, config.missing) == (16, False, ())
+    assert any("225 tokens" in assumption for assumption in config.assumptions)
+    assert not config.eval_logits  # an evaluation that generates keeps tokens
     frozen = read_text(SOUND.format(more="model.freeze_encoder()"), "train.py", model=whisper, around=FileContext())
     assert frozen.setup.frozen_encoder
     with pytest.raises(NotPlanned, match="speech"):
@@ -279,15 +279,15 @@ ASKED = {
 
 def test_settings_that_no_model_follows_are_said_and_those_that_make_another_run_are_asked_for() -> None:
     for name, (text, word) in LEFT_OUT.items():
-        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
-        assert any(word in said for said in found.approximations), name
+        config = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
+        assert any(word in note for note in config.approximations), name
     for name, (text, field) in ASKED.items():
-        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
-        assert field in {one.field for one in found.missing}, name
+        config = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
+        assert field in {missing.field for missing in config.missing}, name
     halved = read_text(
         "model_name_or_path: a\nmax_length: 9\nauto_find_batch_size: true\n", "t.yaml", around=FileContext()
     )
-    assert any("halved" in said for said in halved.assumptions)
+    assert any("halved" in assumption for assumption in halved.assumptions)
 
 
 KEPT = (
@@ -314,14 +314,14 @@ ALONE = {
 @pytest.mark.parametrize("name", [*AGAIN, *ALONE])
 def test_a_model_that_is_loaded_again_after_the_training_is_told(name: str) -> None:
     body = (AGAIN | ALONE)[name]
-    found = read(train=body if "main()" in body else KEPT + body)
-    assert found.missing == ()
-    assert (found.loaded_again[1], bool(found.loaded_again[0])) == (("fp16", True) if name in AGAIN else ("", False))
+    config = read(train=body if "main()" in body else KEPT + body)
+    assert config.missing == ()
+    assert (config.loaded_again[1], bool(config.loaded_again[0])) == (("fp16", True) if name in AGAIN else ("", False))
     card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")
     assert model is not None
-    answer = check(found, model, card, 25 << 30, predictor(model, card))
-    told = any("loads the model once more" in note for note in answer.notes)
-    assert (told, answer.verdict) == (name in AGAIN, Verdict.UNCERTAIN if name in AGAIN else Verdict.FITS)
+    answer = check(config, model, card, 25 << 30, predictor(model, card))
+    warned = any("loads the model once more" in note for note in answer.notes)
+    assert (warned, answer.verdict) == (name in AGAIN, Verdict.UNCERTAIN if name in AGAIN else Verdict.FITS)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero2", "fsdp2", "zero3"])

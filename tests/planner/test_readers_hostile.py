@@ -28,7 +28,7 @@ CASES = {
     "many documents": ("base_model: x\n---\n" * 60, "more than 50 documents"),
     "bomb in the second document": (
         "base_model: x\n---\na: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
-        + "".join(f"{one}: &{one} [{', '.join([f'*{chr(ord(one) - 1)}'] * 8)}]\n" for one in "bcdef"),
+        + "".join(f"{letter}: &{letter} [{', '.join([f'*{chr(ord(letter) - 1)}'] * 8)}]\n" for letter in "bcdef"),
         "expands to more",
     ),
     "number key": ("1: 2\nbase_model: x\n", "must be text"),
@@ -128,9 +128,9 @@ def test_scripts_are_read_never_run(text: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_key_written_twice_is_said() -> None:
-    found = read_text("base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n", "a.yaml")
-    assert found.setup.micro_batch_seqs == 4
-    assert "micro_batch_size is written twice: the last one counts" in found.assumptions
+    config = read_text("base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n", "a.yaml")
+    assert config.setup.micro_batch_seqs == 4
+    assert "micro_batch_size is written twice: the last one counts" in config.assumptions
 
 
 KEYS = st.sampled_from(
@@ -155,10 +155,10 @@ def test_any_mapping_is_read_or_refused_with_a_reason(values: dict[str, object],
 
     text = json.dumps(values) if name.endswith("json") else yaml.safe_dump(values)
     try:
-        found = read_text(text, name)
+        config = read_text(text, name)
     except PlannerError:
         return  # refused with a reason
-    assert found.setup.micro_batch_seqs >= 1
+    assert config.setup.micro_batch_seqs >= 1
 
 
 TOML = {
@@ -212,8 +212,8 @@ SFTTrainer("HuggingFaceTB/SmolLM2-135M", args=SFTConfig(max_length=x, per_device
     "start", ["x = {}\nx['x'] = x\n", "x = [1]\n" + "x = [x, x]\n" * 60, "x = [1]\n" + "x = [x]\n" * 500]
 )
 def test_a_value_that_holds_itself_or_doubles_is_left_open(start: str) -> None:
-    found = read_text(start + TRAINS, "train.py")
-    assert "seq_len_tokens" in {one.field for one in found.missing}
+    config = read_text(start + TRAINS, "train.py")
+    assert "seq_len_tokens" in {missing.field for missing in config.missing}
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_a_program_that_grows_ends_at_the_budget_of_size(start: str, monkeypatch
     ids=("unhashable key", "range", "digits", "round", "lists"),
 )
 def test_what_is_not_computed_is_left_open(value: str) -> None:
-    found = read_text(f"x = {value}\n" + TRAINS, "train.py")
-    assert "seq_len_tokens" in {one.field for one in found.missing}
+    config = read_text(f"x = {value}\n" + TRAINS, "train.py")
+    assert "seq_len_tokens" in {missing.field for missing in config.missing}
 
 
 def test_a_program_too_deep_to_parse_is_no_internal_error() -> None:

@@ -31,8 +31,8 @@ def read(body: str, num_gpus: int = 1) -> ReadConfig:
     return read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
 
 
-def open_fields(found: ReadConfig) -> set[str]:
-    return {one.field for one in found.missing}
+def open_fields(config: ReadConfig) -> set[str]:
+    return {gap.field for gap in config.missing}
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def open_fields(found: ReadConfig) -> set[str]:
     ],
 )
 def test_no_configuration_leaves_the_older_switches(given: str, quantization: str) -> None:
-    found = read("bits = 4\n" + LOADED.format(given) + ADAPTED + TRAINED)
-    assert (found.setup.quantization, open_fields(found)) == (quantization, set())
+    config = read("bits = 4\n" + LOADED.format(given) + ADAPTED + TRAINED)
+    assert (config.setup.quantization, open_fields(config)) == (quantization, set())
 
 
 FORWARD = "    def forward(self, input_ids, labels=None):\n        return self.inner(input_ids), self.inner(labels)\n"
@@ -91,8 +91,8 @@ def test_a_class_that_holds_or_extends_a_known_model_is_read(body: str) -> None:
 )
 def test_a_program_that_trains_does_not_end_at_its_guards(guard: str) -> None:
     body = "".join(f"    {line}\n" for line in (guard + LOADED.format("") + TRAINED).splitlines())
-    found = read(f"def main():\n{body}    return 0\nraise SystemExit(main())\n")
-    assert found.setup.method == "full"
+    config = read(f"def main():\n{body}    return 0\nraise SystemExit(main())\n")
+    assert config.setup.method == "full"
 
 
 UNSLOTH = "from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel.from_pretrained(NAME)\n" + (
@@ -101,7 +101,7 @@ UNSLOTH = "from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel
 
 
 @pytest.mark.parametrize(
-    ("said", "environment", "loss"),
+    ("assignment", "environment", "loss"),
     [
         ("os.environ['UNSLOTH_RETURN_LOGITS'] = '1'\n", {}, "full"),
         ('os.environ.setdefault("UNSLOTH_RETURN_LOGITS", "1")\n', {}, "full"),
@@ -111,15 +111,20 @@ UNSLOTH = "from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel
         ("", {}, "chunked"),
     ],
 )
-def test_unsloth_gives_its_logits_back_where_it_is_told_to(said: str, environment: dict[str, str], loss: str) -> None:
+def test_unsloth_gives_its_logits_back_where_it_is_told_to(
+    assignment: str, environment: dict[str, str], loss: str
+) -> None:
     around = FileContext(environment=environment)
-    assert read_text(HEAD + said + UNSLOTH, "train.py", around=around).setup.loss == loss
+    assert read_text(HEAD + assignment + UNSLOTH, "train.py", around=around).setup.loss == loss
 
 
 @pytest.mark.parametrize("package", ["pytorch_quantization.nn", "torchao.quantization.qat", "brevitas"])
 def test_quantizers_that_train_along_are_said_not_to_be_counted(package: str) -> None:
     body = LOADED.format("") + TRAINED
-    assert any(package.partition(".nn")[0] in one for one in read(f"import {package}\n" + body).approximations)
+    assert any(
+        package.partition(".nn")[0] in approximation
+        for approximation in read(f"import {package}\n" + body).approximations
+    )
     assert not read("import torchao.quantization\n" + body).approximations
 
 
@@ -151,8 +156,8 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_file_that_a_script_writes_is_read(name: str) -> None:
-    found = read_text(WRITES[name], "run.sh")
-    assert (found.model_id, found.setup.lora_rank) == ("Qwen/Qwen3-0.6B", 8)
+    config = read_text(WRITES[name], "run.sh")
+    assert (config.model_id, config.setup.lora_rank) == ("Qwen/Qwen3-0.6B", 8)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +199,8 @@ def test_functions_of_a_script_are_followed_where_it_calls_them(name: str, tmp_p
         "" + LOADED.format("") + TRAINED
     )
     (tmp_path / "run.sh").write_text(FUNCTIONS[name])
-    found = read_config(tmp_path / "run.sh")
-    assert (found.model_id, found.setup.num_gpus) == ("NAME", 4)
+    config = read_config(tmp_path / "run.sh")
+    assert (config.model_id, config.setup.num_gpus) == ("NAME", 4)
 
 
 def test_a_launch_that_only_tries_does_not_hide_the_one_that_trains(tmp_path: Path) -> None:
@@ -225,15 +230,15 @@ OWN_YAML = "model_name: Qwen/Qwen3-0.6B\nuse_lora: true\nlora_r: 8\ntarget_modul
     ],
 )
 def test_other_programs_settings_say_how_their_jobs_are_spread(block: str, parallel: str) -> None:
-    found = read_text(OWN_YAML + block, "conf.yaml", around=FileContext(num_gpus=2))
-    assert found.format == "own settings"
-    assert (found.setup.parallel, "parallel" in open_fields(found)) == (parallel, False)
+    config = read_text(OWN_YAML + block, "conf.yaml", around=FileContext(num_gpus=2))
+    assert config.format == "own settings"
+    assert (config.setup.parallel, "parallel" in open_fields(config)) == (parallel, False)
 
 
 def test_an_engine_whose_stage_nothing_says_is_asked_for() -> None:
-    found = read_text(OWN_YAML + "engine: deepspeed\n", "conf.yaml", around=FileContext(num_gpus=2))
-    assert "parallel" in open_fields(found)
-    assert overrides(found, parse_sets(["parallel=zero3"])).setup.parallel == "zero3"
+    config = read_text(OWN_YAML + "engine: deepspeed\n", "conf.yaml", around=FileContext(num_gpus=2))
+    assert "parallel" in open_fields(config)
+    assert overrides(config, parse_sets(["parallel=zero3"])).setup.parallel == "zero3"
 
 
 AXOLOTL = "base_model: Qwen/Qwen3-0.6B\nmicro_batch_size: 1\nsequence_len: 4098\nadapter: lora\nlora_r: 8\n" + (
@@ -293,14 +298,14 @@ def test_sequences_cut_beside_whole_states_are_refused_by_name() -> None:
     ],
 )
 def test_deepspeed_on_one_gpu_holds_its_own_states(zero: str, expected: tuple[str, str]) -> None:
-    found = read_text(AXOLOTL + f"deepspeed: {{zero_optimization: {zero}}}\n", "a.yml")
-    assert (found.setup.parallel, found.setup.offload) == expected
-    assert found.setup.num_gpus == 1
+    config = read_text(AXOLOTL + f"deepspeed: {{zero_optimization: {zero}}}\n", "a.yml")
+    assert (config.setup.parallel, config.setup.offload) == expected
+    assert config.setup.num_gpus == 1
 
 
 def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
-    found = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
-    setup = overrides(found, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
+    config = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
+    setup = overrides(config, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
     assert (setup.parallel, setup.images is None) == ("none", False)
 
 
@@ -316,16 +321,16 @@ def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
     ],
 )
 def test_a_deepspeed_file_says_by_its_name_whether_it_offloads(name: str, parallel: str, offload: str) -> None:
-    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
-    assert (found.setup.parallel, found.setup.offload) == (parallel, offload)
-    assert "offload" not in open_fields(found)
+    config = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
+    assert (config.setup.parallel, config.setup.offload) == (parallel, offload)
+    assert "offload" not in open_fields(config)
 
 
 @pytest.mark.parametrize("name", ["ds_config_zero3.json", "configs/zero2_mine.json", "stage3.yaml"])
 def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name: str) -> None:
-    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
-    assert "offload" in open_fields(found)
-    settled = overrides(found, parse_sets(["offload=optimizer"]))
+    config = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
+    assert "offload" in open_fields(config)
+    settled = overrides(config, parse_sets(["offload=optimizer"]))
     assert (settled.setup.offload, "offload" in open_fields(settled)) == ("optimizer", False)
 
 
@@ -342,8 +347,8 @@ def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name
     ],
 )
 def test_tokens_that_llamafactory_adds_train_whole_tables(more: str, saved: tuple[str, ...]) -> None:
-    found = read_text(FACTORY.format("Qwen/Qwen3-0.6B") + more, "a.yaml")
-    assert found.setup.modules_to_save == saved
+    config = read_text(FACTORY.format("Qwen/Qwen3-0.6B") + more, "a.yaml")
+    assert config.setup.modules_to_save == saved
 
 
 @pytest.mark.parametrize(
@@ -356,8 +361,8 @@ def test_tokens_that_llamafactory_adds_train_whole_tables(more: str, saved: tupl
 )
 def test_peft_trains_no_tables_that_a_program_resizes(body: str) -> None:
     """peft 0.21 saves resized tables (`save_embedding_layers="auto"`), and trains them where they are named."""
-    found = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + LOADED.format("") + body + ADAPTED + TRAINED)
-    assert found.setup.modules_to_save == ()
+    config = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + LOADED.format("") + body + ADAPTED + TRAINED)
+    assert config.setup.modules_to_save == ()
 
 
 PACKED = {
@@ -375,9 +380,9 @@ def test_a_base_that_is_published_packed_is_no_16_bit_one(name: str, monkeypatch
     model, bits = resolve_model(name), PACKED[name]
     program = read_text(HEAD + LOADED.format("") + ADAPTED + TRAINED, "train.py", model=model)
     factory = read_text(FACTORY.format(name), "a.yaml", model=model)
-    for found in (program, factory):
-        assert found.setup.quantization == bits
-        assert any("are counted as" in one for one in found.approximations) == (bits != "none")
+    for config in (program, factory):
+        assert config.setup.quantization == bits
+        assert any("are counted as" in approximation for approximation in config.approximations) == (bits != "none")
     notes = predict(model, find_gpu("a100-80gb"), program.setup, None).notes
     assert not any("planned as if" in note for note in notes)
 
@@ -397,8 +402,8 @@ def test_a_length_that_is_open_says_where_it_comes_from(taken: str, why: str) ->
     cut = f"ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length={taken}))\n"
     head = HEAD.replace("SFTConfig(", "TrainingArguments('out', ").replace(", max_length=512", "")
     program = head + body + LOADED.format("") + cut + TRAINED.replace("SFTTrainer", "Trainer")
-    found = read_text(program, "train.py")
-    assert why in next(one.reason for one in found.missing if one.field == "seq_len_tokens")
+    config = read_text(program, "train.py")
+    assert why in next(gap.reason for gap in config.missing if gap.field == "seq_len_tokens")
 
 
 @pytest.mark.parametrize(
@@ -408,14 +413,14 @@ def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
     """It keeps fp32 masters, and scales the loss itself; torch's scaler refuses fp16 gradients."""
     given = "TrainingArguments('o', per_device_train_batch_size=1, fp16=True{})"
     body = "block_size = 512\n" + LOADED.format("torch_dtype=torch.float16") + "Trainer(model=model, args={}).train()\n"
-    found = read(body.format(given.format(f", deepspeed={deepspeed}")), num_gpus=2)
-    assert (found.setup.precision, found.setup.parallel) == ("fp16-mixed", "zero2")
+    config = read(body.format(given.format(f", deepspeed={deepspeed}")), num_gpus=2)
+    assert (config.setup.precision, config.setup.parallel) == ("fp16-mixed", "zero2")
     with pytest.raises(ConfigError, match="cannot unscale"):
         read(body.format(given.format("")))
 
 
 @pytest.mark.parametrize(
-    ("said", "eval_seqs"),
+    ("settings", "eval_seqs"),
     [
         ("training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n", 4),
         ("trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n", 2),
@@ -426,22 +431,22 @@ def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
         ("", 0),
     ],
 )
-def test_own_settings_say_what_they_evaluate(said: str, eval_seqs: int) -> None:
-    found = read_text(OWN_YAML + said, "conf.yaml")
-    assert (found.eval_seqs, open_fields(found)) == (eval_seqs, set())
+def test_own_settings_say_what_they_evaluate(settings: str, eval_seqs: int) -> None:
+    config = read_text(OWN_YAML + settings, "conf.yaml")
+    assert (config.eval_seqs, open_fields(config)) == (eval_seqs, set())
 
 
 @pytest.mark.parametrize(
-    "said", ["eval_strategy: steps\n", "train: {evaluation_strategy: epoch}\n", "eval_steps: 50\n"]
+    "settings", ["eval_strategy: steps\n", "train: {evaluation_strategy: epoch}\n", "eval_steps: 50\n"]
 )
-def test_own_settings_that_evaluate_who_knows_how_many_ask(said: str) -> None:
-    found = read_text(OWN_YAML + said, "conf.yaml")
-    assert open_fields(found) == {"eval_seqs"}
-    assert overrides(found, parse_sets(["eval_batch=8"])).eval_seqs == 8
+def test_own_settings_that_evaluate_who_knows_how_many_ask(settings: str) -> None:
+    config = read_text(OWN_YAML + settings, "conf.yaml")
+    assert open_fields(config) == {"eval_seqs"}
+    assert overrides(config, parse_sets(["eval_batch=8"])).eval_seqs == 8
 
 
 @pytest.mark.parametrize(
-    ("said", "precision"),
+    ("settings", "precision"),
     [
         ("mixed_precision: bf16\ntorch_dtype: bfloat16\n", "bf16-autocast"),
         ("runtime: {mixed_precision: fp16}\ndtype: float16\n", "fp16-autocast"),
@@ -449,9 +454,9 @@ def test_own_settings_that_evaluate_who_knows_how_many_ask(said: str) -> None:
         ("mixed_precision: fp16\nmodel_dtype: float32\n", "fp16-mixed"),
     ],
 )
-def test_mixed_precision_of_own_settings_is_read(said: str, precision: str) -> None:
+def test_mixed_precision_of_own_settings_is_read(settings: str, precision: str) -> None:
     assert (
-        read_text(OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "") + said, "conf.yaml").setup.precision
+        read_text(OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "") + settings, "conf.yaml").setup.precision
         == precision
     )
 
@@ -489,7 +494,7 @@ def test_a_counter_of_a_loop_is_not_its_first_value(body: str) -> None:
 def test_a_condition_on_what_no_loop_changes_is_followed() -> None:
     never = "if steps == 1:\n        optimizer.step(); optimizer.zero_grad()\n    step += 1"
     program = run(LOOP.replace("step = 0", "steps = 0").format(never), "train.py", ProgramContext())
-    assert {one.name for one in program.made} & {"backward", "zero_grad"} == {"backward"}
+    assert {call.name for call in program.calls} & {"backward", "zero_grad"} == {"backward"}
 
 
 @pytest.mark.parametrize(
@@ -529,8 +534,8 @@ SETTINGS = "args = SFTConfig('o', per_device_train_batch_size=3, max_length=640,
     ],
 )
 def test_settings_that_are_copied_or_put_together_stay_what_they_are(line: str) -> None:
-    found = read("import copy, dataclasses\n" + LOADED.format("") + SETTINGS + line + TRAINED)
-    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, open_fields(found)) == (3, 640, set())
+    config = read("import copy, dataclasses\n" + LOADED.format("") + SETTINGS + line + TRAINED)
+    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens, open_fields(config)) == (3, 640, set())
 
 
 @pytest.mark.parametrize(
@@ -543,8 +548,8 @@ def test_settings_that_are_copied_or_put_together_stay_what_they_are(line: str) 
     ],
 )
 def test_what_a_copy_says_anew_counts_for_it_alone(line: str, expected: tuple[int, int]) -> None:
-    found = read("import copy, dataclasses, types\n" + LOADED.format("") + SETTINGS + line + TRAINED)
-    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == expected
+    config = read("import copy, dataclasses, types\n" + LOADED.format("") + SETTINGS + line + TRAINED)
+    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens) == expected
 
 
 OWN_CLASS = (
@@ -553,7 +558,7 @@ OWN_CLASS = (
 
 
 @pytest.mark.parametrize(
-    ("made", "asked"),
+    ("made", "expected"),
     [
         ("C(bs=3)", set()),
         ("C(**{'bs': 3})", set()),
@@ -561,10 +566,10 @@ OWN_CLASS = (
         ("C(size=3)", {"micro_batch_seqs"}),
     ],
 )
-def test_attributes_of_a_programs_own_class_are_those_that_it_sets(made: str, asked: set[str]) -> None:
+def test_attributes_of_a_programs_own_class_are_those_that_it_sets(made: str, expected: set[str]) -> None:
     body = f"import json\n{OWN_CLASS}c = {made}\n" + SETTINGS.replace("=3", "=c.bs")
-    found = read(LOADED.format("") + body + TRAINED)
-    assert open_fields(found) == asked
+    config = read(LOADED.format("") + body + TRAINED)
+    assert open_fields(config) == expected
 
 
 TRAINER = "trainer = SFTTrainer(model=model, args=args, train_dataset=ds, eval_dataset=ev)\ntrainer.train()\n"
@@ -605,8 +610,8 @@ def test_what_a_turn_of_a_loop_sets_before_it_leaves_may_hold_afterwards(loop: s
 
 def test_a_loop_that_certainly_leaves_is_followed() -> None:
     loop = "size = 0\nfor one in (2, 4, 8):\n    size = one\n    if one == 4:\n        break\n"
-    found = read(loop + "args.per_device_train_batch_size = size\n" + LOADED.format("") + TRAINED)
-    assert (found.setup.micro_batch_seqs, open_fields(found)) == (4, set())
+    config = read(loop + "args.per_device_train_batch_size = size\n" + LOADED.format("") + TRAINED)
+    assert (config.setup.micro_batch_seqs, open_fields(config)) == (4, set())
 
 
 BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
@@ -625,8 +630,8 @@ BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
     ],
 )  # fmt: skip
 def test_rows_that_are_tokenized_before_trls_trainer_keep_their_length(rows: str, tokens: int) -> None:
-    found = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + BEFORE + LOADED.format("") + rows + TRAINED)
-    assert found.setup.seq_len_tokens == tokens
+    config = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + BEFORE + LOADED.format("") + rows + TRAINED)
+    assert config.setup.seq_len_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -653,8 +658,8 @@ OF_PAIRS = "model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 1e-5\nbeta: 0.1\
 
 @pytest.mark.parametrize("key", ["max_prompt_length: 128", "label_pad_token_id: -100", "max_target_length: 64"])
 def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str) -> None:
-    found = read_text(OF_PAIRS + key, "dpo.yaml").setup
-    assert (found.objective, found.loss, found.trl_version) == ("dpo", "full", "0.28")
+    setup = read_text(OF_PAIRS + key, "dpo.yaml").setup
+    assert (setup.objective, setup.loss, setup.trl_version) == ("dpo", "full", "0.28")
     newer = read_text(OF_PAIRS + "eval_strategy: steps", "dpo.yaml").setup
     assert (newer.loss, newer.trl_version) == ("chunked", "")
 
@@ -697,21 +702,21 @@ ROLLS = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion
 
 
 def test_prompts_that_are_cut_are_an_older_grpos() -> None:
-    found = read_text(ROLLS + "max_prompt_length: 60\n", "grpo.yaml")
-    assert (found.setup.trl_version, found.setup.seq_len_tokens, open_fields(found)) == ("0.27", 160, set())
+    config = read_text(ROLLS + "max_prompt_length: 60\n", "grpo.yaml")
+    assert (config.setup.trl_version, config.setup.seq_len_tokens, open_fields(config)) == ("0.27", 160, set())
     assert open_fields(of_trl("0.27.0", ROLLS + "max_prompt_length: null\n", "grpo.yaml")) == {"seq_len_tokens"}
 
 
 @pytest.mark.parametrize(
-    ("version", "said", "generator"),
+    ("version", "settings", "generator"),
     [
         ("0.17.0", "", "vllm-server"), ("0.29.0", "", "vllm-server"), ("1.0.0", "", "vllm"), ("1.16", "", "vllm"),
         ("0.20.0", "vllm_mode: colocate\n", "vllm"), ("1.16", "vllm_mode: server\n", "vllm-server"),
     ],
 )  # fmt: skip
-def test_vllm_is_a_server_by_itself_before_trl_1(version: str, said: str, generator: str) -> None:
-    text = ROLLS + f"use_vllm: true\nvllm_max_model_length: 700\n{said}"
-    assert of_trl(version, text, "grpo.yaml").setup.rolls.generator == generator
+def test_vllm_is_a_server_by_itself_before_trl_1(version: str, settings: str, generator: str) -> None:
+    text = ROLLS + f"use_vllm: true\nvllm_max_model_length: 700\n{settings}"
+    assert of_trl(version, text, "grpo.yaml").setup.rollout_settings.generator == generator
 
 
 @pytest.mark.parametrize(
@@ -750,18 +755,18 @@ def test_what_older_trainers_cut_to_is_their_own() -> None:
     assert of_trl("0.13.0", bare, "kto.yaml").setup.seq_len_tokens == 512
     rolls = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion_length: 100\n"
     old = of_trl("0.16.0", rolls + "max_prompt_length: 60\n", "grpo.yaml")
-    assert (old.setup.seq_len_tokens, old.setup.rolls.reference, open_fields(old)) == (160, True, set())
+    assert (old.setup.seq_len_tokens, old.setup.rollout_settings.reference, open_fields(old)) == (160, True, set())
     assert of_trl("0.20.0", rolls, "grpo.yaml").setup.seq_len_tokens == 612
-    assert not of_trl("0.20.0", rolls, "grpo.yaml").setup.rolls.reference
+    assert not of_trl("0.20.0", rolls, "grpo.yaml").setup.rollout_settings.reference
     assert open_fields(of_trl("1.0.0", rolls, "grpo.yaml")) == {"seq_len_tokens"}
 
 
-@pytest.mark.parametrize("said", ["bf16: true\n", "trainer: {fp16: true}\n", "mixed_precision: bf16\n"])
-def test_the_type_of_own_settings_weights_is_not_that_of_their_autocast(said: str) -> None:
+@pytest.mark.parametrize("settings", ["bf16: true\n", "trainer: {fp16: true}\n", "mixed_precision: bf16\n"])
+def test_the_type_of_own_settings_weights_is_not_that_of_their_autocast(settings: str) -> None:
     bare = OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "")
-    assert open_fields(read_text(bare + said, "conf.yaml")) == {"precision"}
+    assert open_fields(read_text(bare + settings, "conf.yaml")) == {"precision"}
     quantized = bare.replace("load_in_4bit: false", "load_in_4bit: true")
-    assert open_fields(read_text(quantized + said, "conf.yaml")) == set()
+    assert open_fields(read_text(quantized + settings, "conf.yaml")) == set()
 
 
 @pytest.mark.parametrize(
@@ -802,9 +807,9 @@ def test_a_loss_of_torchtune_that_cuts_all_logits_has_them_all(named: str, loss:
         f"loss: {{_component_: torchtune.modules.loss.{named}}}\ncheckpointer: {{checkpoint_dir: Qwen2.5-7B}}\n"
         "dataset: {packed: false}\nenable_activation_checkpointing: true\n"
     )
-    found = read_text(text, "lora_finetune.yaml")
-    assert (found.format, found.setup.stack, found.setup.loss) == ("torchtune", "torchtune", loss)
-    assert any("rotary tables in every layer" in one for one in found.approximations)
+    config = read_text(text, "lora_finetune.yaml")
+    assert (config.format, config.setup.stack, config.setup.loss) == ("torchtune", "torchtune", loss)
+    assert any("rotary tables in every layer" in approximation for approximation in config.approximations)
 
 
 def test_a_built_in_recipe_of_torchtune_says_how_to_write_it_out() -> None:
@@ -834,35 +839,40 @@ ARGUMENTS_ALONE = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 
 
 @pytest.mark.parametrize("more", ["", "optim: adamw_torch\nsave_steps: 5\n", "warmup_ratio: 0.1\noutput_dir: out\n"])
 def test_the_trainers_arguments_alone_are_no_file_of_trl(more: str) -> None:
-    found = read_text(ARGUMENTS_ALONE + more, "trainer.yaml")
-    assert found.format == "own settings"
-    assert {"model", "method", "seq_len_tokens", "checkpointing"} <= open_fields(found)
+    config = read_text(ARGUMENTS_ALONE + more, "trainer.yaml")
+    assert config.format == "own settings"
+    assert {"model", "method", "seq_len_tokens", "checkpointing"} <= open_fields(config)
     of_trl = read_text(ARGUMENTS_ALONE + more + "model_name_or_path: Qwen/Qwen3-0.6B\n", "trainer.yaml")
     assert (of_trl.format, open_fields(of_trl)) == ("trl", set())
 
 
 @pytest.mark.parametrize(
-    "said",
+    "statements",
     ["args.use_cpu = True\n", "args = SFTConfig('o', no_cuda=True)\n", "args = SFTConfig(**{'use_cpu': True})\n"],
 )
-def test_a_training_on_the_host_is_none_on_a_gpu(said: str) -> None:
+def test_a_training_on_the_host_is_none_on_a_gpu(statements: str) -> None:
     with pytest.raises(NotATraining, match="trains on the CPU"):
-        read(said + LOADED.format("") + TRAINED)
-    assert read(said.replace("True", "False") + LOADED.format("") + TRAINED).setup.method == "full"
+        read(statements + LOADED.format("") + TRAINED)
+    assert read(statements.replace("True", "False") + LOADED.format("") + TRAINED).setup.method == "full"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "statements",
     [
         "import json\nargs = SFTConfig('o', use_cpu=json.load(open('x'))['cpu'])\n",
         "import json\nargs = SFTConfig('o', no_cuda=json.load(open('x'))['cpu'])\n",
         "import json\nargs = SFTConfig('o')\nargs.use_cpu = json.load(open('x'))['cpu']\n",
     ],
 )
-def test_a_training_that_may_be_on_the_host_is_taken_to_be_on_the_gpu_and_that_is_said(said: str) -> None:
-    assert any(one.startswith("trains on the GPU: ") for one in read(said + LOADED.format("") + TRAINED).assumptions)
-    known = said.replace("json.load(open('x'))['cpu']", "not torch.cuda.is_available()")
-    assert not any("on the GPU" in one for one in read(known + LOADED.format("") + TRAINED).assumptions)
+def test_a_training_that_may_be_on_the_host_is_taken_to_be_on_the_gpu_and_that_is_said(statements: str) -> None:
+    assert any(
+        assumption.startswith("trains on the GPU: ")
+        for assumption in read(statements + LOADED.format("") + TRAINED).assumptions
+    )
+    resolvable = statements.replace("json.load(open('x'))['cpu']", "not torch.cuda.is_available()")
+    assert not any(
+        "on the GPU" in assumption for assumption in read(resolvable + LOADED.format("") + TRAINED).assumptions
+    )
 
 
 @pytest.mark.parametrize("package", ["yaml", "tomllib", "numpy as np", "transformers"])

@@ -101,14 +101,14 @@ def read(tmp_path: Path, name: str, text: str) -> ReadConfig:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_task_files_are_read_by_the_commands_in_them(name: str, tmp_path: Path) -> None:
-    found = read(tmp_path, "task.yaml", TASKS[name])
-    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == (4, 512)
-    assert found.setup.accumulation_steps == (8 if name != "a sweep" else 1)  # the program sets it itself
+    config = read(tmp_path, "task.yaml", TASKS[name])
+    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens) == (4, 512)
+    assert config.setup.accumulation_steps == (8 if name != "a sweep" else 1)  # the program sets it itself
 
 
 def test_what_a_sweep_varies_is_asked_for(tmp_path: Path) -> None:
     sweep = "program: train.py\nmethod: grid\nparameters: {per_device_train_batch_size: {values: [2, 4]}}\n"
-    assert "micro_batch_seqs" in {one.field for one in read(tmp_path, "sweep.yaml", sweep).missing}
+    assert "micro_batch_seqs" in {gap.field for gap in read(tmp_path, "sweep.yaml", sweep).missing}
 
 
 def cells(*sources: str) -> str:
@@ -125,8 +125,8 @@ NOTEBOOKS = {
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_that_launch_are_read_by_what_they_launch(name: str, tmp_path: Path) -> None:
-    found = read(tmp_path, "run.ipynb", NOTEBOOKS[name])
-    assert (found.setup.micro_batch_seqs, found.setup.accumulation_steps) == (4, 8)
+    config = read(tmp_path, "run.ipynb", NOTEBOOKS[name])
+    assert (config.setup.micro_batch_seqs, config.setup.accumulation_steps) == (4, 8)
 
 
 SHELLS = {
@@ -139,15 +139,15 @@ SHELLS = {
 @pytest.mark.parametrize("name", SHELLS)
 def test_shells_hand_on_what_they_export(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 4\nbf16: true\n")
-    found = read(tmp_path, "run.sh", SHELLS[name])
-    assert (found.setup.micro_batch_seqs, found.setup.accumulation_steps) == (4, 8)
+    config = read(tmp_path, "run.sh", SHELLS[name])
+    assert (config.setup.micro_batch_seqs, config.setup.accumulation_steps) == (4, 8)
 
 
 def test_a_variable_that_only_the_shell_knows_is_not_the_programs_default(tmp_path: Path) -> None:
-    found = read(tmp_path, "run.sh", f"STEPS=$1 {LAUNCH}\n")
-    assert "accumulation_steps" in {one.field for one in found.missing}
+    config = read(tmp_path, "run.sh", f"STEPS=$1 {LAUNCH}\n")
+    assert "accumulation_steps" in {gap.field for gap in config.missing}
     either = f"export STEPS=8\nif nvidia-smi; then\n  export STEPS=2\nfi\n{LAUNCH}\n"
-    assert "accumulation_steps" in {one.field for one in read(tmp_path, "run.sh", either).missing}
+    assert "accumulation_steps" in {gap.field for gap in read(tmp_path, "run.sh", either).missing}
 
 
 PARSED = """
@@ -180,13 +180,13 @@ def test_a_command_lines_words_are_the_programs_or_it_never_trains(
     """argparse ends the program at an option that it does not have: its defaults are nobody's values then."""
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "run.sh").write_text(f"python train.py {words}\n")
-    found = read_config(tmp_path / "run.sh")
-    asked = {one.field: one.reason for one in found.missing}
+    config = read_config(tmp_path / "run.sh")
+    reasons = {gap.field: gap.reason for gap in config.missing}
     if isinstance(batch, int):
-        assert "micro_batch_seqs" not in asked
-        assert found.setup.micro_batch_seqs == batch
+        assert "micro_batch_seqs" not in reasons
+        assert config.setup.micro_batch_seqs == batch
     else:
-        assert batch in asked["micro_batch_seqs"]
+        assert batch in reasons["micro_batch_seqs"]
 
 
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
@@ -197,7 +197,7 @@ def build(model, data):
     args = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=512)
     return SFTTrainer(model, args=args, train_dataset=data, peft_config=LoraConfig(r=8))
 """
-    assert {"model", "quantization", "precision"} <= {one.field for one in read_text(body, "lib.py").missing}
+    assert {"model", "quantization", "precision"} <= {gap.field for gap in read_text(body, "lib.py").missing}
 
 
 OWN = {
@@ -225,9 +225,9 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_programs_own_settings_are_read_by_their_names(name: str) -> None:
-    found = read_text(OWN[name], "own.yaml")
-    setup = found.setup
-    assert (found.model_id, setup.lora_rank, setup.quantization) == ("m/m", 16, "nf4-double")
+    config = read_text(OWN[name], "own.yaml")
+    setup = config.setup
+    assert (config.model_id, setup.lora_rank, setup.quantization) == ("m/m", 16, "nf4-double")
     assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (2, 8, 512)
 
 
@@ -246,10 +246,10 @@ def test_a_reward_models_settings_with_lora_rank_are_not_llamafactorys() -> None
         read_text(text, "rm_qwen3b.yaml")
 
 
-@pytest.mark.parametrize("said", ["method: simpo", "task: rlhf_alignment", "stage: classification"])
-def test_settings_that_name_another_objective_are_refused(said: str) -> None:
+@pytest.mark.parametrize("setting", ["method: simpo", "task: rlhf_alignment", "stage: classification"])
+def test_settings_that_name_another_objective_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="not planned"):
-        read_text(f"training: {{{said}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n", "own.yaml")
+        read_text(f"training: {{{setting}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n", "own.yaml")
 
 
 SWIFT = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --torch_dtype bfloat16 "
@@ -271,13 +271,13 @@ def test_words_of_a_launch_that_leave_a_setting_open_are_asked_for(
         "dataset: [{_component_: torchtune.datasets.alpaca_dataset, packed: false}]\n"
     )
     (tmp_path / "run.sh").write_text(command)
-    missing = {one.field: one.reason for one in read_config(tmp_path / "run.sh").missing}
+    missing = {gap.field: gap.reason for gap in read_config(tmp_path / "run.sh").missing}
     assert reason in missing[field]
 
 
 def test_blocks_on_a_command_line_are_json() -> None:
-    found = read_text(SWIFT + "--max_length 64 --gradient_checkpointing_kwargs '{\"use_reentrant\": false}'", "run.sh")
-    assert (found.setup.checkpointing, found.setup.reentrant_checkpointing) == (1, False)
+    config = read_text(SWIFT + "--max_length 64 --gradient_checkpointing_kwargs '{\"use_reentrant\": false}'", "run.sh")
+    assert (config.setup.checkpointing, config.setup.reentrant_checkpointing) == (1, False)
 
 
 def test_a_condition_among_a_launchers_words_is_passed_over(tmp_path: Path) -> None:
@@ -381,21 +381,21 @@ PICTURES = (
 
 
 def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
-    found = read_text(PICTURES, "mm.yaml", model=catalogue.load("google/gemma-3-4b-it"))
-    assert [one.field for one in found.missing] == ["images"]
-    given = overrides(found, parse_sets(["images=2x512x384"]))
+    config = read_text(PICTURES, "mm.yaml", model=catalogue.load("google/gemma-3-4b-it"))
+    assert [gap.field for gap in config.missing] == ["images"]
+    given = overrides(config, parse_sets(["images=2x512x384"]))
     assert (given.setup.images, given.missing) == (Images(num=2, width=512, height=384), ())
-    alone = overrides(found, parse_sets(["images=none"]))
+    alone = overrides(config, parse_sets(["images=none"]))
     assert (alone.setup.images, alone.missing) == (None, ())
     with pytest.raises(UsageError, match="NUMxWIDTHxHEIGHT"):
         parse_sets(["images=many"])
-    said = read_text(
+    text_only = read_text(
         "model_name_or_path: google/gemma-3-4b-it\nuse_peft: true\ndataset_name: a\n",
         "trl.yaml",
         model=catalogue.load("google/gemma-3-4b-it"),
     )
-    assert TEXT_ALONE in said.assumptions
-    assert TEXT_ALONE not in overrides(said, parse_sets(["images=1x512x512"])).assumptions
+    assert TEXT_ALONE in text_only.assumptions
+    assert TEXT_ALONE not in overrides(text_only, parse_sets(["images=1x512x512"])).assumptions
     blind = read_text(PICTURES, "mm.yaml", model=catalogue.load("meta-llama/Llama-3.1-8B"))
     assert not blind.missing
     assert "images are not counted, text tokens only" in blind.approximations
@@ -425,12 +425,12 @@ trl sft --model_name_or_path $MODEL --per_device_train_batch_size $BATCH --gradi
 
 
 def test_the_branch_of_a_script_that_is_certainly_taken_counts_and_others_are_open() -> None:
-    found = read_text(BRANCHES, "run.sh")
-    assert {one.field for one in found.missing} == {"model", "micro_batch_seqs"}
-    assert found.setup.accumulation_steps == 8
+    config = read_text(BRANCHES, "run.sh")
+    assert {gap.field for gap in config.missing} == {"model", "micro_batch_seqs"}
+    assert config.setup.accumulation_steps == 8
     for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("70b", "Llama-2-13b-hf", 1)):
-        found = read_text(BRANCHES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
-        assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
+        config = read_text(BRANCHES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
+        assert (config.model_id, config.setup.micro_batch_seqs, config.missing) == (f"meta-llama/{model}", batch, ())
 
 
 CASES = """SIZE=$1
@@ -453,12 +453,12 @@ trl sft --model_name_or_path $MODEL --per_device_train_batch_size $BATCH --gradi
 
 
 def test_a_case_of_a_script_is_followed_like_an_if() -> None:
-    found = read_text(CASES, "run.sh")
-    assert {one.field for one in found.missing} == {"model", "micro_batch_seqs"}
-    assert found.setup.accumulation_steps == 8
+    config = read_text(CASES, "run.sh")
+    assert {gap.field for gap in config.missing} == {"model", "micro_batch_seqs"}
+    assert config.setup.accumulation_steps == 8
     for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("llama3-8", "Llama-3.1-8B", 2)):
-        found = read_text(CASES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
-        assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
+        config = read_text(CASES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
+        assert (config.model_id, config.setup.micro_batch_seqs, config.missing) == (f"meta-llama/{model}", batch, ())
 
 
 JOB = """#!/bin/bash
@@ -494,9 +494,11 @@ def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_g
     )
     job = tmp_path / "job.sbatch"
     job.write_text(JOB.format(setting=setting, launch=f"{launch} {WORDS}"))
-    found = read_config(job)
-    assert found.setup.num_gpus == num_gpus
-    assert any("on 2 nodes" in one for one in found.assumptions) == (num_gpus == 8 and "accelerate" not in launch)
+    config = read_config(job)
+    assert config.setup.num_gpus == num_gpus
+    assert any("on 2 nodes" in assumption for assumption in config.assumptions) == (
+        num_gpus == 8 and "accelerate" not in launch
+    )
 
 
 ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 6\n"
@@ -593,6 +595,6 @@ def test_the_trainers_own_optimizer_is_that_of_its_version(version: str, optimiz
 
 def test_ms_swift_trains_on_a_packed_checkpoint_as_it_is_published() -> None:
     model = resolve_model("Qwen/Qwen2.5-7B-Instruct-AWQ")
-    found = read_text(SWIFT + "--max_length 512\n", "run.sh", model=model)
-    assert (found.setup.method, found.setup.quantization) == ("qlora", "nf4-double")
-    assert any("awq" in one for one in found.approximations)
+    config = read_text(SWIFT + "--max_length 512\n", "run.sh", model=model)
+    assert (config.setup.method, config.setup.quantization) == ("qlora", "nf4-double")
+    assert any("awq" in approximation for approximation in config.approximations)

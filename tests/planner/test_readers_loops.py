@@ -53,9 +53,9 @@ def read(body: str) -> ReadConfig:
 
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_plain_loop_is_read_as_the_step_that_it_makes(case: str) -> None:
-    found = read(LOOPS[case])
-    setup = found.setup
-    assert found.missing == ()
+    config = read(LOOPS[case])
+    setup = config.setup
+    assert config.missing == ()
     assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (3, 4, 256)
     assert (setup.precision, setup.optimizer, setup.method) == ("bf16-mixed", "adamw", "full")
     assert setup.stack == STACKS[case]
@@ -79,9 +79,9 @@ ADAPTED = "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-lin
     ],
 )  # fmt: skip
 def test_what_a_loop_says_of_its_step_counts(body: str, fields: dict[str, object]) -> None:
-    found = read(body)
-    assert found.missing == ()
-    assert {name: getattr(found.setup, name) for name in fields} == fields
+    config = read(body)
+    assert config.missing == ()
+    assert {name: getattr(config.setup, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_a_loop_says_of_its_step_counts(body: str, fields: dict[str, object
     ],
 )
 def test_what_only_running_a_loop_tells_is_asked_for(body: str, field: str) -> None:
-    assert field in {one.field for one in read(body).missing}
+    assert field in {gap.field for gap in read(body).missing}
 
 
 def test_a_larger_evaluation_of_a_loop_counts() -> None:

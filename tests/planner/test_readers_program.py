@@ -27,12 +27,12 @@ trainer.train()
 
 
 def read(body: str, *, name: str = "train.py", arguments: tuple[str, ...] | None = None, gpu: str = "") -> ReadConfig:
-    outside = FileContext(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
-    return read_text(HEAD + body, name, around=outside)
+    context = FileContext(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
+    return read_text(HEAD + body, name, around=context)
 
 
-def open_fields(found: ReadConfig) -> set[str]:
-    return {one.field for one in found.missing}
+def open_fields(config: ReadConfig) -> set[str]:
+    return {gap.field for gap in config.missing}
 
 
 BATCHES = {
@@ -69,9 +69,9 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_followed_to_where_it_is_written(name: str) -> None:
     before, expression = BATCHES[name]
-    found = read(before + TRAIN.format(batch=expression))
-    assert found.setup.micro_batch_seqs == 4
-    assert not found.missing
+    config = read(before + TRAIN.format(batch=expression))
+    assert config.setup.micro_batch_seqs == 4
+    assert not config.missing
 
 
 UNKNOWN = {
@@ -88,13 +88,13 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_only_running_would_tell_is_asked_for(name: str) -> None:
-    found = read(UNKNOWN[name] + TRAIN.format(batch="X"))
-    assert open_fields(found) == {"micro_batch_seqs"}
+    config = read(UNKNOWN[name] + TRAIN.format(batch="X"))
+    assert open_fields(config) == {"micro_batch_seqs"}
     with pytest.raises(Undetermined, match="micro_batch_seqs") as caught:
-        determined(found)
+        determined(config)
     assert caught.value.exit_code == 3
     assert "--set micro_batch=N" in caught.value.hint
-    answered = determined(overrides(found, parse_sets(["micro_batch=2"])))
+    answered = determined(overrides(config, parse_sets(["micro_batch=2"])))
     assert answered.setup.micro_batch_seqs == 2
     assert answered.origins["micro_batch_seqs"] == "--set"
 
@@ -149,10 +149,10 @@ def test_scripts_in_the_form_of_trls_own_are_read_with_their_recipe(tmp_path: Pa
         "model_name_or_path: gpt2\ndtype: bfloat16\nload_in_4bit: true\nuse_peft: true\nlora_r: 4\nmax_length: 64\n"
     )
     (tmp_path / "run.sh").write_text("accelerate launch sft.py --config recipe.yaml --max_length 128\n")
-    found = read_config(tmp_path / "run.sh")
-    setup = found.setup
-    assert (found.model_id, setup.method, setup.quantization, setup.lora_rank) == ("gpt2", "qlora", "nf4", 4)
-    assert (setup.seq_len_tokens, found.origins["lora_rank"], open_fields(found)) == (128, "recipe.yaml:5", set())
+    config = read_config(tmp_path / "run.sh")
+    setup = config.setup
+    assert (config.model_id, setup.method, setup.quantization, setup.lora_rank) == ("gpt2", "qlora", "nf4", 4)
+    assert (setup.seq_len_tokens, config.origins["lora_rank"], open_fields(config)) == (128, "recipe.yaml:5", set())
     bare = read_config(tmp_path / "sft.py", arguments=("--model_name_or_path", "gpt2"))
     assert (bare.setup.method, bare.setup.precision, open_fields(bare)) == ("full", "bf16-mixed", set())
     assert {"model", "method", "quantization", "attention"} <= open_fields(read_config(tmp_path / "sft.py"))
@@ -194,9 +194,9 @@ def test_the_inference_cell_that_is_switched_off_does_not_override_the_training(
         "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2))\ntrainer.train()\n"
         "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora', load_in_4bit=True)\n"
     )
-    found = read(body)
-    assert found.model_id == "unsloth/Llama-3.2-1B"
-    assert (found.setup.method, found.setup.lora_rank, found.setup.seq_len_tokens) == ("lora", 64, 4096)
+    config = read(body)
+    assert config.model_id == "unsloth/Llama-3.2-1B"
+    assert (config.setup.method, config.setup.lora_rank, config.setup.seq_len_tokens) == ("lora", 64, 4096)
 
 
 REFUSED = {
@@ -222,11 +222,11 @@ def test_other_objectives_and_adapters_are_refused_by_name(word: str) -> None:
 
 
 def test_other_adapters_of_peft_leave_nothing_open() -> None:
-    found = read(
+    config = read(
         "from peft import PromptTuningConfig\n"
         "SFTTrainer('gpt2', args=SFTConfig(), peft_config=PromptTuningConfig(num_virtual_tokens=8)).train()\n"
     )
-    assert (found.setup.adapter, found.setup.lora_rank, open_fields(found)) == ("prompt", 8, set())
+    assert (config.setup.adapter, config.setup.lora_rank, open_fields(config)) == ("prompt", 8, set())
 
 
 def test_adapters_of_peft_loaded_for_training_ask_for_their_rank() -> None:
@@ -235,9 +235,9 @@ def test_adapters_of_peft_loaded_for_training_ask_for_their_rank() -> None:
         "model = PeftModel.from_pretrained(base, 'there', is_trainable=True)\n"
         "SFTTrainer(model, args=SFTConfig()).train()\n"
     )
-    found = read(body)
-    assert found.model_id == "gpt2"
-    assert "lora_rank" in open_fields(found)
+    config = read(body)
+    assert config.model_id == "gpt2"
+    assert "lora_rank" in open_fields(config)
 
 
 def test_a_card_answers_what_a_program_asks_it() -> None:
@@ -277,9 +277,9 @@ def test_a_card_that_emulates_bf16_says_yes_to_torch_alone(question: str, on_t4:
 
 
 def test_unsloths_own_file_takes_the_cards_16_bit_type() -> None:
-    own = "model: gpt2\ntraining:\n  training_type: lora\n  max_seq_length: 64\nlora: {}\n"
+    text = "model: gpt2\ntraining:\n  training_type: lora\n  max_seq_length: 64\nlora: {}\n"
     for key, precision in (("t4", "fp16-autocast"), ("a100-80gb", "bf16-autocast")):
-        assert read_text(own, "unsloth.yaml", around=FileContext(gpu=find_gpu(key))).setup.precision == precision
+        assert read_text(text, "unsloth.yaml", around=FileContext(gpu=find_gpu(key))).setup.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,9 @@ def test_modules_and_settings_beside_a_script_are_read(tmp_path: Path) -> None:
         "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=BATCH), "
         "peft_config=LoraConfig(r=cfg['rank'])).train()\n"
     )
-    found = read_config(script)
-    assert (found.setup.micro_batch_seqs, found.setup.lora_rank) == (3, 12)
-    assert found.origins["lora_rank"] == "run.yaml:1"
+    config = read_config(script)
+    assert (config.setup.micro_batch_seqs, config.setup.lora_rank) == (3, 12)
+    assert config.origins["lora_rank"] == "run.yaml:1"
 
 
 def test_packages_and_paths_from_the_programs_own_folder_are_read(tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ def test_packages_and_paths_from_the_programs_own_folder_are_read(tmp_path: Path
         "HERE = os.path.dirname(os.path.abspath(__file__))\nmodel = load(os.path.join(HERE, 'models', 'gpt2'))\n"
         "SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=BATCH, max_length=cfg['length'])).train()\n"
     )
-    found = read_config(script)
-    assert (found.model_id, found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == ("./models/gpt2", 3, 96)
+    config = read_config(script)
+    assert (config.model_id, config.setup.micro_batch_seqs, config.setup.seq_len_tokens) == ("./models/gpt2", 3, 96)
 
 
 def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None:
@@ -349,11 +349,11 @@ def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None
     notebook = {"cells": [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]}
     file = tmp_path / "train.ipynb"
     file.write_text(json.dumps(notebook))
-    found = read_config(file)
-    assert found.setup.micro_batch_seqs == 2
-    assert found.origins["micro_batch_seqs"] == "train.ipynb:cell 3, line 8"
+    config = read_config(file)
+    assert config.setup.micro_batch_seqs == 2
+    assert config.origins["micro_batch_seqs"] == "train.ipynb:cell 3, line 8"
     # TRL 0.15: no checkpointing and full logits by default, unlike the newest
-    assert (found.setup.checkpointing, found.setup.loss) == (0, "full")
+    assert (config.setup.checkpointing, config.setup.loss) == (0, "full")
 
 
 def test_a_version_that_is_said_decides_the_defaults() -> None:
@@ -362,13 +362,13 @@ def test_a_version_that_is_said_decides_the_defaults() -> None:
     new = read_text(HEAD + body, "train.py")
     assert (old.setup.checkpointing, old.setup.loss) == (0, "full")
     assert (new.setup.checkpointing, new.setup.loss) == (1, "chunked")
-    assert any("no TRL version named" in one for one in new.assumptions)
-    assert not any("no TRL version named" in one for one in old.assumptions)
+    assert any("no TRL version named" in assumption for assumption in new.assumptions)
+    assert not any("no TRL version named" in assumption for assumption in old.assumptions)
 
 
 def test_nested_quotes_in_f_strings_are_read_by_any_python() -> None:
-    found = read("cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4))
-    assert found.setup.micro_batch_seqs == 4
+    config = read("cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4))
+    assert config.setup.micro_batch_seqs == 4
 
 
 SHELL = {
@@ -388,17 +388,17 @@ def test_launches_in_shell_scripts_are_followed(name: str, tmp_path: Path) -> No
     text, num_gpus = SHELL[name]
     script = tmp_path / "run.sh"
     script.write_text(text)
-    found = read_config(script)
-    assert (found.setup.micro_batch_seqs, found.setup.num_gpus) == (2, num_gpus)
+    config = read_config(script)
+    assert (config.setup.micro_batch_seqs, config.setup.num_gpus) == (2, num_gpus)
 
 
 def test_settings_of_another_program_are_not_taken_for_a_tools() -> None:
     strange = "refresh: false\ndata_tag: base\ntag: x\nwarmup: 0.1\nclip_grad_norm: 1.0\n"
-    own = read_text(
+    config = read_text(
         "model_name_or_path: gpt2\nper_device_train_batch_size: 4\ndata_max_length: 64\n" + strange, "a.yaml"
     )
-    assert (own.format, own.setup.seq_len_tokens) == ("own settings", 64)
-    assert {"method", "precision", "checkpointing"} <= open_fields(own)
+    assert (config.format, config.setup.seq_len_tokens) == ("own settings", 64)
+    assert {"method", "precision", "checkpointing"} <= open_fields(config)
     words = read_text(
         '{"pretrained_model_path": "gpt2", "peft_type": "qlora", "quantization": "4bit", "lora_rank": 8, '
         '"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "seq_length": 64, "use_flash_attn": true}',
@@ -414,8 +414,8 @@ def test_settings_of_another_program_are_not_taken_for_a_tools() -> None:
     block = (
         "backend: llamafactory\nllamafactory:\n  model_name_or_path: gpt2\n  do_train: true\n  finetuning_type: full\n"
     )
-    held = read_text(f"{block}  cutoff_len: 64\n", "a.yaml")
-    assert (held.format, held.origins["seq_len_tokens"], open_fields(held)) == ("llamafactory", "a.yaml:6", set())
+    nested = read_text(f"{block}  cutoff_len: 64\n", "a.yaml")
+    assert (nested.format, nested.origins["seq_len_tokens"], open_fields(nested)) == ("llamafactory", "a.yaml:6", set())
     with pytest.raises(ConfigError, match="simpo"):
         read_text("model_name_or_path: a\nper_device_train_batch_size: 1\nbeta: 2.0\ngamma_beta_ratio: 0.8\n", "a.yaml")
     with pytest.raises(ConfigError, match="embedding"):
@@ -446,26 +446,26 @@ def test_other_tools_files_are_read() -> None:
 
 
 def test_files_that_only_spread_a_job_ask_for_the_job() -> None:
-    found = read_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", "a.yaml")
-    assert {"model", "method", "micro_batch_seqs", "seq_len_tokens"} <= open_fields(found)
+    config = read_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", "a.yaml")
+    assert {"model", "method", "micro_batch_seqs", "seq_len_tokens"} <= open_fields(config)
     sets = ["method=qlora", "rank=16", "micro_batch=1", "accumulation=4", "seq_len=512", "checkpointing=true"]
-    answered = overrides(found, parse_sets([*sets, "precision=bf16-autocast"]))
+    answered = overrides(config, parse_sets([*sets, "precision=bf16-autocast"]))
     assert open_fields(answered) == {"model"}
     assert (answered.setup.parallel, answered.setup.quantization) == ("fsdp2", "nf4-double")
 
 
 def test_forms_of_fsdp_are_what_they_are() -> None:
     text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{0}}}\n"
-    kept = read_text(text.format("fsdp_sharding_strategy: SHARD_GRAD_OP"), "a.yaml").setup
-    assert (kept.parallel, kept.reshard_after_forward) == ("fsdp2", False)
+    setup = read_text(text.format("fsdp_sharding_strategy: SHARD_GRAD_OP"), "a.yaml").setup
+    assert (setup.parallel, setup.reshard_after_forward) == ("fsdp2", False)
     assert read_text(text.format("fsdp_sharding_strategy: 3"), "a.yaml").setup.parallel == "ddp"
     with pytest.raises(ConfigError, match="NO_WRAP"):
         read_text(text.format("fsdp_auto_wrap_policy: NO_WRAP"), "a.yaml")
 
 
 def test_keys_of_wrappers_are_noted_and_slips_of_the_pen_are_errors() -> None:
-    found = read_text("model_name_or_path: gpt2\nchat_template: x\ndo_train: true\nuse_peft: false\n", "a.yaml")
-    assert found.unknown_keys == ("chat_template",)
+    config = read_text("model_name_or_path: gpt2\nchat_template: x\ndo_train: true\nuse_peft: false\n", "a.yaml")
+    assert config.unknown_keys == ("chat_template",)
     with pytest.raises(ConfigError) as caught:
         read_text("model_name_or_path: gpt2\nuse_peft: true\nper_device_train_batchsize: 4\n", "a.yaml")
     assert "per_device_train_batch_size" in caught.value.hint
@@ -498,9 +498,9 @@ def test_a_program_is_never_run(body: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "train.py"
     file.write_text(HEAD + body + TRAIN.format(batch=4))
-    found = read_config(file)
-    assert found.setup.micro_batch_seqs == 4
-    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+    config = read_config(file)
+    assert config.setup.micro_batch_seqs == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 PARSED = (
@@ -544,8 +544,8 @@ def test_what_shell_scripts_put_together_is_followed(name: str, tmp_path: Path) 
     )
     script = tmp_path / "run.sh"
     script.write_text(LAUNCHES[name])
-    found = read_config(script, num_gpus=2)
-    assert (found.setup.micro_batch_seqs, found.setup.num_gpus) == (2, 2)
+    config = read_config(script, num_gpus=2)
+    assert (config.setup.micro_batch_seqs, config.setup.num_gpus) == (2, 2)
 
 
 def test_words_that_only_the_shell_knows_are_asked_for(tmp_path: Path) -> None:
@@ -572,7 +572,7 @@ def test_a_launch_is_read_by_its_config_or_its_words_where_the_program_is_a_wrap
     script.write_text("torchrun src/train.py examples/full.yaml\n")
     assert (read_config(script).format, read_config(script).setup.seq_len_tokens) == ("llamafactory", 64)
     script.write_text(
-        f"python src/train_bash.py {' '.join('--' + one.replace(':', '') for one in words.splitlines())}\n"
+        f"python src/train_bash.py {' '.join('--' + line.replace(':', '') for line in words.splitlines())}\n"
     )
     assert (read_config(script).format, read_config(script).setup.seq_len_tokens) == ("llamafactory", 64)
     script.write_text("python src/train.py --epochs 3\n")
@@ -596,8 +596,8 @@ Trainer(model, args=TrainingArguments(per_device_train_batch_size=4)).train()
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_length_is_found_where_the_data_is_cut(name: str) -> None:
-    found = read(LENGTHS[name] + PLAIN)
-    assert (found.setup.seq_len_tokens, open_fields(found)) == (384, set())
+    config = read(LENGTHS[name] + PLAIN)
+    assert (config.setup.seq_len_tokens, open_fields(config)) == (384, set())
 
 
 def test_lengths_that_contradict_each_other_are_asked_for() -> None:
@@ -611,12 +611,12 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
     model = "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
     old = read(model + "SFTTrainer(model, args=TrainingArguments(bf16=True), max_seq_length=64, tokenizer=1).train()\n")
     assert (old.setup.loss, old.setup.precision, old.setup.checkpointing) == ("full", "bf16-mixed", 0)
-    assert any("TRL 0.12 (the newest that takes max_seq_length there)" in one for one in old.assumptions)
+    assert any("TRL 0.12 (the newest that takes max_seq_length there)" in assumption for assumption in old.assumptions)
     four = read(
         model + "m = 64\nTrainer(model, args=TrainingArguments(evaluation_strategy='no', max_steps=1)).train()\n"
     )
     assert four.setup.precision == "fp32"
-    assert any("evaluation_strategy is not in transformers 4.46" in one for one in four.assumptions)
+    assert any("evaluation_strategy is not in transformers 4.46" in assumption for assumption in four.assumptions)
     first = read_text(
         HEAD
         + "four = BitsAndBytesConfig(load_in_4bit=True)\n"
@@ -640,21 +640,21 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
 def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
     body = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
     body += "a = p.parse_args()\n"
-    found = read(
+    config = read(
         body + "def main(n):\n" + TRAIN.format(batch="n").replace("\n", "\n    ") + "\nif a.train:\n    main(4)\n"
     )
-    assert (found.setup.micro_batch_seqs, open_fields(found)) == (4, set())
+    assert (config.setup.micro_batch_seqs, open_fields(config)) == (4, set())
 
 
 def test_names_of_modules_that_a_program_collects_are_every_linear_layer() -> None:
-    found = read(
+    config = read(
         "def find_all_linear_names(model):\n    names = set()\n    for name, one in model.named_modules():\n"
         "        names.add(name)\n    return list(names)\n"
         "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
         "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
         "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n"
     )
-    assert (found.setup.lora_targets, open_fields(found)) == ("all-linear", set())
+    assert (config.setup.lora_targets, open_fields(config)) == ("all-linear", set())
 
 
 def test_trainers_of_programs_are_what_their_names_say() -> None:
@@ -706,8 +706,8 @@ def test_configs_of_torchtitan_in_python_are_read_by_name(tmp_path: Path) -> Non
     assert tuned.precision == "bf16-pure"
     script = tmp_path / "run.sh"
     script.write_text('torchrun --nproc_per_node=4 -m torchtitan.train --module llama3 --config small "$@"\n')
-    found = read_config(script)
-    assert (found.format, found.setup.num_gpus, found.model_id) == ("torchtitan", 4, "./assets/hf/Llama-3.1-8B")
+    config = read_config(script)
+    assert (config.format, config.setup.num_gpus, config.model_id) == ("torchtitan", 4, "./assets/hf/Llama-3.1-8B")
 
 
 OWN = """
@@ -719,9 +719,9 @@ training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8, max_s
 
 
 def test_settings_of_an_unknown_program_count_and_what_they_leave_open_is_asked_for() -> None:
-    found = read_text(OWN, "config.yaml")
-    assert (found.format, found.model_id) == ("own settings", "gpt2")
-    assert open_fields(found) == {"quantization", "checkpointing"}
+    config = read_text(OWN, "config.yaml")
+    assert (config.format, config.model_id) == ("own settings", "gpt2")
+    assert open_fields(config) == {"quantization", "checkpointing"}
     whole = OWN + "quantization: {load_in_4bit: true}\ngradient_checkpointing: true\n"
     setup = read_text(whole, "config.yaml").setup
     assert (setup.method, setup.lora_rank, setup.checkpointing, setup.seq_len_tokens) == ("qlora", 16, 1, 512)
@@ -763,13 +763,13 @@ def test_a_deepspeed_file_that_is_not_there_is_asked_for(given: str, num_gpus: i
     body = "import os\nmodel = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n" + (
         f"SFTTrainer(model, args=SFTConfig(deepspeed={given}, max_length=64)).train()\n"
     )
-    found = read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
-    assert {"parallel", "offload"} <= {one.field for one in found.missing}
-    for said in (["parallel=none" if num_gpus == 1 else "parallel=ddp"], ["parallel=zero3", "offload=parameters"]):
-        assert not {"parallel", "offload"} & {one.field for one in overrides(found, parse_sets(said)).missing}
+    config = read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
+    assert {"parallel", "offload"} <= {gap.field for gap in config.missing}
+    for answers in (["parallel=none" if num_gpus == 1 else "parallel=ddp"], ["parallel=zero3", "offload=parameters"]):
+        assert not {"parallel", "offload"} & {gap.field for gap in overrides(config, parse_sets(answers)).missing}
     named = body.replace(given, "{'zero_optimization': {'stage': 2}}")
-    found = read_text(HEAD + named, "train.py", around=FileContext(num_gpus=num_gpus))
-    assert (found.setup.parallel, "parallel" in {one.field for one in found.missing}) == ("zero2", False)
+    config = read_text(HEAD + named, "train.py", around=FileContext(num_gpus=num_gpus))
+    assert (config.setup.parallel, "parallel" in {gap.field for gap in config.missing}) == ("zero2", False)
 
 
 def _hydra_folder(folder: Path) -> Path:
@@ -798,16 +798,16 @@ def _hydra_folder(folder: Path) -> Path:
 
 def test_hydras_files_are_composed_and_filled_in(tmp_path: Path) -> None:
     script = _hydra_folder(tmp_path)
-    found = read_config(tmp_path / "conf" / "config.yaml")
-    setup = found.setup
-    assert not found.missing, found.missing
-    assert (found.model_id, setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (
+    config = read_config(tmp_path / "conf" / "config.yaml")
+    setup = config.setup
+    assert not config.missing, config.missing
+    assert (config.model_id, setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (
         "org/gpt2", 3, 4, 256,
     )  # fmt: skip
-    assert any("training/usual.yaml beside it" in said for said in found.assumptions)
-    asked = read_config(tmp_path / "conf" / "training" / "usual.yaml")
-    assert {"model", "seq_len_tokens"} <= {one.field for one in asked.missing}
-    assert "max_length is ${length}" in str(asked.missing) or "length is ${length}" in str(asked.missing)
+    assert any("training/usual.yaml beside it" in assumption for assumption in config.assumptions)
+    partial = read_config(tmp_path / "conf" / "training" / "usual.yaml")
+    assert {"model", "seq_len_tokens"} <= {gap.field for gap in partial.missing}
+    assert "max_length is ${length}" in str(partial.missing) or "length is ${length}" in str(partial.missing)
     ran = read_config(script, arguments=("model=large", "length=512"))
     assert (ran.model_id, ran.setup.micro_batch_seqs, ran.setup.accumulation_steps, ran.setup.seq_len_tokens) == (
         "org/gpt2-xl", 3, 4, 512,
@@ -867,8 +867,8 @@ def test_choices_between_settings_keep_what_both_have(tmp_path: Path) -> None:
         "    SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=settings.batch, max_length=64)).train()\n"
         "train(Settings())\n"
     )
-    found = read_config(script)
-    assert (found.setup.micro_batch_seqs, found.missing) == (6, ())
+    config = read_config(script)
+    assert (config.setup.micro_batch_seqs, config.missing) == (6, ())
 
 
 def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:
@@ -884,11 +884,11 @@ def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:
         "gradient_accumulation_steps=other['batch'])).train()\n"
     )
     assert {"micro_batch_seqs", "accumulation_steps"} <= open_fields(read_config(script))
-    found = read(
+    config = read(
         "for size in sorted([7, 3, 5]):\n    if size > 4:\n        batch = size\n        break\n"
         + TRAIN.format(batch="batch")
     )
-    assert found.setup.micro_batch_seqs == 5
+    assert config.setup.micro_batch_seqs == 5
 
 
 @pytest.mark.parametrize("name", ["train.py", "conditional.py"])
@@ -905,9 +905,9 @@ def test_a_program_whose_name_holds_condition_is_read_as_any_other(name: str) ->
         "arguments = TrainingArguments(per_device_train_batch_size=2)\n"
         "Trainer(model=model, args=arguments, train_dataset=rows).train()\n"
     )
-    found = read(body, name=name)
-    assert found.setup.seq_len_tokens == 512
-    assert "seq_len_tokens" not in open_fields(found)
+    config = read(body, name=name)
+    assert config.setup.seq_len_tokens == 512
+    assert "seq_len_tokens" not in open_fields(config)
 
 
 @pytest.mark.parametrize(
@@ -922,10 +922,10 @@ def test_fp16_weights_without_autocast_are_a_precision_beside_adapters(adapt: st
         'model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", torch_dtype=torch.float16)\n'
         f'{adapt}Trainer(model=model, args=TrainingArguments("out"), train_dataset=None).train()\n'
     )
-    found = read_text(text, "train.py")
-    assert found.setup.precision == precision
+    config = read_text(text, "train.py")
+    assert config.setup.precision == precision
     card, model = find_gpu("t4"), catalogue.load("Qwen/Qwen2.5-0.5B")
     assert model is not None
     if adapt:  # a T4 multiplies bf16 by emulation
-        slow = found.setup.replace(precision="bf16-pure")
-        assert predict(model, card, found.setup).tokens_per_s > 3 * predict(model, card, slow).tokens_per_s
+        slow = config.setup.replace(precision="bf16-pure")
+        assert predict(model, card, config.setup).tokens_per_s > 3 * predict(model, card, slow).tokens_per_s

@@ -181,27 +181,27 @@ def test_every_field_is_written_or_declared(target: str) -> None:
     }
     # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`; which
     # linear attention runs is decided by what run.sh installs
-    elsewhere = {*AROUND_FIELDS, "fsdp_version", "linear_attention", *OF_OTHERS}
-    assert set(changes) == set(TrainSetup.__dataclass_fields__) - elsewhere
+    exempt = {*AROUND_FIELDS, "fsdp_version", "linear_attention", *OF_OTHERS}
+    assert set(changes) == set(TrainSetup.__dataclass_fields__) - exempt
     launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *LAYOUT_FIELDS}
     for field, setup in changes.items():
         before = EXPORTERS[target](request(layout.get(field, base), hyper=request(base).hyper))
         if target in ("accelerate", "deepspeed") and field not in launcher_only:
             continue  # these files hold no method or model, and say so
         launch = EXPORTERS[target](request(setup, hyper=request(base).hyper))
-        said = launch.refused or field in {one.field for one in launch.differences}
-        previously = field in {one.field for one in before.differences}
+        declared = launch.refused or field in {difference.field for difference in launch.differences}
+        previously = field in {difference.field for difference in before.differences}
         same = _settings_only(launch) == _settings_only(before)
         if target == "accelerate" and field in ("micro_batch_seqs", "accumulation_steps"):
             continue
-        assert said or previously or not same or before.refused, field
+        assert declared or previously or not same or before.refused, field
 
 
 def test_which_linear_attention_runs_is_what_is_installed() -> None:
     model = catalogue.load("Qwen/Qwen3.5-4B")
     for path in ("torch", "fla"):
-        asked = request(TrainSetup(linear_attention=path, loss="full"), model=model)
-        words = [word for call in install_calls(EXPORTERS["hf"](asked), asked) for word in call]
+        export_request = request(TrainSetup(linear_attention=path, loss="full"), model=model)
+        words = [word for call in install_calls(EXPORTERS["hf"](export_request), export_request) for word in call]
         assert any(word.startswith("flash-linear-attention") for word in words) == (path == "fla")
 
 

@@ -64,11 +64,11 @@ def test_axolotls_ways_of_spreading(name: str) -> None:
 
 
 def test_what_is_only_nearly_counted_is_said() -> None:
-    assert any("NVMe" in one for one in read(CASES["ZeRO-3, all offloaded"][0]).approximations)
-    assert any("only in stage 3" in one for one in read(CASES["ZeRO-2's parameters stay"][0]).assumptions)
+    assert any("NVMe" in approximation for approximation in read(CASES["ZeRO-3, all offloaded"][0]).approximations)
+    assert any("only in stage 3" in assumption for assumption in read(CASES["ZeRO-2's parameters stay"][0]).assumptions)
     alone = read(CASES["ZeRO-2, optimizer offloaded"][0], num_gpus=1)
     assert (alone.setup.parallel, alone.setup.offload) == ("zero2", "optimizer")
-    assert any("one GPU" in one for one in alone.assumptions)
+    assert any("one GPU" in assumption for assumption in alone.assumptions)
 
 
 def test_accelerates_mesh_and_block_are_followed() -> None:
@@ -86,13 +86,13 @@ def test_the_configs_that_trl_ships(name: str) -> None:
     assert setup.layout == {}
 
 
-@pytest.mark.parametrize(("said", "version"), [("", 1), ("  fsdp_version: 2\n", 2), ("  fsdp_version: 1\n", 1)])
-def test_accelerates_fsdp_is_version_1_unless_said(said: str, version: int) -> None:
+@pytest.mark.parametrize(("setting", "version"), [("", 1), ("  fsdp_version: 2\n", 2), ("  fsdp_version: 1\n", 1)])
+def test_accelerates_fsdp_is_version_1_unless_said(setting: str, version: int) -> None:
     """accelerate 1.15 FullyShardedDataParallelPlugin: FSDP_VERSION is "1" by default."""
-    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n" + said
-    found = read_text(text, "accelerate.yaml")
-    assert (found.setup.fsdp_version, found.setup.reshard_after_forward) == (version, False)
-    assert any("version 1" in one for one in found.assumptions) == (version == 1)
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n" + setting
+    config = read_text(text, "accelerate.yaml")
+    assert (config.setup.fsdp_version, config.setup.reshard_after_forward) == (version, False)
+    assert any("version 1" in assumption for assumption in config.assumptions) == (version == 1)
 
 
 def test_accelerate_follows_deepspeeds_own_file(tmp_path: Path) -> None:

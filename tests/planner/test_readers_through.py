@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
-from planner.frameworks.readers.through import programs
+from planner.frameworks.readers.consumer import programs
 
 SETTINGS = """
 model: {name: Qwen/Qwen3-0.6B, max_len: 512}
@@ -69,14 +69,14 @@ def test_settings_are_read_through_the_program_that_takes_them(case: str, tmp_pa
     load, document = LAUNCHES[case]
     file = project(tmp_path, load, document)
     (tmp_path / "conf" / "large.yaml").write_text("x: 1", "utf-8")
-    found = read_config(file)
-    assert found.format == "hf-script"
-    assert found.through is not None
-    assert not found.missing
-    assert found.setup.loss == "chunked"  # TRL's, where the file alone says nothing of it
-    assert (found.setup.micro_batch_seqs, found.setup.lora_targets) == (2, ("q_proj", "v_proj"))
-    assert found.origins["micro_batch_seqs"].startswith("conf/small.yaml:")
-    assert any(one.startswith("read through tune.py") for one in found.assumptions)
+    config = read_config(file)
+    assert config.format == "hf-script"
+    assert config.through is not None
+    assert not config.missing
+    assert config.setup.loss == "chunked"  # TRL's, where the file alone says nothing of it
+    assert (config.setup.micro_batch_seqs, config.setup.lora_targets) == (2, ("q_proj", "v_proj"))
+    assert config.origins["micro_batch_seqs"].startswith("conf/small.yaml:")
+    assert any(assumption.startswith("read through tune.py") for assumption in config.assumptions)
 
 
 LOADS = {
@@ -99,10 +99,10 @@ def test_settings_are_followed_through_helpers_that_call_themselves(case: str, t
     settings = SETTINGS.replace("gradient_accumulation_steps: 4, ", "") if case == "extended" else SETTINGS
     file = project(tmp_path, LOADS[case], settings=f"parent: base.yaml\n{settings}" if case == "extended" else settings)
     (file.parent / "base.yaml").write_text("training: {gradient_accumulation_steps: 4}", "utf-8")
-    found = read_config(file)
-    assert found.through is not None
-    assert not found.missing
-    assert (found.setup.accumulation_steps, found.setup.seq_len_tokens) == (4, 512)
+    config = read_config(file)
+    assert config.through is not None
+    assert not config.missing
+    assert (config.setup.accumulation_steps, config.setup.seq_len_tokens) == (4, 512)
 
 
 OTHERS = {
@@ -116,8 +116,8 @@ OTHERS = {
 def test_settings_stay_by_themselves_where_no_program_takes_them(case: str, tmp_path: Path) -> None:
     file = project(tmp_path, *OTHERS[case])
     (tmp_path / "conf" / "other.yaml").write_text(SETTINGS, "utf-8")
-    found = read_config(file)
-    assert (found.format, found.through) == ("own settings", None)
+    config = read_config(file)
+    assert (config.format, config.through) == ("own settings", None)
 
 
 def test_settings_that_two_programs_take_otherwise_stay_by_themselves(tmp_path: Path) -> None:
@@ -148,15 +148,15 @@ def own(text: str) -> ReadConfig:
     ],
 )
 def test_a_method_in_a_programs_own_words_is_not_asked_for(text: str, method: str) -> None:
-    found = own(f"{text}\nlora_alpha: 1\ngradient_accumulation_steps: 2")
-    assert "method" not in {one.field for one in found.missing}
-    assert (found.setup.method, found.setup.lora_rank) == (method, 0 if method == "full" else 16)
+    config = own(f"{text}\nlora_alpha: 1\ngradient_accumulation_steps: 2")
+    assert "method" not in {gap.field for gap in config.missing}
+    assert (config.setup.method, config.setup.lora_rank) == (method, 0 if method == "full" else 16)
 
 
 @pytest.mark.parametrize("text", ["mode: train", "method: sft", "distributed: {rank: 1, world: 4}"])
 def test_other_words_of_those_names_leave_the_method_open(text: str) -> None:
-    found = own(f"{text}\ngradient_accumulation_steps: 2")
-    assert "method" in {one.field for one in found.missing}
+    config = own(f"{text}\ngradient_accumulation_steps: 2")
+    assert "method" in {gap.field for gap in config.missing}
 
 
 RECIPE = """
@@ -182,12 +182,12 @@ def test_a_torchtune_recipe_of_another_loss_is_refused_by_its_name(loss: str) ->
 @pytest.mark.parametrize(("limit", "length"), [("512", 512), ("null", 1024)])
 def test_a_torchtune_recipe_is_cut_by_its_tokenizer_or_its_data(limit: str, length: int) -> None:
     text = RECIPE.replace("LOSS", "torchtune.modules.loss.LinearCrossEntropyLoss").replace("MAX", limit)
-    found = read_text(text, "x.yaml")
-    assert (found.setup.seq_len_tokens, found.missing) == (length, ())
+    config = read_text(text, "x.yaml")
+    assert (config.setup.seq_len_tokens, config.missing) == (length, ())
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "objective"),
     [
         ("swift rlhf --rlhf_type grpo --model Qwen/Qwen3-0.6B", "GRPO"),
         ("swift rlhf --model Qwen/Qwen3-0.6B --rlhf_type kto", "KTO"),
@@ -197,8 +197,8 @@ def test_a_torchtune_recipe_is_cut_by_its_tokenizer_or_its_data(limit: str, leng
         ("swift sft --model Qwen/Qwen3-Reranker-0.6B --task_type generative_reranker", "reranking"),
     ],
 )
-def test_what_swift_trains_beside_next_tokens_is_refused_by_its_name(command: str, said: str) -> None:
-    with pytest.raises(NotPlanned, match=f"trains {said} .* with ms-swift"):
+def test_what_swift_trains_beside_next_tokens_is_refused_by_its_name(command: str, objective: str) -> None:
+    with pytest.raises(NotPlanned, match=f"trains {objective} .* with ms-swift"):
         read_text(command, "run.sh")
 
 
@@ -206,17 +206,17 @@ def test_what_swift_trains_beside_next_tokens_is_refused_by_its_name(command: st
 def test_pythons_own_modules_in_a_script_are_no_training(module: str, tmp_path: Path) -> None:
     (tmp_path / "tune.py").write_text(TRAINS.replace("{load}", f"cfg = yaml.safe_load('''{SETTINGS}''')"), "utf-8")
     around = FileContext(roots=(tmp_path,))
-    found = read_text(f"python -m {module}\npython tune.py\n", "run.sh", around=around)
-    assert found.setup.micro_batch_seqs == 2
-    assert not any("launches 2" in one for one in found.assumptions)
+    config = read_text(f"python -m {module}\npython tune.py\n", "run.sh", around=around)
+    assert config.setup.micro_batch_seqs == 2
+    assert not any("launches 2" in assumption for assumption in config.assumptions)
 
 
 def test_a_module_of_ones_own_under_a_name_of_pythons_is_started(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     text = TRAINS.replace("{load}", f"cfg = yaml.safe_load('''{SETTINGS}''')")
     (tmp_path / "code" / "profile.py").write_text(text, "utf-8")
-    found = read_text("python -m code.profile\n", "run.sh", around=FileContext(roots=(tmp_path,)))
-    assert found.setup.micro_batch_seqs == 2
+    config = read_text("python -m code.profile\n", "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert config.setup.micro_batch_seqs == 2
 
 
 PROGRAM = """
@@ -241,13 +241,13 @@ SFTTrainer(model=model, args=SFTConfig(max_length=512), train_dataset=ds, peft_c
     ],
 )
 def test_what_settings_have_is_known_where_they_are(before: str, test: str, quantization: str) -> None:
-    found = read_text(PROGRAM.format(before=before, test=test), "t.py")
-    assert (found.setup.quantization, found.missing) == (quantization, ())
+    config = read_text(PROGRAM.format(before=before, test=test), "t.py")
+    assert (config.setup.quantization, config.missing) == (quantization, ())
 
 
 def test_what_unknown_settings_have_is_asked_for() -> None:
-    found = read_text(PROGRAM.format(before="import sys\nc = sys.modules", test="hasattr(c, 'four')"), "t.py")
-    assert {one.field for one in found.missing} & {"method", "quantization"}
+    config = read_text(PROGRAM.format(before="import sys\nc = sys.modules", test="hasattr(c, 'four')"), "t.py")
+    assert {gap.field for gap in config.missing} & {"method", "quantization"}
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_what_unknown_settings_have_is_asked_for() -> None:
     ],
 )
 def test_versions_are_read_where_an_install_goes_over_lines(install: str) -> None:
-    found = read_text(f"{install}{PROGRAM.format(before='', test='False')}", "t.py")
-    assert not any("no TRL version named" in one for one in found.assumptions)
-    assert found.setup.loss == "full"  # the head is cut since 1.7
+    config = read_text(f"{install}{PROGRAM.format(before='', test='False')}", "t.py")
+    assert not any("no TRL version named" in assumption for assumption in config.assumptions)
+    assert config.setup.loss == "full"  # the head is cut since 1.7
 
 
 CELLS = (
@@ -296,14 +296,14 @@ SFTTrainer(model, args=SFTConfig(max_length=512, per_device_train_batch_size=a.s
 
 @pytest.mark.parametrize("words", ["Qwen/Qwen3-0.6B 3", "--fast Qwen/Qwen3-0.6B --name x 3", "-n=y Qwen/Qwen3-0.6B 3"])
 def test_options_by_their_place_are_those_of_the_command_line(words: str) -> None:
-    found = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
-    assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == ("Qwen/Qwen3-0.6B", 3, ())
+    config = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
+    assert (config.model_id, config.setup.micro_batch_seqs, config.missing) == ("Qwen/Qwen3-0.6B", 3, ())
 
 
 @pytest.mark.parametrize("words", ["", "Qwen/Qwen3-0.6B", "--other 4 Qwen/Qwen3-0.6B 3"])
 def test_options_by_a_place_that_is_not_given_are_asked_for(words: str) -> None:
-    found = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
-    assert "micro_batch_seqs" in {one.field for one in found.missing}
+    config = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
+    assert "micro_batch_seqs" in {gap.field for gap in config.missing}
 
 
 def test_settings_of_a_program_whose_training_is_not_planned_are_refused_as_it_is(tmp_path: Path) -> None:
@@ -355,8 +355,8 @@ SAID = "yaml.safe_load(open(sys.argv[1]))"
     ],
 )
 def test_defaults_under_settings_that_are_not_at_hand_are_not_known(merge: str, value: str) -> None:
-    found = read_text(MERGED.format(merge=merge, value=value), "t.py")
-    assert "micro_batch_seqs" in {one.field for one in found.missing}
+    config = read_text(MERGED.format(merge=merge, value=value), "t.py")
+    assert "micro_batch_seqs" in {gap.field for gap in config.missing}
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ def test_defaults_under_settings_that_are_not_at_hand_are_not_known(merge: str, 
     ],
 )
 def test_what_stands_over_settings_that_are_not_at_hand_is_known(merge: str, value: str) -> None:
-    found = read_text(MERGED.format(merge=merge, value=value), "t.py")
-    assert (found.setup.micro_batch_seqs, found.missing) == (3, ())
+    config = read_text(MERGED.format(merge=merge, value=value), "t.py")
+    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
 
 
 @pytest.mark.parametrize(
@@ -385,8 +385,8 @@ def test_what_stands_over_settings_that_are_not_at_hand_is_known(merge: str, val
 def test_gpus_that_a_script_counts_in_a_list_are_counted(count: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(MERGED.format(merge="", value="3"), "utf-8")
     text = f"DEVICES=0,2,3\nN=$({count})\ntorchrun --nproc_per_node $N t.py\n"
-    found = read_text(text, "run.sh", around=FileContext(roots=(tmp_path,)))
-    assert (found.setup.num_gpus, found.missing) == (3, ())
+    config = read_text(text, "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert (config.setup.num_gpus, config.missing) == (3, ())
 
 
 FIRED = """
@@ -405,8 +405,8 @@ fire.Fire(train)
 @pytest.mark.parametrize("given", ["[q_proj,v_proj]", "['q_proj', 'v_proj']", '["q_proj","v_proj"]'])
 def test_a_list_on_fires_command_line_is_a_list(given: str) -> None:
     around = FileContext(arguments=("--base", "Qwen/Qwen3-0.6B", "--targets", given, "--r", "4"))
-    found = read_text(FIRED, "t.py", around=around)
-    assert (found.setup.lora_targets, found.setup.lora_rank, found.missing) == (("q_proj", "v_proj"), 4, ())
+    config = read_text(FIRED, "t.py", around=around)
+    assert (config.setup.lora_targets, config.setup.lora_rank, config.missing) == (("q_proj", "v_proj"), 4, ())
 
 
 @pytest.mark.parametrize("tool", ["$(which swift)", "`which swift`", "$(command -v swift)"])
@@ -420,8 +420,8 @@ def test_a_package_that_is_started_is_read_from_its_main(module: str, tmp_path: 
     folder = tmp_path.joinpath(*module.split("."))
     folder.mkdir(parents=True)
     (folder / "__main__.py").write_text(MERGED.format(merge="", value="3"), "utf-8")
-    found = read_text(f"python -m {module} --x 1\n", "run.sh", around=FileContext(roots=(tmp_path,)))
-    assert found.setup.micro_batch_seqs == 3
+    config = read_text(f"python -m {module} --x 1\n", "run.sh", around=FileContext(roots=(tmp_path,)))
+    assert config.setup.micro_batch_seqs == 3
 
 
 @pytest.mark.parametrize(
@@ -440,19 +440,19 @@ def test_programs_of_other_frameworks_are_refused_by_their_names(text: str, fram
 @pytest.mark.parametrize("absent", ["'batch' not in c", "not 'batch' in c", "('batch' in c) is False"])
 def test_what_a_namespace_has_is_known(absent: str) -> None:
     merge = f"from argparse import Namespace\nc = Namespace(**{{'a': 1}})\nif {absent}:\n    c.batch = 3"
-    found = read_text(MERGED.format(merge=merge, value="c.batch"), "t.py")
-    assert (found.setup.micro_batch_seqs, found.missing) == (3, ())
+    config = read_text(MERGED.format(merge=merge, value="c.batch"), "t.py")
+    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
 
 
 def test_a_tool_under_a_launcher_is_that_tool() -> None:
     text = "torchrun --nproc_per_node 2 \\\n  $(which swift) sft --model Qwen/Qwen3-0.6B --max_length 512\n"
-    found = read_text(text, "run.sh")
-    assert (found.format, found.setup.num_gpus) == ("ms-swift", 2)
+    config = read_text(text, "run.sh")
+    assert (config.format, config.setup.num_gpus) == ("ms-swift", 2)
 
 
 def test_a_function_that_calls_itself_under_open_conditions_is_read_once() -> None:
     safe = "def safe(x):\n" + "".join(
         f"    if kind{n}(x):\n        return {{k: safe(v) for k, v in dict(a=x, b=1, c=2).items()}}\n" for n in range(6)
     )
-    found = read_text(MERGED.format(merge=f"{safe}    return x\nlog(safe(dict(a=1, b=2)))", value="3"), "t.py")
-    assert found.setup.micro_batch_seqs == 3  # in time: else more than is followed
+    config = read_text(MERGED.format(merge=f"{safe}    return x\nlog(safe(dict(a=1, b=2)))", value="3"), "t.py")
+    assert config.setup.micro_batch_seqs == 3  # in time: else more than is followed

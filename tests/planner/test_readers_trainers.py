@@ -47,8 +47,8 @@ def test_settings_that_a_class_does_not_take_are_left_out(name: str) -> None:
 
 
 def test_what_a_pinned_versions_class_takes_is_not_known() -> None:
-    found = read(WISHES + FILTERS["the names of a signature"] + RUN, trl="0.12.0")
-    assert "micro_batch_seqs" in {one.field for one in found.missing}
+    config = read(WISHES + FILTERS["the names of a signature"] + RUN, trl="0.12.0")
+    assert "micro_batch_seqs" in {gap.field for gap in config.missing}
 
 
 OWN = """
@@ -71,18 +71,18 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_trainer_that_hides_another_objective_is_refused_by_name(name: str) -> None:
-    body, said = STEPS[name]
-    with pytest.raises(NotPlanned, match=said):
+    body, message = STEPS[name]
+    with pytest.raises(NotPlanned, match=message):
         read(OWN.format(body=body))
 
 
 def test_a_step_with_two_forwards_leaves_the_objective_open_and_one_widens_the_band() -> None:
     twice = "    def compute_loss(self, model, inputs):\n        return model(**inputs).loss + model(**inputs).loss\n"
     once = "    def compute_loss(self, model, inputs):\n        return weighted(model(**inputs).logits)\n"
-    assert "objective" in {one.field for one in read(OWN.format(body=twice)).missing}
-    found = read(OWN.format(body=once))
-    assert not found.missing
-    assert any("Mine" in one for one in found.approximations)
+    assert "objective" in {gap.field for gap in read(OWN.format(body=twice)).missing}
+    config = read(OWN.format(body=once))
+    assert not config.missing
+    assert any("Mine" in approximation for approximation in config.approximations)
 
 
 COMMANDS = """
@@ -102,13 +102,13 @@ if args.command == "train":
 
 @pytest.mark.parametrize("words", [None, ("train",), ("train", "--batch", "4")])
 def test_a_subcommands_options_are_its_own(words: tuple[str, ...] | None) -> None:
-    found = read(COMMANDS.format(other="evaluate"), words)
-    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, found.missing) == (4, 512, ())
+    config = read(COMMANDS.format(other="evaluate"), words)
+    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens, config.missing) == (4, 512, ())
 
 
 def test_options_of_subcommands_of_which_several_may_train_are_asked_for() -> None:
-    found = read(COMMANDS.format(other="finetune"))
-    assert {one.field for one in found.missing} == {"micro_batch_seqs"}
+    config = read(COMMANDS.format(other="finetune"))
+    assert {gap.field for gap in config.missing} == {"micro_batch_seqs"}
 
 
 ENCODER = 'encoder = SentenceTransformer("Qwen/Qwen3-0.6B", model_kwargs={"torch_dtype": torch.bfloat16})\n'
@@ -129,12 +129,12 @@ encoder.fit(train_objectives=[(loader, losses.LOSS(encoder))], use_amp=True)
 
 @pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
 def test_contrastive_training_is_read_from_its_trainer(body: str) -> None:
-    found = read(body.replace("LOSS", "MultipleNegativesRankingLoss"))
-    setup = found.setup
-    assert (found.model_id, setup.objective, setup.stack) == ("Qwen/Qwen3-0.6B", "embedding", "sentence-transformers")
-    assert (setup.micro_batch_seqs, setup.seq_len_tokens, found.missing) == (16, 256, ())
+    config = read(body.replace("LOSS", "MultipleNegativesRankingLoss"))
+    setup = config.setup
+    assert (config.model_id, setup.objective, setup.stack) == ("Qwen/Qwen3-0.6B", "embedding", "sentence-transformers")
+    assert (setup.micro_batch_seqs, setup.seq_len_tokens, config.missing) == (16, 256, ())
     assert setup.precision == ("bf16-autocast" if body == BY_TRAINER else "fp16-mixed")
-    assert any("hard negatives" in one for one in found.assumptions)
+    assert any("hard negatives" in assumption for assumption in config.assumptions)
 
 
 @pytest.mark.parametrize("loss", ["CachedGISTEmbedLoss", "MatryoshkaLoss", "CoSENTLoss"])
@@ -162,16 +162,16 @@ def test_hard_negatives_are_counted(name: str) -> None:
 def test_a_cached_losss_pieces_are_read(words: str, cached: int | None) -> None:
     """Its default of 32 sequences at once is more than the 16 pairs of the batch."""
     body = BY_TRAINER.replace("losses.LOSS(encoder", f"losses.CachedMultipleNegativesRankingLoss(encoder{words}")
-    found = read(body)
+    config = read(body)
     if cached is None:
-        assert "cached_seqs" in {one.field for one in found.missing}
+        assert "cached_seqs" in {gap.field for gap in config.missing}
     else:
-        assert found.setup.cached_seqs == cached
+        assert config.setup.cached_seqs == cached
 
 
 def test_a_loss_that_only_running_tells_leaves_the_objective_open() -> None:
     body = BY_TRAINER.replace("losses.LOSS(encoder)", "{}[name]")
-    assert "objective" in {one.field for one in read(body).missing}
+    assert "objective" in {gap.field for gap in read(body).missing}
 
 
 HANDED = """
@@ -194,9 +194,9 @@ SFTTrainer("meta-llama/Llama-3.1-8B", args=args, model_init_kwargs=handed, max_s
 
 
 def test_what_an_older_trainer_hands_to_the_loading_counts() -> None:
-    found = read(HANDED)
-    setup = found.setup
-    assert (found.model_id, setup.method, setup.quantization) == ("meta-llama/Llama-3.1-8B", "qlora", "nf4")
+    config = read(HANDED)
+    setup = config.setup
+    assert (config.model_id, setup.method, setup.quantization) == ("meta-llama/Llama-3.1-8B", "qlora", "nf4")
     assert read(HANDED, ("--four", "False")).setup.method == "lora"
 
 
@@ -211,29 +211,35 @@ def cut(rows):
 data = data.map(cut)
 Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=4), train_dataset=data).train()
 """
-    assert "seq_len_tokens" in {one.field for one in read(body).missing}
+    assert "seq_len_tokens" in {gap.field for gap in read(body).missing}
 
 
 def test_what_is_imported_from_trl_says_which_it_can_be() -> None:
     """`DataCollatorForCompletionOnlyLM` is in TRL 0.19's wheel and not in 0.20's; a `try` binds to none."""
     head = "from trl import DataCollatorForCompletionOnlyLM\n"
-    found = read(head + "SFTTrainer(model, args=SFTConfig(max_length=64)).train()\n")
-    assert any("TRL 0.19 (the newest that has DataCollatorForCompletionOnlyLM)" in one for one in found.assumptions)
-    assert (found.setup.loss, found.setup.checkpointing) == ("full", 0)
+    config = read(head + "SFTTrainer(model, args=SFTConfig(max_length=64)).train()\n")
+    assert any(
+        "TRL 0.19 (the newest that has DataCollatorForCompletionOnlyLM)" in assumption
+        for assumption in config.assumptions
+    )
+    assert (config.setup.loss, config.setup.checkpointing) == ("full", 0)
     tried = f"try:\n    {head}except ImportError:\n    pass\n"
-    assert any("TRL 1.16" in one for one in read(tried + "SFTTrainer(model, args=SFTConfig()).train()\n").assumptions)
+    assert any(
+        "TRL 1.16" in assumption
+        for assumption in read(tried + "SFTTrainer(model, args=SFTConfig()).train()\n").assumptions
+    )
 
 
 def test_a_wrapper_that_takes_the_adapters_settings_puts_them_on() -> None:
     """As ms-swift's `Swift.prepare_model`; how its own loader loads is asked for."""
-    found = read(
+    config = read(
         "from swift import Swift, get_model_tokenizer\nfrom peft import LoraConfig\n"
         "model, tokenizer = get_model_tokenizer('meta-llama/Llama-3.1-8B')\n"
         "model = Swift.prepare_model(model, LoraConfig(r=4, target_modules=['q_proj']))\nmax_length = 64\n"
         "Trainer(model, TrainingArguments(per_device_train_batch_size=2)).train()\n"
     )
-    assert (found.setup.lora_rank, found.model_id) == (4, "meta-llama/Llama-3.1-8B")
-    assert [one.field for one in found.missing] == ["precision"]
+    assert (config.setup.lora_rank, config.model_id) == (4, "meta-llama/Llama-3.1-8B")
+    assert [gap.field for gap in config.missing] == ["precision"]
 
 
 def test_a_trainer_of_another_package_is_no_trainer_of_transformers() -> None:
@@ -270,11 +276,11 @@ def test_transformers_4_checkpoints_in_the_older_form_unless_told(
 
 
 def test_the_form_that_a_model_is_told_counts() -> None:
-    told = (
+    enabling = (
         "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})\nmax_length = 64\n"
     )
-    found = read(told + "Trainer(model, TrainingArguments()).train()\n", transformers="4.57.1")
-    assert (found.setup.checkpointing, found.setup.reentrant_checkpointing) == (1, False)
+    config = read(enabling + "Trainer(model, TrainingArguments()).train()\n", transformers="4.57.1")
+    assert (config.setup.checkpointing, config.setup.reentrant_checkpointing) == (1, False)
 
 
 def test_layers_that_train_alone_are_read() -> None:
@@ -289,17 +295,17 @@ def test_layers_that_train_alone_are_read() -> None:
     assert (first.setup.trained_layers, first.setup.precision, first.approximations) == (-4, "bf16-autocast", ())
     parts = read_text(head + "freeze_trainable_modules: mlp\n", "freeze.yaml", model=model)
     assert parts.setup.trained_layers == 2
-    outside = read_text(head + "freeze_extra_modules: norm\n", "freeze.yaml", model=model)
-    assert (outside.setup.trained_layers, outside.setup.precision) == (0, "bf16-mixed")
-    for one in (parts, outside):
-        assert "upper bound" in " ".join(one.approximations)
+    norms = read_text(head + "freeze_extra_modules: norm\n", "freeze.yaml", model=model)
+    assert (norms.setup.trained_layers, norms.setup.precision) == (0, "bf16-mixed")
+    for partly_trained in (parts, norms):
+        assert "upper bound" in " ".join(partly_trained.approximations)
     adapters = "base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nlora_target_linear: true\nsequence_len: 512\n"
     for numbers, layers in (("[30, 31]", 2), ("[0, 1]", -2), ("[4, 0, 8]", (0, 4, 8)), ("[40]", 0)):
-        found = read_text(f"{adapters}peft_layers_to_transform: {numbers}\n", "axolotl.yaml", model=model)
-        assert found.setup.trained_layers == layers
-        assert ("peft_layers_to_transform" in " ".join(found.approximations)) == (layers == 0)
+        config = read_text(f"{adapters}peft_layers_to_transform: {numbers}\n", "axolotl.yaml", model=model)
+        assert config.setup.trained_layers == layers
+        assert ("peft_layers_to_transform" in " ".join(config.approximations)) == (layers == 0)
     full = "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 512\nunfrozen_parameters:\n"
-    for pattern, layers, said in (
+    for pattern, layers, warning in (
         ("model.layers.3[01].", 2, ""),
         ("model.layers.[0-3]..*", -4, ""),
         ("model.layers.(4|8).mlp.down_proj", (4, 8), "counted whole"),
@@ -308,11 +314,11 @@ def test_layers_that_train_alone_are_read() -> None:
         ("layers.31.", 0, "counted as full"),  # matched from the name's beginning
         ("model.layers.31.mlp.up_proj.weight$[:100]", 1, "counted whole"),
     ):
-        found = read_text(f"{full}  - '{pattern}'\n", "axolotl.yaml", model=model)
-        assert found.setup.trained_layers == layers, pattern
-        told = " ".join(found.approximations)
-        assert said in told
-        assert bool(said) == ("unfrozen" in told)
+        config = read_text(f"{full}  - '{pattern}'\n", "axolotl.yaml", model=model)
+        assert config.setup.trained_layers == layers, pattern
+        approximations = " ".join(config.approximations)
+        assert warning in approximations
+        assert bool(warning) == ("unfrozen" in approximations)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_axolotl_checkpoints_in_the_older_form_where_nothing_else_is_said(lines:
 
 
 @pytest.mark.parametrize(
-    ("said", "version", "precision"),
+    ("argument", "version", "precision"),
     [
         ("", "1.16.0", "bf16-mixed"),
         ("", "0.27.2", "bf16-mixed"),
@@ -344,12 +350,14 @@ def test_axolotl_checkpoints_in_the_older_form_where_nothing_else_is_said(lines:
         ("model_init_kwargs={'attn_implementation': 'sdpa'}", "1.16.0", "bf16-mixed"),
     ],
 )
-def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(said: str, version: str, precision: str) -> None:
+def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(
+    argument: str, version: str, precision: str
+) -> None:
     """TRL's quickstart. Source: `create_model_from_path` of the wheels 0.24 to 1.0 and of the installed 1.16."""
-    body = f'SFTTrainer("meta-llama/Llama-3.2-1B", args=SFTConfig(bf16=True, max_length=512, {said})).train()\n'
-    found = read(body, trl=version)
-    assert found.setup.precision == precision
-    assert any(f"float32, the default of TRL {version}" in one for one in found.assumptions) == (
+    body = f'SFTTrainer("meta-llama/Llama-3.2-1B", args=SFTConfig(bf16=True, max_length=512, {argument})).train()\n'
+    config = read(body, trl=version)
+    assert config.setup.precision == precision
+    assert any(f"float32, the default of TRL {version}" in assumption for assumption in config.assumptions) == (
         precision == "bf16-mixed" and version != "0.25.1"
     )
     loaded = (
@@ -367,9 +375,9 @@ def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str, monk
     body = f"model = AutoModelForCausalLM.from_pretrained('{name}')\n"
     body += "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
     model = resolve_model(name)
-    found = read_text(HEAD + "from peft import LoraConfig\n" + body, "train.py", model=model)
-    assert found.setup.quantization == quantization
-    assert found.setup.method == ("lora" if quantization == "none" else "qlora")
-    assert any("loads as that" in one for one in found.assumptions) == (quantization != "none")
+    config = read_text(HEAD + "from peft import LoraConfig\n" + body, "train.py", model=model)
+    assert config.setup.quantization == quantization
+    assert config.setup.method == ("lora" if quantization == "none" else "qlora")
+    assert any("loads as that" in assumption for assumption in config.assumptions) == (quantization != "none")
     whole = read_text(HEAD + body.replace(", peft_config=LoraConfig(r=8)", ""), "train.py", model=model)
     assert (whole.setup.method, whole.setup.quantization) == ("full", "none")

@@ -30,8 +30,8 @@ def read(body: str, model: ModelSpec | None = None) -> ReadConfig:
     return read_text(HEAD + body, "train.py", model=model)
 
 
-def open_fields(found: ReadConfig) -> set[str]:
-    return {one.field for one in found.missing}
+def open_fields(config: ReadConfig) -> set[str]:
+    return {gap.field for gap in config.missing}
 
 
 def trained(arguments: str = "", trainer: str = "", *, load: str = LOAD, before: str = "") -> str:
@@ -69,8 +69,8 @@ EVALUATES = {
 
 @pytest.mark.parametrize("name", EVALUATES)
 def test_an_evaluation_under_a_condition_counts(name: str) -> None:
-    found = read(EVALUATES[name])
-    assert (found.eval_seqs, open_fields(found)) == (8, set())
+    config = read(EVALUATES[name])
+    assert (config.eval_seqs, open_fields(config)) == (8, set())
 
 
 NOT_EVALUATED = {
@@ -83,8 +83,8 @@ NOT_EVALUATED = {
 
 @pytest.mark.parametrize("name", NOT_EVALUATED)
 def test_no_evaluation_is_counted_where_none_can_run(name: str) -> None:
-    found = read(NOT_EVALUATED[name])
-    assert (found.eval_seqs, open_fields(found)) == (0, set())
+    config = read(NOT_EVALUATED[name])
+    assert (config.eval_seqs, open_fields(config)) == (0, set())
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_no_evaluation_is_counted_where_none_can_run(name: str) -> None:
     ],
 )
 def test_an_evaluation_that_another_file_decides_is_asked_for(arguments: str) -> None:
-    found = read(trained(arguments, "eval_dataset=ds['test']"))
-    assert open_fields(found) == {"eval_seqs"}
-    answered = overrides(found, parse_sets(["eval_batch=4"]))
+    config = read(trained(arguments, "eval_dataset=ds['test']"))
+    assert open_fields(config) == {"eval_seqs"}
+    answered = overrides(config, parse_sets(["eval_batch=4"]))
     assert (answered.eval_seqs, answered.missing) == (4, ())
 
 
@@ -120,10 +120,10 @@ UNKNOWN_MODELS = {
 
 @pytest.mark.parametrize("name", UNKNOWN_MODELS)
 def test_whether_a_model_of_unknown_make_has_adapters_is_asked_for(name: str) -> None:
-    found = read(UNKNOWN_MODELS[name])
-    assert {"method", "lora_rank"} <= open_fields(found)
-    assert ("model" in open_fields(found)) == (found.model_id is None)
-    answered = overrides(found, parse_sets(["method=full", "precision=bf16-mixed"]))
+    config = read(UNKNOWN_MODELS[name])
+    assert {"method", "lora_rank"} <= open_fields(config)
+    assert ("model" in open_fields(config)) == (config.model_id is None)
+    answered = overrides(config, parse_sets(["method=full", "precision=bf16-mixed"]))
     assert open_fields(answered) <= {"model"}
 
 
@@ -138,8 +138,8 @@ KNOWN_MODELS = {
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_a_model_whose_make_is_known_is_not_asked_for(name: str) -> None:
-    found = read(KNOWN_MODELS[name])
-    assert (found.model_id, found.setup.method, found.missing) == ("Qwen/Qwen3-0.6B", "full", ())
+    config = read(KNOWN_MODELS[name])
+    assert (config.model_id, config.setup.method, config.missing) == ("Qwen/Qwen3-0.6B", "full", ())
 
 
 FOUR = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)"
@@ -178,22 +178,22 @@ def test_what_a_branch_of_an_unknown_file_decides_is_asked_for(name: str) -> Non
     before, loading, after, field = OPEN_BRANCHES[name]
     switch = "gradient_checkpointing=gc" if "gc =" in after else "gradient_checkpointing=False"
     body = f"{before}model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16, {loading})\n{after}"
-    found = read(body + trained(switch, load=""))
-    assert field in open_fields(found)
+    config = read(body + trained(switch, load=""))
+    assert field in open_fields(config)
     # the same where the program says it: nothing is asked
-    said = "cfg = {'use_4bit': True, 'bits': 4, 'qlora': True, 'double': True, 'lora': {'enabled': True}, "
-    said += "'full_finetune': False, 'save_memory': True, 'gc': 'yes', 'size': 'big'}\n"
-    known = read(said + body + trained(switch, load=""))
-    assert known.missing == ()
+    settings = "cfg = {'use_4bit': True, 'bits': 4, 'qlora': True, 'double': True, 'lora': {'enabled': True}, "
+    settings += "'full_finetune': False, 'save_memory': True, 'gc': 'yes', 'size': 'big'}\n"
+    complete = read(settings + body + trained(switch, load=""))
+    assert complete.missing == ()
 
 
 def test_one_condition_decides_everywhere_where_it_stands() -> None:
     body = "lora = cfg.get('lora')\nc = LoraConfig(r=4) if lora else None\n" + trained(
         before="if lora:\n    model = get_peft_model(model, c)\n"
     )
-    found = read(body)
-    assert open_fields(found) == {"method"}
-    assert overrides(found, parse_sets(["method=lora"])).setup.lora_rank == 4
+    config = read(body)
+    assert open_fields(config) == {"method"}
+    assert overrides(config, parse_sets(["method=lora"])).setup.lora_rank == 4
 
 
 LAUNCHES = {
@@ -227,10 +227,10 @@ WORKERS = (
 ).replace("BODY", trained().replace("batch_size=1", "batch_size=config['batch']").replace("\n", "\n    "))
 
 
-@pytest.mark.parametrize(("num", "gpus", "asked"), [("4", 4, set()), ("1", 1, set()), ("cfg['n']", 1, {"num_gpus"})])
-def test_workers_that_ray_starts_are_the_runs_gpus(num: str, gpus: int, asked: set[str]) -> None:
-    found = read(WORKERS.replace("NUM", num))
-    assert (found.setup.num_gpus, found.setup.micro_batch_seqs, open_fields(found)) == (gpus, 2, asked)
+@pytest.mark.parametrize(("num", "gpus", "expected"), [("4", 4, set()), ("1", 1, set()), ("cfg['n']", 1, {"num_gpus"})])
+def test_workers_that_ray_starts_are_the_runs_gpus(num: str, gpus: int, expected: set[str]) -> None:
+    config = read(WORKERS.replace("NUM", num))
+    assert (config.setup.num_gpus, config.setup.micro_batch_seqs, open_fields(config)) == (gpus, 2, expected)
 
 
 SETTINGS = "from dataclasses import dataclass\n@dataclass\nclass C:\n    batch: int = 1\n    length: int = 512\n"
@@ -254,8 +254,8 @@ FOLLOWED = {
 def test_classes_of_a_program_are_followed(name: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("batch: 3\n")
     (tmp_path / "t.py").write_text(HEAD + FOLLOWED[name] + trained().replace("size=1", "size=BATCH"))
-    found = read_config(tmp_path / "t.py")
-    assert (found.setup.micro_batch_seqs, found.missing) == (3, ())
+    config = read_config(tmp_path / "t.py")
+    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_encoders_are_published_in_float32(kind: str, stored: str | None, precis
 )  # fmt: skip
 def test_a_base_that_is_not_quantized_is_cast_whole_by_its_preparation(loading: str, precision: str) -> None:
     load = f"model = AutoModelForCausalLM.from_pretrained(NAME, {loading})\n"
-    found = read(trained("bf16=True", load=load, before="model = prepare_model_for_kbit_training(model)\n" + PEFT))
-    assert found.setup.precision == precision
+    config = read(trained("bf16=True", load=load, before="model = prepare_model_for_kbit_training(model)\n" + PEFT))
+    assert config.setup.precision == precision
     plain = read(HF_TRAINER.format(loading=loading))
     assert plain.setup.checkpointing == ("quantization_config" in loading)  # peft leaves it to others of such a base
 
@@ -317,8 +317,8 @@ def test_a_base_that_is_not_quantized_is_cast_whole_by_its_preparation(loading: 
 def test_a_trainer_of_an_unknown_package_is_not_taken_for_transformers_own(line: str) -> None:
     body = LOAD + f"{line}\nT(model=model, args=SFTConfig({ARGUMENTS})).train()\n"
     assert open_fields(read(body)) == {"objective"}
-    own = "class T(SFTTrainer):\n    pass\n"
-    assert read(body.replace(line, own)).missing == ()
+    subclass = "class T(SFTTrainer):\n    pass\n"
+    assert read(body.replace(line, subclass)).missing == ()
 
 
 def test_another_packages_trainer_of_the_same_name_is_refused() -> None:
@@ -329,9 +329,9 @@ def test_another_packages_trainer_of_the_same_name_is_refused() -> None:
 
 
 def test_the_earlier_name_of_liger_is_read_with_its_versions() -> None:
-    found = read(trained("use_liger=True"))
-    assert (found.setup.kernels, found.setup.loss) == ("liger", "liger")
-    assert any("TRL 0.17" in line for line in found.assumptions)
+    config = read(trained("use_liger=True"))
+    assert (config.setup.kernels, config.setup.loss) == ("liger", "liger")
+    assert any("TRL 0.17" in line for line in config.assumptions)
     assert read(trained("use_liger=False")).setup.kernels == "eager"
 
 
@@ -351,7 +351,9 @@ def test_settings_of_reinforcement_learning_are_refused(more: str) -> None:
 @pytest.mark.parametrize("prefix", ["train_", "sft_", "training_", ""])
 def test_settings_with_something_before_their_name_are_read(prefix: str) -> None:
     names = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_seq_length": 512, "bf16": "true"}
-    text = "model_name: Qwen/Qwen3-0.6B\nlora_r: 8\n" + "".join(f"{prefix}{key}: {one}\n" for key, one in names.items())
+    text = "model_name: Qwen/Qwen3-0.6B\nlora_r: 8\n" + "".join(
+        f"{prefix}{key}: {value}\n" for key, value in names.items()
+    )
     setup = read_text(text, "own.yaml").setup
     assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (2, 4, 512)
 
@@ -384,8 +386,8 @@ def test_what_accelerate_is_told_in_words_is_read_as_its_file_is(words: str, tmp
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "train.py").write_text(HEAD + trained())
     (tmp_path / "run.sh").write_text(f"accelerate launch {words} train.py\n")
-    found = read_config(tmp_path / "run.sh")
-    assert (found.setup.parallel, found.setup.num_gpus, found.missing) == (*LAYOUTS[words], ())
+    config = read_config(tmp_path / "run.sh")
+    assert (config.setup.parallel, config.setup.num_gpus, config.missing) == (*LAYOUTS[words], ())
 
 
 def test_a_case_of_a_known_value_is_followed() -> None:
@@ -393,8 +395,8 @@ def test_a_case_of_a_known_value_is_followed() -> None:
     match += "    case _:\n        p = LoraConfig(r=64)\n"
     ranks = {"'lora'": 4, "'dora'": 4, "'x'": 64, "None": 0}
     for kind, rank in ranks.items():
-        found = read(f"KIND = {kind}\n{match}" + trained(trainer="peft_config=p"))
-        assert (found.setup.lora_rank, found.missing) == (rank, ())
+        config = read(f"KIND = {kind}\n{match}" + trained(trainer="peft_config=p"))
+        assert (config.setup.lora_rank, config.missing) == (rank, ())
     assert open_fields(read(f"KIND = cfg['k']\n{match}" + trained(trainer="peft_config=p")))
 
 
@@ -413,8 +415,8 @@ WITHOUT = [
 def test_whether_a_package_is_there_is_asked_for_where_it_decides(body: str) -> None:
     load = LOAD.replace("dtype", "attn_implementation=ATTN, dtype")
     assert open_fields(read(body + trained(load=load))) == {"attention"}
-    known = body.replace("'sdpa'", "'flash_attention_2'").replace("'eager'", "'flash_attention_2'")
-    assert read(known + trained(load=load)).missing == ()
+    agreeing = body.replace("'sdpa'", "'flash_attention_2'").replace("'eager'", "'flash_attention_2'")
+    assert read(agreeing + trained(load=load)).missing == ()
 
 
 def test_a_trainer_that_is_not_known_is_said_to_be_one() -> None:
@@ -451,9 +453,9 @@ def test_a_branch_on_a_class_is_asked_for_where_it_is_not_known(name: str) -> No
     body = (OF_A_KNOWN_CLASS | OF_AN_UNKNOWN_CLASS)[name]
     text = "import peft, transformers\nfrom peft import PeftModel, get_peft_model, prepare_model_for_kbit_training\n"
     text += trained("gradient_accumulation_steps=N", before=body)
-    asked = "accumulation_steps" in open_fields(found := read(text))
-    assert asked == (name in OF_AN_UNKNOWN_CLASS)
-    assert asked or found.setup.accumulation_steps == 2
+    is_open = "accumulation_steps" in open_fields(config := read(text))
+    assert is_open == (name in OF_AN_UNKNOWN_CLASS)
+    assert is_open or config.setup.accumulation_steps == 2
 
 
 CACHED = '"""\n2026.3.1\n2026.3.3\n5.2.0\n0.24.0\n__UNSLOTH_VERSIONING__\n"""\n'
@@ -492,6 +494,6 @@ def test_a_parsers_file_says_all_where_it_is_at_hand(body: str, there: bool, tmp
         path.parent.mkdir(exist_ok=True)
         path.write_text('{"output_dir": "o", "per_device_train_batch_size": 3, "max_length": 256}')
     for arguments in (None, ("--per_device_train_batch_size", "9")):
-        found = read_config(tmp_path / "t.py", arguments=arguments)
-        assert ("micro_batch_seqs" in open_fields(found)) != there
-        assert not there or (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, found.missing) == (3, 256, ())
+        config = read_config(tmp_path / "t.py", arguments=arguments)
+        assert ("micro_batch_seqs" in open_fields(config)) != there
+        assert not there or (config.setup.micro_batch_seqs, config.setup.seq_len_tokens, config.missing) == (3, 256, ())

@@ -97,20 +97,20 @@ def _said(act: Callable[[], Any]) -> Any:
 
 def _behaviour(kind: Any, arguments: tuple[Any, ...], values: dict[str, Any]) -> list[Any]:
     """What can be seen of an object of `kind`."""
-    seen = [(one.name, one.kind) for one in inspect.signature(kind).parameters.values()]
+    seen = [(parameter.name, parameter.kind) for parameter in inspect.signature(kind).parameters.values()]
     made = _said(lambda: kind(*arguments, **values))
     if not isinstance(made, kind):
         return [*seen, made]
-    again, other = kind(*arguments, **values), dataclasses.replace(made, size_bytes=5)
-    attributes = [one.name for one in dataclasses.fields(kind)]
+    equal, other = kind(*arguments, **values), dataclasses.replace(made, size_bytes=5)
+    attributes = [attribute.name for attribute in dataclasses.fields(kind)]
     return [
-        *(dataclasses.asdict(one) for one in (made, other, copy.copy(made), copy.deepcopy(made))),
+        *(dataclasses.asdict(instance) for instance in (made, other, copy.copy(made), copy.deepcopy(made))),
         repr(made) if "object at" not in repr(made) else None,
-        made == again, made == other, made == 3, made in {again: 0} if kind.__hash__ else _said(lambda: hash(made)),
+        made == equal, made == other, made == 3, made in {equal: 0} if kind.__hash__ else _said(lambda: hash(made)),
         [_said(lambda name=name: setattr(made, name, 4)) for name in attributes],
         hasattr(made, "__dict__") and _said(lambda: setattr(made, "unknown", 4)),  # slots: the library's own fault
         _said(lambda: delattr(made, "size_bytes")),
-        hash(made) == hash(tuple(getattr(made, one) for one in attributes[:2])) if kind.__hash__ else None,
+        hash(made) == hash(tuple(getattr(made, attribute) for attribute in attributes[:2])) if kind.__hash__ else None,
         kind.__match_args__, hasattr(made, "__dict__"),
     ]  # fmt: skip
 
@@ -133,8 +133,8 @@ class Kept:
 
 
 def test_frozen_objects_with_slots_are_pickled() -> None:
-    kept = Kept(3, ("a",))
-    assert pickle.loads(pickle.dumps(kept)) == kept
+    instance = Kept(3, ("a",))
+    assert pickle.loads(pickle.dumps(instance)) == instance
 
 
 def test_methods_are_compiled_when_first_called() -> None:

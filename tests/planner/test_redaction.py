@@ -27,10 +27,10 @@ SECRET = "c0rrecthorse"
     ],
 )
 def test_a_secret_behind_its_key_is_left_out(text: str) -> None:
-    said = without_secrets(text.format(SECRET))
-    assert SECRET not in said
-    assert said.split("...")[0] == text.split("{}")[0].replace("me:", "")
-    assert said.endswith(text.split("{}")[1])
+    redacted = without_secrets(text.format(SECRET))
+    assert SECRET not in redacted
+    assert redacted.split("...")[0] == text.split("{}")[0].replace("me:", "")
+    assert redacted.endswith(text.split("{}")[1])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_data_sets_password_is_in_its_launch_file_alone(tmp_path: Path, monkey
     holding = {
         path.relative_to(tmp_path).as_posix()
         for path in tmp_path.rglob("*")
-        if path.is_file() and any(one in path.read_text() for one in (SECRET, HUB))
+        if path.is_file() and any(secret in path.read_text() for secret in (SECRET, HUB))
     }
     assert holding == {"launch/prepare_data.py"}
     assert "data.example.com" in json.loads((tmp_path / "plan.json").read_text())["command"]

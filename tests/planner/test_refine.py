@@ -8,10 +8,10 @@ import pytest
 
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
+from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.predict import predict
 from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, correction_key, exact_bytes, refine
-from planner.planning.runs import WalkCache
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from tests.planner.helpers import plan_request
@@ -36,8 +36,8 @@ def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: 
 
 def planning(workload: Workload) -> PlanWith:
     """Plans again and again, as `plan` does it: what a walk computed serves the next."""
-    known = WalkCache()
-    return lambda corrections: plan_workload(workload, corrections, known)
+    cache = WalkCache()
+    return lambda corrections: plan_workload(workload, corrections, cache)
 
 
 def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[Plan | NoPlan, list[TrainSetup]]:
@@ -135,14 +135,17 @@ def test_what_a_strangers_layers_keep_is_corrected_and_its_weights_are_not() -> 
     assert plan.chosen.fits
     assert isinstance(plan.chosen.dry_run, Prediction)
     assert plan.alternatives
-    assert all(isinstance(one.candidate.dry_run, Prediction) and one.candidate.fits for one in plan.alternatives)
+    assert all(
+        isinstance(alternative.candidate.dry_run, Prediction) and alternative.candidate.fits
+        for alternative in plan.alternatives
+    )
 
 
 @pytest.mark.parametrize(
     ("memory_gib", "fixed", "fails"),
     [
-        (8, {"method": ("lora", "qlora")}, lambda one: one.checkpointing > 0),
-        (6, {"method": ("lora", "qlora"), "kernels": ("liger", "eager")}, lambda one: one.quantized),
+        (8, {"method": ("lora", "qlora")}, lambda setup: setup.checkpointing > 0),
+        (6, {"method": ("lora", "qlora"), "kernels": ("liger", "eager")}, lambda setup: setup.quantized),
     ],
     ids=["checkpointing", "quantization"],
 )
@@ -159,8 +162,8 @@ def test_what_a_strangers_step_cannot_run_is_left_out_and_said(
     assert isinstance(plan, Plan)
     assert isinstance(plan.chosen.dry_run, Prediction)
     assert not fails(plan.chosen.setup)
-    said = [answer.reason for answer in plan.tree if answer.choice == "no, left out"]
-    assert said == ["no such product"]
+    reasons = [answer.reason for answer in plan.tree if answer.choice == "no, left out"]
+    assert reasons == ["no such product"]
 
 
 def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
@@ -205,6 +208,6 @@ def test_what_stands_beside_a_stranger_is_of_another_family() -> None:
     plan = refine(planning(workload), running(workload, lambda setup: False, log, keeps=1))
     assert isinstance(plan, Plan)
     assert plan.alternatives
-    own = correction_key(plan.chosen.setup)
-    assert all(correction_key(each.candidate.setup) != own for each in plan.alternatives)
+    key = correction_key(plan.chosen.setup)
+    assert all(correction_key(each.candidate.setup) != key for each in plan.alternatives)
     assert len(log) == len({*log})

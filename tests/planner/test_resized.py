@@ -32,23 +32,23 @@ SHARING = (
 
 
 def programs(model: ModelSpec) -> ModelPrograms:
-    found = programs_of(model)
-    assert found is not None, model.model_id
-    return found
+    model_programs = programs_of(model)
+    assert model_programs is not None, model.model_id
+    return model_programs
 
 
 def flops(model: ModelSpec, setup: TrainSetup) -> float:
     """Of a micro-batch's products, by its program."""
-    known = programs(model)
-    program = known.get(structure_key(model, H100, setup)) or known.get(
+    model_programs = programs(model)
+    program = model_programs.get(structure_key(model, H100, setup)) or model_programs.get(
         structure_key(model, H100, setup.replace(kernels="eager"))
     )
     assert program is not None
-    sized = Sized(known, card_rates(H100), SEQS, TOKENS, RANK, {})
+    sized = Sized(model_programs, card_rates(H100), SEQS, TOKENS, RANK, {})
     calls = (
         call
-        for place in flat((*program.ahead, *program.behind))
-        for run in known.segments[place].runs
+        for place in flat((*program.forward, *program.backward))
+        for run in model_programs.segments[place].runs
         for call in run.calls
         if call % len(ISSUERS)
     )
@@ -62,7 +62,7 @@ def test_a_structures_products_are_those_of_the_models_own_sizes(name: str) -> N
     model = loaded(name)
     attention = model.layer_kinds[0].attention
     assert attention is not None
-    layer = sum(one.in_features * one.out_features for one in model.layer_kinds[0].linears)
+    layer = sum(linear.in_features * linear.out_features for linear in model.layer_kinds[0].linears)
     hidden, embedded = model.hidden_size, model.config.get("word_embed_proj_dim", model.hidden_size)
     weights = model.num_layers * layer + model.vocab_size * embedded + (hidden != embedded) * 2 * hidden * embedded
     attended = 14 * model.num_layers * SEQS * attention.num_heads * attention.head_dim * TOKENS**2 / 2
@@ -112,8 +112,8 @@ def test_a_product_says_which_matrix_it_is(number: float, other: float) -> None:
 
 def test_counts_are_of_layers_and_what_is_beside_them() -> None:
     to = Resizer(OWN, OTHER)
-    assert [to.count(one) for one in (1, 35, 36, 37, 38, 14 * 37, 9 * 37 + 3)] == [1, 46, 47, 48, 49, 672, 435]
-    assert [to.count(one) for one in (2 * 37 - 2, 60 * 37 + 20)] == [94, 2900]  # five lists of what four others have
+    assert [to.count(num) for num in (1, 35, 36, 37, 38, 14 * 37, 9 * 37 + 3)] == [1, 46, 47, 48, 49, 672, 435]
+    assert [to.count(num) for num in (2 * 37 - 2, 60 * 37 + 20)] == [94, 2900]  # five lists of what four others have
 
 
 def test_a_program_of_windowed_layers_is_of_samples_that_a_window_holds() -> None:
@@ -127,13 +127,13 @@ def test_other_layers_are_another_structure() -> None:
     assert structure_of(model) == structure_of(loaded("Qwen/Qwen2.5-32B")) is not None
     layer = model.layer_kinds[0]
     assert layer.attention is not None
-    unbiased = replace(layer, linears=tuple(replace(one, bias=False) for one in layer.linears))
+    unbiased = replace(layer, linears=tuple(replace(linear, bias=False) for linear in layer.linears))
     others = [
         replace(model, layer_kinds=(unbiased,) * model.num_layers),
         replace(model, vocab_size=32_000),
         replace(model, config={**model.config, "tie_word_embeddings": True}),
     ]
-    assert structure_of(model) not in {structure_of(one) for one in others}
+    assert structure_of(model) not in {structure_of(variant) for variant in others}
     windowed = replace(layer, attention=replace(layer.attention, window_tokens=4096))
     assert structure_of(replace(model, layer_kinds=(windowed,))) not in {structure_of(model), None}
     assert structure_of(loaded("google/gemma-2-2b")) is None
@@ -147,15 +147,15 @@ def test_checkpoints_of_any_spacing_stand_between_none_and_every() -> None:
         (((0,), 1), ((1,), 4), ((2,), 1), ((9,), 1)), (((8,), 1), ((3,), 4), ((4,), 1)), (), {}, 5, False
     )
     every = none._replace(
-        ahead=(((0,), 1), ((11,), 4), ((12,), 1), ((9,), 1)), behind=(((8,), 1), ((13,), 4), ((14,), 1)),
+        forward=(((0,), 1), ((11,), 4), ((12,), 1), ((9,), 1)), backward=(((8,), 1), ((13,), 4), ((14,), 1)),
         checkpointed=True,
     )  # fmt: skip
-    found = spaced(none, every, 2, 5)
-    assert found is not None
-    assert (flat(found.ahead), flat(found.behind)) == ([0, 11, 1, 11, 1, 12, 9], [8, 13, 3, 13, 3, 14])
+    second = spaced(none, every, 2, 5)
+    assert second is not None
+    assert (flat(second.forward), flat(second.backward)) == ([0, 11, 1, 11, 1, 12, 9], [8, 13, 3, 13, 3, 14])
     third = spaced(none, every, 3, 5)
     assert third is not None
-    assert (flat(third.ahead), flat(third.behind)) == ([0, 11, 1, 1, 11, 2, 9], [8, 3, 13, 3, 3, 14])
+    assert (flat(third.forward), flat(third.backward)) == ([0, 11, 1, 1, 11, 2, 9], [8, 3, 13, 3, 3, 14])
     assert spaced(none, every, 2, 6) is None
 
 

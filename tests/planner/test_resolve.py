@@ -88,13 +88,13 @@ class Hub:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    one = Hub()
-    monkeypatch.setenv("HF_ENDPOINT", one.url)
+    fake_hub = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", fake_hub.url)
     monkeypatch.setattr(hub, "HUB_LIMIT_S", PATIENCE_S)
-    yield one
-    one.may_answer.set()
-    one.server.shutdown()
-    one.server.server_close()
+    yield fake_hub
+    fake_hub.may_answer.set()
+    fake_hub.server.shutdown()
+    fake_hub.server.server_close()
 
 
 # Local paths
@@ -126,11 +126,11 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
     adapter.mkdir()
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_model("./adapter")
-    for name, said in (("params.json", "original weights"), ("w.gguf", "GGUF"), ("adapter_config.json", "adapter")):
+    for name, words in (("params.json", "original weights"), ("w.gguf", "GGUF"), ("adapter_config.json", "adapter")):
         (adapter / name).write_text("{}")
         with pytest.raises(ConfigError) as error:
             resolve_model("./adapter")
-        assert said in error.value.hint
+        assert words in error.value.hint
 
 
 def test_broken_paths_are_config_errors(tmp_path: Path) -> None:
@@ -283,13 +283,13 @@ def test_the_token_file_is_used_and_can_be_forbidden(
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "gated"), (403, "gated"), (404, "no such model"), (500, "HTTP 500")]
+    ("status", "message"), [(401, "gated"), (403, "gated"), (404, "no such model"), (500, "HTTP 500")]
 )
 def test_what_the_hub_refuses_is_explained(
-    stand_in: Hub, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+    stand_in: Hub, monkeypatch: pytest.MonkeyPatch, status: int, message: str
 ) -> None:
     stand_in.status = status
-    with pytest.raises(UnknownModelError, match=said):
+    with pytest.raises(UnknownModelError, match=message):
         resolve_model("someone/new")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with pytest.raises(UnknownModelError) as error:
@@ -330,10 +330,10 @@ def test_a_slow_hub_is_given_up(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket timeout covers name resolution: the whole attempt must still end."""
-    asked, release = threading.Event(), threading.Event()
+    requested, release = threading.Event(), threading.Event()
 
     def hang(*_: object, **__: object) -> list[Any]:
-        asked.set()
+        requested.set()
         release.wait(PATIENCE_S)
         raise socket.gaierror("released")
 
@@ -342,7 +342,7 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     with pytest.raises(UnknownModelError, match=r"did not answer within 0\.2 s"):
         resolve_model("someone/new")
-    assert asked.wait(PATIENCE_S)
+    assert requested.wait(PATIENCE_S)
     assert not release.is_set()
     release.set()
 

@@ -85,5 +85,5 @@ def test_every_refusal_has_a_hint() -> None:
 def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:
     records = SetupValues.__bases__
     assert len(records) == 9
-    assert all(len(fields(one)) <= 8 for one in records)
-    assert sum(len(fields(one)) for one in records) == len(fields(TrainSetup))
+    assert all(len(fields(record)) <= 8 for record in records)
+    assert sum(len(fields(record)) for record in records) == len(fields(TrainSetup))

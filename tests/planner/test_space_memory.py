@@ -12,7 +12,7 @@ from planner.memory.model import memory_of
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.planning.decision.layouts import STAGES, layouts
-from planner.planning.runs import WalkCache
+from planner.planning.groups import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
@@ -68,19 +68,19 @@ def test_what_a_rival_outruns_is_never_smaller(
     closed forms: what is left out has no step profile."""
     monkeypatch.setattr("planner.planning.peaks.profiled_step", lambda *_: None)
     monkeypatch.setattr("planner.memory.ranks.rank_step", lambda *_: None)
-    workload, known = plan_request(name, gpu, seq_len=seq_len), WalkCache()
+    workload, cache = plan_request(name, gpu, seq_len=seq_len), WalkCache()
     if num_gpus > 1:
         workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
     unfused = 0
-    runs = known.runs(workload, dimension_values(workload), layouts(workload, STAGES))
+    runs = cache.runs(workload, dimension_values(workload), layouts(workload, STAGES))
     for run in [run for run in runs if run.rival is not None][::7]:
         assert run.rival is not None
         assert run.rival.rival is None
         unfused += run.rival.shared.attention != run.shared.attention
         for loss in run.choices:
-            mine, best = (known.peaks(workload, one, loss) for one in (run, run.rival))
+            mine, best = (cache.peaks(workload, candidate, loss) for candidate in (run, run.rival))
             for at in range(len(run.pairs)):
-                assert all(own >= other for own, other in zip(mine.at(at), best.at(at), strict=True))
+                assert all(peak >= other for peak, other in zip(mine.at(at), best.at(at), strict=True))
     assert unfused
 
 

@@ -16,7 +16,7 @@ from planner.core.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
-from planner.speed.own import band_of, calibrate
+from planner.speed.local_calibration import band_of, calibrate
 from planner.speed.rates import card_rates
 from planner.speed.roofline import Calibration, load_calibration
 from planner.speed.roofline.calibration import calibration_from_dict
@@ -90,8 +90,8 @@ def test_programs_are_held_against_measurements_too() -> None:
         points.append(Point(model=model, gpu=h200, setup=setup, tokens_per_s=rate, group="own"))
     report = calibrate(points, SHIPPED)
     assert report.scales["h200"][0] == pytest.approx(1.3, rel=0.03)
-    own = card_rates(h200, calibration=report.calibration)
-    assert own.copy == pytest.approx(card_rates(h200).copy / report.scales["h200"][0])
+    rates = card_rates(h200, calibration=report.calibration)
+    assert rates.copy == pytest.approx(card_rates(h200).copy / report.scales["h200"][0])
 
 
 def test_band_holds_nine_of_ten() -> None:

@@ -28,8 +28,8 @@ def layout(*shape: int, dtype: str = "bfloat16") -> Layout:
 
 def readings(op: str) -> list[dict[str, object]]:
     lines = (H100 / "prices.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [one for one in found if one["op"] == op and "us" in one]
+    records = [json.loads(line) for line in lines]
+    return [reading for reading in records if reading["op"] == op and "us" in reading]
 
 
 def product(reading: dict[str, object]) -> Operator:
@@ -48,8 +48,8 @@ def product(reading: dict[str, object]) -> Operator:
 def test_products_cost_what_they_took() -> None:
     errors = []
     for op in ("mm_forward", "mm_input_grad", "mm_weight_grad"):
-        for one in readings(op):
-            errors.append(1e6 * price(product(one), RATES).seconds / float(str(one["us"])) - 1)
+        for reading in readings(op):
+            errors.append(1e6 * price(product(reading), RATES).seconds / float(str(reading["us"])) - 1)
     assert len(errors) > 400
     assert median(map(abs, errors)) < 0.08
     assert abs(median(errors)) < 0.05
@@ -58,12 +58,12 @@ def test_products_cost_what_they_took() -> None:
 @pytest.mark.parametrize(("op", "name", "inputs"), [("add", "aten.add.Tensor", 2), ("silu", "aten.silu.default", 1)])
 def test_elementwise_kernels_cost_what_they_took(op: str, name: str, inputs: int) -> None:
     errors = []
-    for one in readings(op):
-        numel, dtype = int(str(one["numel"])), str(one["dtype"])
+    for reading in readings(op):
+        numel, dtype = int(str(reading["numel"])), str(reading["dtype"])
         flat = layout(numel, dtype=dtype)
         if numel >= 1 << 22:
             errors.append(
-                1e6 * price(Operator(name, (flat,) * inputs, (flat,)), RATES).seconds / float(str(one["us"])) - 1
+                1e6 * price(Operator(name, (flat,) * inputs, (flat,)), RATES).seconds / float(str(reading["us"])) - 1
             )
     assert errors
     assert max(map(abs, errors)) < 0.4  # what fits into the L2 is read from there: the readings rotate their inputs
@@ -72,13 +72,13 @@ def test_elementwise_kernels_cost_what_they_took(op: str, name: str, inputs: int
 
 def test_attention_costs_what_it_took() -> None:
     errors = []
-    for one in readings("sdpa_forward"):
-        if one.get("backend") != "cudnn" or int(str(one["tokens"])) < 2048:
+    for reading in readings("sdpa_forward"):
+        if reading.get("backend") != "cudnn" or int(str(reading["tokens"])) < 2048:
             continue
-        seqs, heads, tokens, size = (int(str(one[name])) for name in ("seqs", "heads", "tokens", "head_size"))
+        seqs, heads, tokens, size = (int(str(reading[name])) for name in ("seqs", "heads", "tokens", "head_size"))
         query = layout(seqs, heads, tokens, size)
         call = Operator("aten._scaled_dot_product_flash_attention.default", (query,) * 3, (query,), (0.0, 1.0, 0.0))
-        errors.append(1e6 * price(call, RATES).seconds / float(str(one["us"])) - 1)
+        errors.append(1e6 * price(call, RATES).seconds / float(str(reading["us"])) - 1)
     assert len(errors) >= 8
     assert median(map(abs, errors)) < 0.06
     assert max(map(abs, errors)) < 0.25
@@ -87,17 +87,17 @@ def test_attention_costs_what_it_took() -> None:
 def test_attention_with_a_mask_costs_what_it_took() -> None:
     """Every reading with a mask, forward alone and with its backward, at heads of 64 and 128."""
     met = set()
-    for one in readings("sdpa_forward") + readings("sdpa_both"):
-        if one.get("backend") == "masked":
-            seqs, heads, tokens, size = (int(str(one[name])) for name in ("seqs", "heads", "tokens", "head_size"))
+    for reading in readings("sdpa_forward") + readings("sdpa_both"):
+        if reading.get("backend") == "masked":
+            seqs, heads, tokens, size = (int(str(reading[name])) for name in ("seqs", "heads", "tokens", "head_size"))
             met.add(size)
             query, mask = layout(seqs, heads, tokens, size), layout(seqs, heads, tokens, tokens)
             name = "aten._scaled_dot_product_efficient_attention"
             seconds = price(Operator(f"{name}.default", (query, query, query, mask), (query,)), RATES).seconds
-            if one["op"] == "sdpa_both":
+            if reading["op"] == "sdpa_both":
                 inputs = (query, query, query, query, mask)
                 seconds += price(Operator(f"{name}_backward.default", inputs, (query,) * 3), RATES).seconds
-            assert 1e6 * seconds == pytest.approx(float(str(one["us"])), rel=0.1)
+            assert 1e6 * seconds == pytest.approx(float(str(reading["us"])), rel=0.1)
     assert met == {64, 128}
 
 
@@ -129,8 +129,8 @@ def test_every_row_is_an_operator_with_a_price() -> None:
     matrix = layout(256, 256)
     for name in ROWS:
         shape = (layout(1, 4, 256, 64),) * 4 if "attention" in name else (matrix, matrix, matrix)
-        found = price(Operator(f"{name}.default", shape, shape[:1], (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)), RATES)
-        assert 0 < found.seconds < 1e-3, name
+        cost = price(Operator(f"{name}.default", shape, shape[:1], (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)), RATES)
+        assert 0 < cost.seconds < 1e-3, name
 
 
 def test_a_cast_to_fp32_is_dearer_than_one_from_it() -> None:

@@ -14,7 +14,7 @@ from planner.models import catalogue
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.allowed import STACK_NAMES
-from planner.setup.interchange import asked_setup, setup_from_dict, setup_to_dict
+from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
 from planner.speed.roofline import CURRENT, conditions_of, step_time
 
 PUBLISHED = 0.02
@@ -51,9 +51,9 @@ def test_full_fine_tuning_in_pefts_loop_pays_for_its_clipping_and_for_ecc() -> N
 def test_kept_outputs_are_the_logits_all_along() -> None:
     """Two bytes per 16-bit logit from one forward's end to the next one's, in every phase of a step."""
     stacks = ("plain-loop", "plain-loop-drops-outputs")
-    kept, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in stacks)
-    assert kept.peak_allocated_bytes - dropped.peak_allocated_bytes == 2 * LOGITS
-    term = next(one for one in kept.terms if one.name == KEPT_OUTPUTS)
+    retained, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in stacks)
+    assert retained.peak_allocated_bytes - dropped.peak_allocated_bytes == 2 * LOGITS
+    term = next(entry for entry in retained.terms if entry.name == KEPT_OUTPUTS)
     assert (term.size_bytes, term.phases) == (2 * LOGITS, ("forward", "loss", "backward", "step"))
 
 
@@ -64,7 +64,9 @@ def test_outputs_that_were_cast_are_kept_as_cast() -> None:
     model = catalogue.load("Qwen/Qwen3-0.6B")
     assert model is not None
     values = {"method": "full", "precision": "bf16-mixed", "optimizer": "adamw", "seq_len_tokens": 8192}
-    setup = asked_setup({**values, "stack": "prime-rl", "loss": "full", "accumulation_steps": 2, "compile": True})
+    setup = setup_from_request(
+        {**values, "stack": "prime-rl", "loss": "full", "accumulation_steps": 2, "compile": True}
+    )
     assert predict_memory(model, find_gpu("h100-sxm"), setup).peak_reserved_bytes == pytest.approx(31.7 * GIB, rel=0.03)
 
 
@@ -92,8 +94,8 @@ def test_plain_loop_runs_of_an_rtx_4080(row: MeasuredRow) -> None:
     model = catalogue.load(row.model or "")
     assert model is not None
     assert row.setup is not None
-    found = predict_memory(model, find_gpu("rtx-4080"), row.setup)
-    assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
+    memory = predict_memory(model, find_gpu("rtx-4080"), row.setup)
+    assert memory.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
 
 
 def test_adapters_follow_the_stack() -> None:
@@ -108,10 +110,10 @@ def test_adapters_follow_the_stack() -> None:
 
 def test_a_line_of_any_run_takes_the_stacks_own_defaults() -> None:
     """Nobody's run has this project's allocator setting unless it, or its stack, says so; a plan's setup has it."""
-    assert not asked_setup({}).expandable_segments
-    assert asked_setup({"stack": "unsloth"}).expandable_segments
-    assert asked_setup({"expandable_segments": True}).expandable_segments
-    assert asked_setup({"stack": "llamafactory"}).reentrant_checkpointing
+    assert not setup_from_request({}).expandable_segments
+    assert setup_from_request({"stack": "unsloth"}).expandable_segments
+    assert setup_from_request({"expandable_segments": True}).expandable_segments
+    assert setup_from_request({"stack": "llamafactory"}).reentrant_checkpointing
     for setup in (TrainSetup(), by("litgpt"), by("hf", expandable_segments=False, reentrant_checkpointing=True)):
         assert setup_from_dict(setup_to_dict(setup)) == setup
     assert not {"stack", "expandable_segments", "reentrant_checkpointing"} & set(setup_to_dict(TrainSetup()))
@@ -147,9 +149,9 @@ def test_device_peak_without_expandable_segments() -> None:
         assert model is not None
         assert row.setup is not None
         assert not row.setup.expandable_segments
-        found = predict_memory(model, cards[row.gpu or ""], row.setup)
-        errors.setdefault(row.config_id, []).append(found.peak_device_bytes / (row.device_bytes or 1) - 1)
-    each = sorted(abs(median(found)) for found in errors.values())
+        memory = predict_memory(model, cards[row.gpu or ""], row.setup)
+        errors.setdefault(row.config_id, []).append(memory.peak_device_bytes / (row.device_bytes or 1) - 1)
+    each = sorted(abs(median(row_errors)) for row_errors in errors.values())
     assert len(each) >= 26
     assert each[-1] < FIXED_SEGMENTS
     assert median(each) < 0.03
@@ -172,14 +174,14 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
     )
     model, card = catalogue.load("meta-llama/Llama-2-70b-hf"), find_gpu("a100-80gb")
     assert model is not None
-    one, two = (
+    fsdp1, two = (
         predict_memory(model, card, recipe.replace(fsdp_version=version, reentrant_checkpointing=True))
         for version in (1, 2)
     )
-    assert one.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
-    assert any(term.name == HOOKED for term in one.at_peak())
+    assert fsdp1.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
+    assert any(term.name == HOOKED for term in fsdp1.at_peak())
     hidden_states = 80 * 4 * 4096 * 8192 * 2
-    assert one.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
+    assert fsdp1.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
     small = catalogue.load("Qwen/Qwen2.5-0.5B")
     assert small is not None
     for other in (
@@ -187,7 +189,7 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
         TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2"),
     ):
         peaks = {predict_memory(small, card, other.replace(fsdp_version=version)) for version in (1, 2)}
-        assert len({one.peak_allocated_bytes for one in peaks}) == 1
+        assert len({peak.peak_allocated_bytes for peak in peaks}) == 1
     with pytest.raises(SetupError, match="fsdp_version"):
         TrainSetup(num_gpus=2, parallel="ddp", fsdp_version=1)
 
@@ -202,8 +204,8 @@ def test_reentrant_checkpointing_keeps_no_gathered_weight() -> None:
         "attention": "flash-attention-2", "micro_batch_seqs": 2, "accumulation_steps": 2, "num_gpus": 2,
         "parallel": "zero3",
     }  # fmt: skip
-    reentrant = predict_memory(model, card, asked_setup({**recipe, "reentrant_checkpointing": True}))
-    graph = predict_memory(model, card, asked_setup(recipe))
+    reentrant = predict_memory(model, card, setup_from_request({**recipe, "reentrant_checkpointing": True}))
+    graph = predict_memory(model, card, setup_from_request(recipe))
     assert reentrant.peak_device_bytes == pytest.approx(PUBLISHED_70B, rel=0.06)
     assert reentrant.peak_device_bytes < card.memory_bytes < graph.peak_device_bytes
 
@@ -213,7 +215,7 @@ def test_a_compiled_step_of_torchtune_needs_what_was_published() -> None:
     model, card = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
     assert model is not None
     values = {"precision": "bf16-pure", "micro_batch_seqs": 2, "method": "qlora", "quantization": "nf4-double"}
-    setup = asked_setup({**values, "stack": "torchtune", "loss": "full", "lora_rank": 8, "packing": True})
+    setup = setup_from_request({**values, "stack": "torchtune", "loss": "full", "lora_rank": 8, "packing": True})
     compiled, eager = (
         predict_memory(model, card, setup.replace(compile=on)).peak_allocated_bytes for on in (True, False)
     )
@@ -250,32 +252,32 @@ def test_a_cache_that_fills_while_training_is_there_twice() -> None:
 def test_older_libraries_keep_more() -> None:
     """Keys repeated to all heads under SDPA, a shifted copy of the logits, the inputs of 4-bit matrices."""
     assert MODEL is not None
-    card, kept = find_gpu("a100-80gb"), by("hf", checkpointing=0, expandable_segments=False)
+    card, base = find_gpu("a100-80gb"), by("hf", checkpointing=0, expandable_segments=False)
 
     def terms(setup: TrainSetup) -> dict[str, int]:
-        return {one.name: one.size_bytes for one in predict_memory(MODEL, card, setup).terms}
+        return {term.name: term.size_bytes for term in predict_memory(MODEL, card, setup).terms}
 
-    today, older = terms(kept), terms(kept.replace(transformers_version="4.53"))
+    today, older = terms(base), terms(base.replace(transformers_version="4.53"))
     repeated = 24 * 2 * (14 - 2) * 64 * 2 * TOKENS
     assert older["attention inputs and outputs"] - today["attention inputs and outputs"] == repeated
-    rows = kept.replace(micro_batch_seqs=2, seq_len_tokens=TOKENS // 2)
+    rows = base.replace(micro_batch_seqs=2, seq_len_tokens=TOKENS // 2)
     versions = ("4.53", "4.48", "4.44")
-    for each, wanted in ((rows, [10, 14, 12]), (kept, [10, 10, 8])):  # all but the last of one row is no copy
-        chains = [loss_parts(MODEL, each.replace(transformers_version=one)).loss_bytes for one in versions]
-        assert [one // LOGITS for one in chains] == wanted
-    packed = kept.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
+    for each, wanted in ((rows, [10, 14, 12]), (base, [10, 10, 8])):  # all but the last of one row is no copy
+        chains = [loss_parts(MODEL, each.replace(transformers_version=version)).loss_bytes for version in versions]
+        assert [chain_bytes // LOGITS for chain_bytes in chains] == wanted
+    packed = base.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
     assert "inputs that quantized matrices keep" in terms(packed)
     assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))
-    flash = kept.replace(attention="flash-attention-2", transformers_version="4.53")
+    flash = base.replace(attention="flash-attention-2", transformers_version="4.53")
     assert not flash.computed_otherwise  # so that profiles and dry runs of today's libraries hold
     assert (
         predict_memory(MODEL, card, flash).terms
         == predict_memory(MODEL, card, flash.replace(transformers_version="")).terms
     )
     others = ({"attention": "sdpa"}, {"transformers_version": "4.48"}, {"use_cache": True})
-    assert all(one.computed_otherwise for one in (packed, *(flash.replace(**changed) for changed in others)))
+    assert all(setup.computed_otherwise for setup in (packed, *(flash.replace(**changed) for changed in others)))
     with pytest.raises(SetupError, match="transformers_version"):
-        kept.replace(transformers_version="newest")
+        base.replace(transformers_version="newest")
 
 
 def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparation_widened() -> None:
@@ -284,7 +286,7 @@ def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparatio
     model = catalogue.load("meta-llama/Llama-3.2-1B")
     assert model is not None
     targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    packed = asked_setup({
+    packed = setup_from_request({
         "stack": "torchtune", "method": "lora", "precision": "bf16-pure", "lora_rank": 64, "lora_targets": targets,
         "micro_batch_seqs": 6, "packing": True, "checkpointing": False,
     })  # fmt: skip
@@ -293,7 +295,7 @@ def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparatio
     )
     plain = by("hf", method="qlora", quantization="nf4", attention="flash-attention-2", seq_len_tokens=4096)
     took = [
-        step_time(MODEL, find_gpu("a100-80gb"), one).parts_s["attention"]
-        for one in (plain, plain.replace(kbit_fp32_cast=True))
+        step_time(MODEL, find_gpu("a100-80gb"), setup).parts_s["attention"]
+        for setup in (plain, plain.replace(kbit_fp32_cast=True))
     ]
     assert took[0] == took[1]

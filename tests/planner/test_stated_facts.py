@@ -22,15 +22,15 @@ from planner.options.stacks import STACKS
 from planner.planning.predict import predict
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
-from planner.setup.interchange import asked_setup
+from planner.setup.interchange import setup_from_request
 from planner.speed.roofline import throughput_profile
 from planner.speed.roofline.model import UNALIGNED_HEAD
 
 
 def model(name: str = "meta-llama/Llama-3.2-1B") -> ModelSpec:
-    found = catalogue.load(name)
-    assert found is not None
-    return found
+    spec = catalogue.load(name)
+    assert spec is not None
+    return spec
 
 
 STRATEGIES = {
@@ -83,11 +83,11 @@ def test_deepspeeds_ways_of_offloading(zero: dict[str, object], offload: str) ->
 def test_liger_leaves_the_loss_alone_where_the_trainer_keeps_the_labels() -> None:
     """ms-swift 4.6 says so itself ("will not take effect"); transformers pops them for a loss function of its own."""
     swift = "swift sft --model Qwen/Qwen2.5-3B --max_length 512 --use_liger_kernel true"
-    said = {"": "liger", " --loss_scale hermes": "full", " --loss_scale last_round+ignore_empty_think": "liger"}
-    said |= {" --label_smoothing_factor 0.1": "full", " --enable_channel_loss true": "full"}
-    for more, loss in said.items():
-        found = read_text(swift + more, "run.sh").setup
-        assert (found.loss, found.kernels) == (loss, "liger")
+    losses = {"": "liger", " --loss_scale hermes": "full", " --loss_scale last_round+ignore_empty_think": "liger"}
+    losses |= {" --label_smoothing_factor 0.1": "full", " --enable_channel_loss true": "full"}
+    for more, loss in losses.items():
+        setup = read_text(swift + more, "run.sh").setup
+        assert (setup.loss, setup.kernels) == (loss, "liger")
     script = (
         "from transformers import *\nmodel = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-3B')\n"
         "rows = tokenizer(texts, max_length=512, truncation=True, padding='max_length')\n"
@@ -105,13 +105,13 @@ def test_deepspeeds_autotp_cuts_matrices_beside_zero_1_and_2() -> None:
         text = {"zero_optimization": {"stage": stage}, "tensor_parallel": {"autotp_size": degree}}
         return read_text(json.dumps(text), "ds.json", base=base, around=FileContext(num_gpus=num_gpus))
 
-    found, gpu = read(2, 2), find_gpu("a100-80gb")
-    assert (found.setup.tensor_degree, found.setup.copies, len(found.approximations)) == (2, 4, 1)
+    config, gpu = read(2, 2), find_gpu("a100-80gb")
+    assert (config.setup.tensor_degree, config.setup.copies, len(config.approximations)) == (2, 4, 1)
     peaks = [predict(model("Qwen/Qwen2-7B"), gpu, read(2, degree).setup).peak_reserved_bytes for degree in (1, 2)]
     assert (peaks[0] - peaks[1]) / 1e9 == pytest.approx(7, abs=1)
     swift = "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2-7B --max_length 512 --deepspeed zero2"
-    told = read_text(f"{swift} --deepspeed_autotp_size 2", "run.sh", around=FileContext(num_gpus=8)).setup
-    assert (told.parallel, told.tensor_degree) == ("zero2", 2)
+    setup = read_text(f"{swift} --deepspeed_autotp_size 2", "run.sh", around=FileContext(num_gpus=8)).setup
+    assert (setup.parallel, setup.tensor_degree) == ("zero2", 2)
     for stage, num_gpus in ((3, 8), (1, 4)):
         with pytest.raises(NotPlanned, match="AutoTP over 4 GPUs"):
             read(stage, 4, num_gpus)
@@ -123,9 +123,9 @@ def test_litgpts_gelu_is_one_kernel() -> None:
     rows = [row for row in map(json.loads, path.read_text().splitlines()) if row.get("model") == "microsoft/phi-1_5"]
     assert len(rows) == 5
     for row in rows:
-        setup = asked_setup({**row["setup"], "stack": "litgpt"})
-        found = predict(model("microsoft/phi-1_5"), find_gpu(row["gpu"]), setup)
-        assert -0.15 < found.peak_allocated_bytes / row["allocated_bytes"] - 1 < 0
+        setup = setup_from_request({**row["setup"], "stack": "litgpt"})
+        prediction = predict(model("microsoft/phi-1_5"), find_gpu(row["gpu"]), setup)
+        assert -0.15 < prediction.peak_allocated_bytes / row["allocated_bytes"] - 1 < 0
 
 
 EVALUATED = {
@@ -152,8 +152,8 @@ def test_sequences_that_are_evaluated_at_once(form: str) -> None:
 def test_ms_swift_evaluates_when_it_saves_where_there_is_data_for_it() -> None:
     """ms-swift 4.6 `_init_eval_strategy`: eval_strategy is save_strategy where nothing says it, "no" without data."""
     text = "swift sft --model Qwen/Qwen2.5-3B --tuner_type full --max_length 8192 --eval_steps 100"
-    said = {"": 0, " --split_dataset_ratio 0.01": 1, " --split_dataset_ratio 0": 0, " --val_dataset a.jsonl": 1}
-    for more, seqs in said.items():
+    expected = {"": 0, " --split_dataset_ratio 0.01": 1, " --split_dataset_ratio 0": 0, " --val_dataset a.jsonl": 1}
+    for more, seqs in expected.items():
         assert read_text(text + more, "run.sh").eval_seqs == seqs
         assert read_text(f"{text}{more} --save_strategy no", "run.sh").eval_seqs == 0
 
@@ -169,10 +169,10 @@ def test_fsdp_1s_hooks_hold_inputs_once_or_twice(
     fields = {"method": method, "lora_rank": 16 * (method == "lora"), "checkpointing": checkpointing}
     fields["reentrant_checkpointing"] = reentrant
     setup = TrainSetup(num_gpus=4, parallel="fsdp2", fsdp_version=version, **fields)
-    held = version == 1 and checkpointing == 1 and method == "lora"
+    hooked = version == 1 and checkpointing == 1 and method == "lora"
     inputs = 16 * setup.tokens_per_micro_batch * 2048 * 2  # layers x tokens x hidden x bytes
     assert checkpointed_inputs_bytes(model(), setup) in (0, inputs)
-    assert hooked_bytes(model(), setup) == ((2 if reentrant else 1) * inputs if held else 0)
+    assert hooked_bytes(model(), setup) == ((2 if reentrant else 1) * inputs if hooked else 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -209,15 +209,15 @@ def test_a_pair_is_as_long_as_its_longer_half(longer: str, prompt: int, tmp_path
 
 def test_what_a_loop_keeps_of_its_outputs_are_all_logits() -> None:
     """A loop whose variable holds the model's outputs holds a full loss's logits into the next forward."""
-    one, kept = model(), 0
+    spec, num_keeping = model(), 0
     for stack in STACKS.values():
         whole = {"method": "full", "lora_rank": 0} if stack.steps_in_backward else {}
         setup = TrainSetup(loss="full", seq_len_tokens=512, micro_batch_seqs=2, stack=stack.name, **whole)
-        logits = 2 * 512 * one.vocab_size
-        found = loss_parts(one, setup).kept_bytes
-        assert found in ((2 * logits, 4 * logits) if stack.keeps_outputs else (0,)), stack.name
-        kept += stack.keeps_outputs
-    assert kept >= 3
+        logits = 2 * 512 * spec.vocab_size
+        kept_bytes = loss_parts(spec, setup).kept_bytes
+        assert kept_bytes in ((2 * logits, 4 * logits) if stack.keeps_outputs else (0,)), stack.name
+        num_keeping += stack.keeps_outputs
+    assert num_keeping >= 3
 
 
 MESHES = [
@@ -231,35 +231,35 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("shard", "copies", "tensor", "stages"), MESHES)
-@pytest.mark.parametrize("said", ["tp_size", "tp_plan"])
-def test_transformers_mesh(said: str, shard: int, copies: int, tensor: int, stages: int) -> None:
+@pytest.mark.parametrize("key", ["tp_size", "tp_plan"])
+def test_transformers_mesh(key: str, shard: int, copies: int, tensor: int, stages: int) -> None:
     """`DistributedConfig`: each size by its name; a plan for tensor parallelism without a size takes the GPUs left."""
     block = {"fsdp_size": shard, "dp_replicate_size": copies, "pp_size": stages}
-    block |= {"tp_size": tensor} if said == "tp_size" else {"tp_plan": "auto"} if tensor > 1 else {}
+    block |= {"tp_size": tensor} if key == "tp_size" else {"tp_plan": "auto"} if tensor > 1 else {}
     settings = Settings({}, "train.py", FileContext(num_gpus=shard * copies * tensor * stages))
-    found = sharding.distributed(settings, block)
+    fields = sharding.distributed(settings, block)
     expected: dict[str, object] = {"parallel": "fsdp2"} if shard * copies > 1 else {}
     expected |= {"tensor_degree": tensor} if tensor > 1 else {}
     expected |= {"pipeline_degree": stages} if stages > 1 else {}
     expected |= {"shard_degree": shard} if stages == 1 and shard > 1 and copies > 1 else {}
-    assert {name: value for name, value in found.items() if stages == 1 or name != "shard_degree"} == expected
+    assert {name: value for name, value in fields.items() if stages == 1 or name != "shard_degree"} == expected
 
 
 @pytest.mark.parametrize(("key", "degree"), [("cp_size", 2), ("cp_size", 4), ("sp_size", 2), ("sp_size", 8)])
 def test_sequences_that_are_cut(key: str, degree: int) -> None:
     """`ParallelismConfig`: by PyTorch's ring under FSDP2, or by DeepSpeed's Ulysses under ZeRO."""
     settings, mesh = Settings({}, "train.py"), Settings({key: degree}, "mesh")
-    own = {"parallel": "fsdp2" if key == "cp_size" else "zero3"}
-    assert sharding.cut_sequences(settings, mesh, {}) == {"context_degree": degree, **own}
-    assert sharding.cut_sequences(settings, mesh, own) == {"context_degree": degree}
-    assert sharding.cut_sequences(settings, Settings({}, "mesh"), own) == {}
+    engine = {"parallel": "fsdp2" if key == "cp_size" else "zero3"}
+    assert sharding.cut_sequences(settings, mesh, {}) == {"context_degree": degree, **engine}
+    assert sharding.cut_sequences(settings, mesh, engine) == {"context_degree": degree}
+    assert sharding.cut_sequences(settings, Settings({}, "mesh"), engine) == {}
 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_shards_go_over_the_gpus_of_one_sequence_too(context: int) -> None:
     settings = Settings({}, "train.py", FileContext(num_gpus=8 * context))
-    found = sharding.hybrid(settings, 8 * context, shard=4, copies=2, tensor=1, context=context)
-    assert found == {"shard_degree": 4 * context, **({"context_degree": context} if context > 1 else {})}
+    degrees = sharding.hybrid(settings, 8 * context, shard=4, copies=2, tensor=1, context=context)
+    assert degrees == {"shard_degree": 4 * context, **({"context_degree": context} if context > 1 else {})}
 
 
 WORDS = {
@@ -275,9 +275,9 @@ WORDS = {
 @pytest.mark.parametrize("words", WORDS)
 def test_fsdps_words(words: str) -> None:
     settings = Settings({}, "train.py", FileContext(num_gpus=8))
-    found = sharding.fsdp_words(settings, f"{words} auto_wrap", {})
-    said = found.get("reshard_after_forward", True), found.get("offload", "none")
-    assert (found["parallel"], *said) == ("fsdp2", *WORDS[words])
+    fields = sharding.fsdp_words(settings, f"{words} auto_wrap", {})
+    options = fields.get("reshard_after_forward", True), fields.get("offload", "none")
+    assert (fields["parallel"], *options) == ("fsdp2", *WORDS[words])
 
 
 def test_the_losss_moments_have_each_its_own_bytes() -> None:
@@ -292,6 +292,13 @@ def test_the_losss_moments_have_each_its_own_bytes() -> None:
     chain: Any = SimpleNamespace(
         within_bytes=1, loss_bytes=2, backward_bytes=3, logits_bytes=4, reference_forward_bytes=5
     )
-    found = LossMoment.of(state, chain, 700_000)
-    expected = {"within": 700_011, "forward": 700_002, "backward": 203, "head": 10, "asked": 3005, "arriving": 40_000}
-    assert found._asdict() == expected
+    moments = LossMoment.of(state, chain, 700_000)
+    expected = {
+        "within": 700_011,
+        "forward": 700_002,
+        "backward": 203,
+        "head": 10,
+        "reference": 3005,
+        "arriving": 40_000,
+    }
+    assert moments._asdict() == expected

@@ -12,7 +12,7 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.targets import num_lora_params
 from planner.options.layouts import PARALLELS
-from planner.planning.decision import others as remedies
+from planner.planning.decision import alternatives as remedies
 from planner.planning.decision import policy
 from planner.planning.decision.node import Node
 from planner.planning.decision.tree import (
@@ -44,9 +44,9 @@ def known(speed: float | None, *, sure: bool = True) -> Any:
 
 
 def taken(speeds: dict[str, float], *, only_may: tuple[str, ...] = (), **how: Any) -> Node | None:
-    facts = {node: known(speeds.get(name), sure=name not in only_may) for name, node in NODES.items()}
+    results = {node: known(speeds.get(name), sure=name not in only_may) for name, node in NODES.items()}
     from_host = how.pop("from_host", False)
-    return choose_node(facts, workload(**how), from_host=from_host)
+    return choose_node(results, workload(**how), from_host=from_host)
 
 
 LESS, MORE = 1 - METHOD_BAND, 1 + METHOD_BAND
@@ -76,8 +76,8 @@ def test_the_class_that_is_taken(speeds: dict[str, float], how: dict[str, Any], 
 
 
 def with_data(tokens: int) -> Workload:
-    found = workload()
-    return replace(found, data=replace(found.data, epoch_tokens=tokens))
+    base = workload()
+    return replace(base, data=replace(base.data, epoch_tokens=tokens))
 
 
 def test_data_that_an_adapter_cannot_hold_and_data_that_full_fine_tuning_overfits() -> None:
@@ -87,8 +87,8 @@ def test_data_that_an_adapter_cannot_hold_and_data_that_full_fine_tuning_overfit
     assert [data_needs_full(with_data(tokens)) for tokens in (most, most + 1)] == [False, True]
     few = int(1e-4 * MODEL.num_params)
     assert [data_too_small_for_full(with_data(tokens)) for tokens in (few, few + 1)] == [True, False]
-    facts = {node: known({Node.LORA: 1.0, Node.FULL: 2.0}.get(node)) for node in Node}
-    assert [choose_node(facts, with_data(tokens)) for tokens in (few, few + 1)] == [Node.LORA, Node.FULL]
+    results = {node: known({Node.LORA: 1.0, Node.FULL: 2.0}.get(node)) for node in Node}
+    assert [choose_node(results, with_data(tokens)) for tokens in (few, few + 1)] == [Node.LORA, Node.FULL]
 
 
 MASTERS = {"zero1", "zero2", "zero3"}
@@ -140,11 +140,11 @@ def test_compiles_gain_is_over_the_fastest_kernels_without(monkeypatch: pytest.M
 
 def test_compile_is_left_out_of_jobs_that_it_saves_less_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "compiled_and_not", lambda *_: (2000.0, 1000.0))
-    asked = workload("h100-sxm")
-    takes_s = policy.compile_s(asked.model)
+    request = workload("h100-sxm")
+    takes_s = policy.compile_s(request.model)
     for saved_s, left_out in ((0.9 * takes_s, True), (1.1 * takes_s, False), (0, False)):
-        data = replace(asked.data, epoch_tokens=round(1000 * saved_s))  # of two epochs
-        why = policy.compile_left_out(replace(asked, data=data, num_epochs=2.0), TrainSetup())
+        data = replace(request.data, epoch_tokens=round(1000 * saved_s))  # of two epochs
+        why = policy.compile_left_out(replace(request, data=data, num_epochs=2.0), TrainSetup())
         assert bool(why) == left_out
         assert not left_out or "saves this job" in why
 
@@ -166,16 +166,16 @@ ALL = {"method": ("lora", "qlora"), "lora_targets": ("all-linear",)}
 def test_attention_alone_is_adapted_where_no_lora_on_all_matrices_surely_fits(
     sure: tuple[object, ...], fixed: dict[str, Any], fewer: bool
 ) -> None:
-    asked = replace(workload(), fixed=fixed)
+    request = replace(workload(), fixed=fixed)
     expected = {**ALL, "method": ("lora",), "lora_targets": ("attention",)} if fewer else {}
-    assert policy.fewer_matrices(asked, ALL, sure) == expected
+    assert policy.fewer_matrices(request, ALL, sure) == expected
 
 
 @pytest.mark.parametrize("name", ["axolotl", "unsloth"])
 def test_a_program_that_is_absent_is_not_walked(name: str) -> None:
-    asked, values = workload(), {"method": ("lora",), "lora_targets": ("all-linear",)}
-    here = {one.targets for one in policy.further(asked, values)}
-    there = {one.targets for one in policy.further(replace(asked, absent_packages=(name,)), values)}
+    request, values = workload(), {"method": ("lora",), "lora_targets": ("all-linear",)}
+    here = {space.targets for space in policy.opened_workloads(request, values)}
+    there = {space.targets for space in policy.opened_workloads(replace(request, absent_packages=(name,)), values)}
     assert here - there == {(name,)} & WALKED
     assert here >= WALKED
 
@@ -193,8 +193,8 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
     monkeypatch.setattr(remedies, "best_points", points)
     monkeypatch.setattr(host, "host_bytes_per_node", lambda model, setup, nodes: needs[setup.offload])
     nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
-    (found,) = remedies._offloaded(workload("rtx-4090"), nearest)
-    assert found.action.startswith("--offload optimizer: ")
+    (remedy,) = remedies._offloaded(workload("rtx-4090"), nearest)
+    assert remedy.action.startswith("--offload optimizer: ")
 
 
 @pytest.mark.parametrize(
@@ -216,23 +216,23 @@ def test_what_would_help_keeps_clear_of_what_a_dry_run_found_beyond_the_formula(
     more: int, added: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dry run found `more` bytes: the remedies keep as much free besides, unless that is the card's whole memory."""
-    asked, given = workload("rtx-4090"), []
+    plan_request, given = workload("rtx-4090"), []
     monkeypatch.setattr(remedies, "_remedies", lambda request, *_: iter(given.append(request) or ()))
     monkeypatch.setattr(
         remedies, "candidate", lambda *_: SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=30 << 30))
     )
     smallest = SimpleNamespace(peak_device_bytes=(30 << 30) + more, setup=None)
-    facts: Any = SimpleNamespace(nodes=lambda: {Node.LORA: SimpleNamespace(smallest=smallest)})
-    refused = remedies.refusal(asked, facts, (), cast(Any, None), ())
-    assert [one.headroom_bytes - asked.headroom_bytes for one in given] == [added]
-    assert refused.missing_bytes == (30 << 30) + more - asked.budget_bytes
+    results: Any = SimpleNamespace(nodes=lambda: {Node.LORA: SimpleNamespace(smallest=smallest)})
+    refused = remedies.refusal(plan_request, results, (), cast(Any, None), ())
+    assert [trial.headroom_bytes - plan_request.headroom_bytes for trial in given] == [added]
+    assert refused.missing_bytes == (30 << 30) + more - plan_request.budget_bytes
 
 
 def test_a_roomier_card_saves_what_it_has_more() -> None:
-    asked = workload("t4")
-    remedy, *_ = remedies._roomier_gpu(asked, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
+    request = workload("t4")
+    remedy, *_ = remedies._larger_gpu(request, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
     larger = find_gpu(remedy.action.removeprefix("--gpu "))
-    assert remedy.saves_bytes == larger.memory_bytes - asked.memory_bytes > 0
+    assert remedy.saves_bytes == larger.memory_bytes - request.memory_bytes > 0
 
 
 @pytest.mark.parametrize(("steps", "larger", "words"), [

@@ -63,9 +63,9 @@ FORWARD = ISSUERS.index("forward")
 
 
 def model() -> ModelSpec:
-    found = catalogue.load("Qwen/Qwen2.5-0.5B")
-    assert found is not None
-    return found
+    spec = catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert spec is not None
+    return spec
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -110,16 +110,16 @@ def test_a_copy_of_a_tensor_as_it_lies_is_no_kernel() -> None:
     """`cudaMemcpyAsync`: host seconds, in steps on an H100."""
     rows, columns = Layout((64, 32), (32, 1), "bfloat16"), Layout((64, 32), (1, 64), "bfloat16")
     seconds = [
-        issued_s(Operator("aten.clone.default", (one,), (rows,)), FORWARD, True, checkpointed=False)
-        for one in (rows, columns, rows._replace(stride=(64, 1)))
+        issued_s(Operator("aten.clone.default", (layout,), (rows,)), FORWARD, True, checkpointed=False)
+        for layout in (rows, columns, rows._replace(stride=(64, 1)))
     ]
     assert seconds == [LAUNCH_S[FORWARD] + COPY_S, LAUNCH_S[FORWARD], LAUNCH_S[FORWARD]]
 
 
 @pytest.mark.parametrize("name", ["aten._foreach_add_.List", "aten._fused_adamw_.default"])
 def test_a_call_of_many_tensors_takes_longer_by_each(name: str) -> None:
-    one, many = (issued_s(Operator(name, listed=num), FORWARD, True, checkpointed=False) for num in (1, 501))
-    assert many - one == pytest.approx(500 * TENSOR_S.get(name.rpartition(".")[0], FOREACH_TENSOR_S))
+    single, many = (issued_s(Operator(name, listed=num), FORWARD, True, checkpointed=False) for num in (1, 501))
+    assert many - single == pytest.approx(500 * TENSOR_S.get(name.rpartition(".")[0], FOREACH_TENSOR_S))
 
 
 def test_a_dimension_that_repeats_is_read_once() -> None:
@@ -140,9 +140,9 @@ def test_utilization_falls_as_a_step_grows() -> None:
     setup = TrainSetup(micro_batch_seqs=4, accumulation_steps=2, checkpointing=1, lora_targets="attention")
     speed = speed_profile(shipped, find_gpu("h100-sxm"), setup)
     assert isinstance(speed, ScaledSpeed)
-    scaled, own = speed.step_time(setup), speed._own.step_time(setup)
-    assert scaled.step_time_s != own.step_time_s
-    assert scaled.mfu_fraction * scaled.step_time_s == pytest.approx(own.mfu_fraction * own.step_time_s)
+    scaled, formula = speed.step_time(setup), speed._formula_profile.step_time(setup)
+    assert scaled.step_time_s != formula.step_time_s
+    assert scaled.mfu_fraction * scaled.step_time_s == pytest.approx(formula.mfu_fraction * formula.step_time_s)
 
 
 def programs(shape: SizedLayout) -> ModelPrograms:
@@ -191,15 +191,15 @@ def profile(*moments: tuple[str, bool, int], longest: int | None = None, alone: 
     """One group of so many bytes at each moment (phase, of a later micro-batch, bytes); of micro-batch 1 more."""
     pieces = [
         Piece(
-            one_sequence=one,
+            one_sequence=single,
             shortest_tokens=1,
             longest_tokens=longest,
             moments=tuple(
-                ProfileMoment(phase, later, ((("activations", phase), ((0, float(size + alone * one)),)),))
+                ProfileMoment(phase, later, ((("activations", phase), ((0, float(size + alone * single)),)),))
                 for phase, later, size in moments
             ),
         )
-        for one in (False, True)
+        for single in (False, True)
     ]
     return StepProfile(pieces=tuple(pieces))
 
@@ -217,7 +217,10 @@ def test_the_highest_moment_before_the_step_is_that_of_any_phase(highest: str) -
 
 def test_a_later_micro_batchs_moment_is_there_with_accumulation_alone() -> None:
     step = ProfiledStep(profile(("backward", False, MIB), ("backward", True, 5 * MIB)), model(), SETUP)
-    assert [step.bytes_at(2, "backward", accumulated=one) for one in (False, True)] == [[MIB], [5 * MIB]]
+    assert [step.bytes_at(2, "backward", accumulated=accumulated) for accumulated in (False, True)] == [
+        [MIB],
+        [5 * MIB],
+    ]
 
 
 def test_one_sequence_has_its_own_runs() -> None:
@@ -244,19 +247,19 @@ def test_the_step_is_the_peak_where_its_temporaries_make_it_one(
     gpu = find_gpu("a100-80gb")
     kinds = {accumulation > 1: (states, temporaries), accumulation <= 1: (1 << 40, 1 << 40)}
     state = engine_of(SETUP).state(rank_parts(model(), SETUP)[0], SETUP, accumulated=accumulation > 1)
-    (found,) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), (2, accumulation), [kinds])
+    (peak_bytes,) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), (2, accumulation), [kinds])
     highest = max(loss + int(0.18 * (loss - 8 * MIB)), 8 * MIB + temporaries) + GAP_FLOOR_BYTES
-    assert found == cublas_workspace_bytes(gpu) + states + highest
+    assert peak_bytes == cublas_workspace_bytes(gpu) + states + highest
 
 
 @pytest.mark.parametrize(("gpu", "profiled"), [("a100-80gb", True), ("rtx-4090", True), ("Apple", False)])
 def test_profiles_are_of_cudas_cards(gpu: str, profiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = find_gpu(gpu) if profiled else next(one for one in all_gpus() if one.vendor == gpu)
-    own = replace(model(), model_id=f"on {gpu}")
-    key = profile_store.structure_key(own, card, SETUP)
-    save_profiles(tmp_path / f"{config_digest(own.config)}.json.gz", {key: profile(("load", False, MIB))}, {})
+    card = find_gpu(gpu) if profiled else next(candidate for candidate in all_gpus() if candidate.vendor == gpu)
+    spec = replace(model(), model_id=f"on {gpu}")
+    key = profile_store.structure_key(spec, card, SETUP)
+    save_profiles(tmp_path / f"{config_digest(spec.config)}.json.gz", {key: profile(("load", False, MIB))}, {})
     monkeypatch.setattr(profile_store, "SHIPPED", tmp_path)
-    assert (profile_store.find_profile(own, card, SETUP) is not None) == profiled
+    assert (profile_store.find_profile(spec, card, SETUP) is not None) == profiled
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -277,12 +280,12 @@ def test_a_users_programs_of_other_versions_are_not_this_machines(
     tables = Tables()
     tables.operator(SizedOperator("aten.add.Tensor"))
     save_programs(tmp_path / f"programs-{digest}-x.json.gz", tables, {"own": program}, {**here, "torch": "0.0"})
-    kept = programs_of(replace(model(), model_id="others"))
-    assert kept is None or "own" not in kept.keys
+    programs = programs_of(replace(model(), model_id="others"))
+    assert programs is None or "own" not in programs.keys
     save_programs(tmp_path / f"programs-{digest}-y.json.gz", tables, {"own": program}, here)
-    kept = programs_of(replace(model(), model_id="own"))
-    assert kept is not None
-    assert kept.keys == {"own"}
+    programs = programs_of(replace(model(), model_id="own"))
+    assert programs is not None
+    assert programs.keys == {"own"}
     path = tmp_path / f"programs-{digest}-y.json.gz"
     content = gzip.decompress(path.read_bytes())
     path.write_bytes(gzip.compress(content.replace(b'"own"', b'"oms"')))

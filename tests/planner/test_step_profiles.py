@@ -46,24 +46,24 @@ MIB = 1 << 20
 
 
 def _model() -> ModelSpec:
-    found = catalogue.load(NAME)
-    assert found is not None
-    return found
+    spec = catalogue.load(NAME)
+    assert spec is not None
+    return spec
 
 
 def _profile() -> StepProfile:
     """Weights of 100 MiB; 1 KiB a token kept, 10 bytes a token and rank; gradients of 5 MiB; tiles of 2 KiB."""
     weights = ("weights", "weights: layers"), ((0, 100.0 * MIB),)
-    kept = ("activations", "kept for the backward"), ((3, 1024.0), (9, 10.0))
+    activations = ("activations", "kept for the backward"), ((3, 1024.0), (9, 10.0))
     batch, tile = (BATCH, ((3, 48.0),)), (("loss", "loss chain"), ((13, 2048.0),))
     gradients = ("gradients", "accumulated gradients"), ((0, 5.0 * MIB),)
     moments = (
         ProfileMoment("load", False, (weights, batch)),
-        ProfileMoment("forward", False, (weights, batch, kept)),
-        ProfileMoment(LOSS_BEGINS, False, (weights, batch, kept)),
-        ProfileMoment("loss", False, (weights, batch, kept, tile)),
-        ProfileMoment("backward", False, (weights, batch, kept, gradients)),
-        ProfileMoment("backward", True, (weights, batch, kept, gradients, gradients[:1] + gradients[1:])),
+        ProfileMoment("forward", False, (weights, batch, activations)),
+        ProfileMoment(LOSS_BEGINS, False, (weights, batch, activations)),
+        ProfileMoment("loss", False, (weights, batch, activations, tile)),
+        ProfileMoment("backward", False, (weights, batch, activations, gradients)),
+        ProfileMoment("backward", True, (weights, batch, activations, gradients, gradients[:1] + gradients[1:])),
         ProfileMoment("step", False, (weights, batch, gradients)),
     )
     pieces = (
@@ -75,19 +75,23 @@ def _profile() -> StepProfile:
 def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
     setup = TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full")
     step = ProfiledStep(_profile(), _model(), setup)
-    kept, samples = 3 * 1000 * (1024 + 80), 3 * 1000 * 24
+    activation_bytes, samples = 3 * 1000 * (1024 + 80), 3 * 1000 * 24
     load, forward, loss = step.bytes_at(3, "load", "forward", "loss", accumulated=False)
     assert load == 100 * MIB + samples
-    assert forward == 100 * MIB + samples + kept
-    assert loss == 100 * MIB + samples + kept + 2048 * 3000
-    largest, with_earlier = (step.before_step(3, accumulated=one)[0] for one in (False, True))
+    assert forward == 100 * MIB + samples + activation_bytes
+    assert loss == 100 * MIB + samples + activation_bytes + 2048 * 3000
+    largest, with_earlier = (step.before_step(3, accumulated=accumulated)[0] for accumulated in (False, True))
     assert with_earlier >= largest + samples
     groups = step.groups_at("backward", 3, accumulated=False)
     assert sum(groups.values()) == step.bytes_at(3, "backward", accumulated=False)[0]
     assert groups["gradients", "accumulated gradients"] == 5 * MIB
-    one, several = (step.groups_at("loss", 3, accumulated=more) for more in (False, True))
-    assert (one["other", "batch"], several["other", "batch"]) == (samples, 2 * samples)
-    assert one["activations", "kept for the backward"] == several["activations", "kept for the backward"] == kept
+    single, several = (step.groups_at("loss", 3, accumulated=more) for more in (False, True))
+    assert (single["other", "batch"], several["other", "batch"]) == (samples, 2 * samples)
+    assert (
+        single["activations", "kept for the backward"]
+        == several["activations", "kept for the backward"]
+        == activation_bytes
+    )
 
 
 def test_the_allocators_gap_is_of_what_comes_and_goes_within_a_phase() -> None:
@@ -100,18 +104,18 @@ def test_the_allocators_gap_is_of_what_comes_and_goes_within_a_phase() -> None:
 def test_profiles_are_read_as_they_were_written_and_damaged_ones_are_none(tmp_path: Path) -> None:
     path, profile = tmp_path / "one.json.gz", _profile()
     save_profiles(path, {"a": profile, "b": profile}, {"torch": "2.13"})
-    found = load_profiles(path)
-    assert found is not None
-    assert found.keys == {"a", "b"}
-    assert found.get("a") == profile
-    assert found.get("c") is None
+    profiles = load_profiles(path)
+    assert profiles is not None
+    assert profiles.keys == {"a", "b"}
+    assert profiles.get("a") == profile
+    assert profiles.get("c") is None
     other = tmp_path / "other.json.gz"
     other.write_bytes(path.read_bytes()[:-20])
     assert load_profiles(other) is None
     seal, _, content = gzip.decompress(path.read_bytes()).partition(b"\n")
-    for name, held in {"unsealed": content, "changed": seal + b"\n" + content.replace(b"2.13", b"2.14")}.items():
+    for name, damaged in {"unsealed": content, "changed": seal + b"\n" + content.replace(b"2.13", b"2.14")}.items():
         other = tmp_path / name
-        other.write_bytes(gzip.compress(held))
+        other.write_bytes(gzip.compress(damaged))
         assert load_profiles(other) is None, name
     write_packed(tmp_path / "newer", {**json.loads(content), "schema": -1})
     for name in ("newer", "missing"):
@@ -132,47 +136,47 @@ def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkey
     digest, profile = config_digest(model.config), {"own": _profile()}
     for name in here:
         save_profiles(tmp_path / f"{digest}-{name}.json.gz", profile, {**here, name: "0.0"})
-    own = profile_store.profiles_of(replace(model, model_id="before"))
-    assert own is None or "own" not in own.keys
+    profiles = profile_store.profiles_of(replace(model, model_id="before"))
+    assert profiles is None or "own" not in profiles.keys
     save_profiles(tmp_path / f"{digest}-all.json.gz", profile, here)
-    own = profile_store.profiles_of(replace(model, model_id="after"))
-    assert own is not None
-    assert own.keys == {"own"}
+    profiles = profile_store.profiles_of(replace(model, model_id="after"))
+    assert profiles is not None
+    assert profiles.keys == {"own"}
 
 
 def test_a_structures_profile_is_any_sizes_and_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose sizes share no factor: three weights a layer and one beside them, 2 features a token each layer
     that is not checkpointed; the samples beyond a window that is not the run's are not known."""
     like = replace(_model(), config=dict(_model().config))
-    ran, own = sizes_of(like), _model()
+    ran, spec = sizes_of(like), _model()
     monkeypatch.setattr(profile_store, "SHIPPED", tmp_path)
-    layers, setup = own.num_layers, TrainSetup(checkpointing=7, kernels="liger", seq_len_tokens=1000, loss="full")
+    layers, setup = spec.num_layers, TrainSetup(checkpointing=7, kernels="liger", seq_len_tokens=1000, loss="full")
     terms = {
         ("weights", "weights: layers"): ((0, 2.0 * ran["hidden"] * ran["intermediate"], 1, 3 * 7),),
         ("activations", "kept for the backward"): ((3, 2.0 * ran["hidden"], 0, 6), (3, 8.0, 5, 0)),
     }
     moment = ProfileMoment("forward", False, tuple(terms.items()))  # type: ignore[arg-type]
     pieces = tuple(
-        replace(one, moments=(moment,), shortest_tokens=first) for one in _profile().pieces for first in (1, 4096)
+        replace(piece, moments=(moment,), shortest_tokens=first) for piece in _profile().pieces for first in (1, 4096)
     )
-    key = structure_key(own, GPU, setup)
-    kept = {at_rest(key, layers, 7): StepProfile(pieces=pieces), at_rest(key, layers + 1, 7): _profile()}
-    save_profiles(tmp_path / f"{structure_of(own)}.json.gz", kept, {}, like)  # type: ignore[arg-type]
-    found = find_profile(_fresh(own), GPU, setup)
-    assert found is not None
-    (forward,) = found.pieces[0].moments
+    key = structure_key(spec, GPU, setup)
+    profiles = {at_rest(key, layers, 7): StepProfile(pieces=pieces), at_rest(key, layers + 1, 7): _profile()}
+    save_profiles(tmp_path / f"{structure_of(spec)}.json.gz", profiles, {}, like)  # type: ignore[arg-type]
+    profile = find_profile(_fresh(spec), GPU, setup)
+    assert profile is not None
+    (forward,) = profile.pieces[0].moments
     weights, activations = (dict(form) for _, form in forward.groups)
     periods = layers // 7
-    assert weights == {0: (1 + 21 * periods) * 2.0 * own.hidden_size * 4864}
-    assert activations == {3: 12.0 * own.hidden_size * periods + 40}
-    assert find_profile(_fresh(own), GPU, setup.replace(checkpointing=25)) is None  # fewer layers than that
-    windowed = replace(own.layer_kinds[0], attention=replace(own.layer_kinds[0].attention, window_tokens=2048))  # type: ignore[type-var]
+    assert weights == {0: (1 + 21 * periods) * 2.0 * spec.hidden_size * 4864}
+    assert activations == {3: 12.0 * spec.hidden_size * periods + 40}
+    assert find_profile(_fresh(spec), GPU, setup.replace(checkpointing=25)) is None  # fewer layers than that
+    windowed = replace(spec.layer_kinds[0], attention=replace(spec.layer_kinds[0].attention, window_tokens=2048))  # type: ignore[type-var]
     other = profile_store.ModelProfiles(
-        {**read_packed(tmp_path / f"{structure_of(own)}.json.gz", profile_store.SCHEMA, shipped=False)},  # type: ignore[dict-item]
-        replace(own, layer_kinds=(windowed,) * layers),
+        {**read_packed(tmp_path / f"{structure_of(spec)}.json.gz", profile_store.SCHEMA, shipped=False)},  # type: ignore[dict-item]
+        replace(spec, layer_kinds=(windowed,) * layers),
     ).get(key, 7)
     assert other is not None
-    assert [(one.shortest_tokens, one.longest_tokens) for one in other.pieces] == [(1, 2047), (1, 2047)]
+    assert [(piece.shortest_tokens, piece.longest_tokens) for piece in other.pieces] == [(1, 2047), (1, 2047)]
 
 
 @pytest.fixture
@@ -194,9 +198,9 @@ def _fresh(model: ModelSpec) -> ModelSpec:
 
 def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
-    found = predict(model, GPU, setup)
-    assert found.rung is Fidelity.PROFILE
-    assert found.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
+    prediction = predict(model, GPU, setup)
+    assert prediction.rung is Fidelity.PROFILE
+    assert prediction.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
     assert predict(model, GPU, setup.replace(stack="axolotl")).rung is Fidelity.PROFILE
     for fields in ({"checkpointing": 0}, {"stack": "unsloth"}):
         assert predict(model, GPU, setup.replace(**fields)).rung is Fidelity.FORMULA
@@ -204,13 +208,13 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     states = state.optimizer_bytes(setup.optimizer)[0]
     mine = memory_of(model, GPU, setup)[0].breakdown
     assert mine.phase_bytes["load"] == 100 * MIB + setup.tokens_per_micro_batch * 24
-    assert sum(one.size_bytes for one in mine.terms if one.name == f"states of {setup.optimizer}") == states
+    assert sum(term.size_bytes for term in mine.terms if term.name == f"states of {setup.optimizer}") == states
     assert mine.phase_bytes != predict_memory(model, GPU, setup).phase_bytes
 
 
 def test_a_rank_of_ddp_holds_what_one_gpu_does_and_its_buckets(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
-    alone, (rank,) = (memory_of(model, GPU, one) for one in (setup, setup.replace(num_gpus=4, parallel="ddp")))
+    alone, (rank,) = (memory_of(model, GPU, variant) for variant in (setup, setup.replace(num_gpus=4, parallel="ddp")))
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     assert rank.num_ranks == 4
     assert rank.breakdown.profiled
@@ -222,8 +226,8 @@ def test_a_rank_of_ddp_holds_what_one_gpu_does_and_its_buckets(shipped: Any) -> 
 def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installed(
     shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, key = tmp_path / "own", structure_key(shipped[0], GPU, shipped[1])
-    monkeypatch.setattr(profile_store, "user_directory", lambda: own)
+    directory, key = tmp_path / "own", structure_key(shipped[0], GPU, shipped[1])
+    monkeypatch.setattr(profile_store, "user_directory", lambda: directory)
     monkeypatch.setattr(profile_store, "library_versions", lambda: {"torch": "2.13"})
     other = StepProfile(pieces=_profile().pieces[:1])
     save_profiles(profile_store.user_path(shipped[0]), {key: other}, {"torch": "2.13", "dry run": "1"})
@@ -236,11 +240,11 @@ def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installe
 def test_the_walk_takes_the_same_peaks(shipped: Any, num_gpus: int) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     fixed = {"method": ("lora",), "precision": ("bf16-autocast",), "lora_targets": ("all-linear",)}
-    asked = PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(model, GPU)
+    workload = PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(model, GPU)
     if num_gpus > 1:
-        asked = replace(asked, cluster=make_cluster(GPU, num_gpus))
+        workload = replace(workload, cluster=make_cluster(GPU, num_gpus))
     seen = 0
-    for point in walk(asked):
+    for point in walk(workload):
         if find_profile(model, GPU, point.setup) is not None:
             seen += 1
             assert point.peak_device_bytes == memory_of(model, GPU, point.setup)[0].breakdown.peak_device_bytes

@@ -52,11 +52,11 @@ def course(*calls: tuple[float, int | None]) -> Course:
 
 def test_course_of_calls_is_what_two_clocks_say() -> None:
     """By hand: the host issues a kernel of 5 ms, a view, one of 2 ms, waits, and issues a third."""
-    found = course((1e-3, 0), (0.2e-3, None), (0.8e-3, 1), (0.5e-3, -1), (1e-3, 2))
+    timeline = course((1e-3, 0), (0.2e-3, None), (0.8e-3, 1), (0.5e-3, -1), (1e-3, 2))
     ends = 1e-3 + QUEUE_S + 5e-3 + 2e-3
-    assert found.host_host == pytest.approx(ends + 1e-3)
-    assert found.device_host == pytest.approx(ends + 1e-3 + QUEUE_S + 1e-3)
-    assert found.device_device == pytest.approx(5e-3 + 2e-3 + 1e-3 + QUEUE_S + 1e-3)
+    assert timeline.host_host == pytest.approx(ends + 1e-3)
+    assert timeline.device_host == pytest.approx(ends + 1e-3 + QUEUE_S + 1e-3)
+    assert timeline.device_device == pytest.approx(5e-3 + 2e-3 + 1e-3 + QUEUE_S + 1e-3)
 
 
 def test_courses_are_composed_in_any_grouping() -> None:
@@ -117,10 +117,10 @@ def test_what_has_no_program_is_the_formulas() -> None:
     assert whole.step_time_s > speed_profile(MODEL, H200, LORA.replace(checkpointing=1)).at(1, 1)[0]
     assert isinstance(speed_profile(MODEL, find_gpu("mi300x"), LORA), ThroughputProfile)
     for other in ({"adapter": "dora"}, {"compile": True}):
-        beside = LORA.replace(**other)
-        speed = speed_profile(MODEL, H200, beside)
+        variant = LORA.replace(**other)
+        speed = speed_profile(MODEL, H200, variant)
         assert isinstance(speed, ScaledSpeed)
-        formulas = [throughput_profile(MODEL, H200, one, conditions=CURRENT).at(2, 4)[0] for one in (beside, LORA)]
+        formulas = [throughput_profile(MODEL, H200, setup, conditions=CURRENT).at(2, 4)[0] for setup in (variant, LORA)]
         plain = speed_profile(MODEL, H200, LORA).at(2, 4)[0]
         assert speed.at(2, 4)[0] / plain == pytest.approx(formulas[0] / formulas[1], rel=0.2)
 
@@ -129,9 +129,9 @@ def test_trainers_around_transformers_models_share_a_program() -> None:
     trl = LORA.replace(checkpointing=1, micro_batch_seqs=1, seq_len_tokens=256)
     seconds = speed_profile(MODEL, H200, trl).at(1, 4)
     for stack in ("axolotl", "llamafactory", "ms-swift"):
-        own = trl.replace(stack=stack)
-        assert speed_profile(MODEL, H200, own).at(1, 4) == seconds
-        reentrant = speed_profile(MODEL, H200, own.replace(reentrant_checkpointing=True))
+        setup = trl.replace(stack=stack)
+        assert speed_profile(MODEL, H200, setup).at(1, 4) == seconds
+        reentrant = speed_profile(MODEL, H200, setup.replace(reentrant_checkpointing=True))
         assert isinstance(reentrant, ProgramSpeed)
         assert reentrant.at(1, 4)[0] < 0.9 * seconds[0]  # its host passes no hooks
     fused = {"kernels": "fused", "stack": "axolotl"}
@@ -170,13 +170,13 @@ def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
     segment = tables.segment(SizedSegment("forward", (Run(ONCE, 0, (5 * place + 1,)), Run(TILES, 0, (5 * place + 1,)))))
     program = StepProgram((((segment,), 3),), (((segment,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
     save_programs(tmp_path / "one.gz", tables, {"a key": program}, {"torch": "2"})
-    found = load_programs(tmp_path / "one.gz")
-    assert found is not None
-    assert found.versions == {"torch": "2"}
-    assert found.get("a key") == program
-    assert found.operators == [*tables.operators]
-    assert found.segments == [*tables.segments]
-    assert found.get("another") is None
+    programs = load_programs(tmp_path / "one.gz")
+    assert programs is not None
+    assert programs.versions == {"torch": "2"}
+    assert programs.get("a key") == program
+    assert programs.operators == [*tables.operators]
+    assert programs.segments == [*tables.segments]
+    assert programs.get("another") is None
     (tmp_path / "two.gz").write_bytes(b"no file of programs")
     assert load_programs(tmp_path / "two.gz") is None
 

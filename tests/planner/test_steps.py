@@ -18,8 +18,8 @@ from planner.memory.around import evaluating_bytes, evaluation_bytes, logits_byt
 from planner.memory.workload import Data
 from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import PREFERENCE_FRACTION
 from planner.planning.decision.policy import checkpoint_bytes
+from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.useful import epoch_s, useful_speeds, useful_tokens_per_s
@@ -50,7 +50,7 @@ def test_the_batch_is_halved_before_epochs_are_added(epoch_seqs: int | None, bat
 def test_a_default_batch_has_at_most_half_a_million_tokens() -> None:
     """Before, 32 sequences of 131,072: 4.2 M tokens a step."""
     lengths = (2048, 16_384, 32_768, 131_072, 1 << 20)
-    assert [global_batch(None, seq_len_tokens=one) for one in lengths] == [32, 32, 16, 8, 8]
+    assert [global_batch(None, seq_len_tokens=length) for length in lengths] == [32, 32, 16, 8, 8]
     assert global_batch(None, 16, seq_len_tokens=131_072) == 16
 
 
@@ -66,19 +66,21 @@ def test_a_packed_row_counts_as_the_samples_in_it() -> None:
 def test_what_evaluating_and_saving_take() -> None:
     """Evaluation at the micro-batch is below the training peak; at transformers' 8 it would not be on this card."""
     fixed = {"method": ("lora",), "optimizer": ("adamw-fused",)}
-    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
-    plan = plan_workload(asked)
+    workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     setup = plan.chosen.setup
     peak = plan.chosen.formula.peak_device_bytes
-    at = {one.name: one for one in occasions(asked.model, asked.gpu, setup)}
+    at = {occasion.name: occasion for occasion in occasions(workload.model, workload.gpu, setup)}
     assert at["evaluation, 1 at once"].device_bytes <= peak
     assert at["saving"].device_bytes < peak
     assert at["saving"].host_bytes == 41_943_040 * 4
-    assert 0 < at["merging"].device_bytes - 2 * asked.model.num_params < 1.3e9  # the base, and little more
-    assert evaluation_bytes(asked.model, asked.gpu, setup, 8) < evaluation_bytes(asked.model, asked.gpu, setup, 16)
-    assert logits_bytes(asked.model, setup) == 2048 * 128_256 * 4
-    weights, states = checkpoint_bytes(asked, setup)
+    assert 0 < at["merging"].device_bytes - 2 * workload.model.num_params < 1.3e9  # the base, and little more
+    assert evaluation_bytes(workload.model, workload.gpu, setup, 8) < evaluation_bytes(
+        workload.model, workload.gpu, setup, 16
+    )
+    assert logits_bytes(workload.model, setup) == 2048 * 128_256 * 4
+    weights, states = checkpoint_bytes(workload, setup)
     assert states == 2 * weights == 2 * 41_943_040 * 4
     notes = " ".join(plan.notes)
     for words in (
@@ -132,13 +134,13 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
     model = resolve_model("HuggingFaceTB/SmolLM2-135M")
     data = Data(epoch_tokens=choice.epoch_tokens, epoch_seqs=choice.epoch_seqs)
     options = {"seq_len": choice.seq_len_tokens, "data": data}
-    asked = PlanRequest(**options).workload(model, find_gpu("rtx-4090"))
-    assert asked.global_batch_seqs == 8
-    plan = plan_workload(asked)
+    workload = PlanRequest(**options).workload(model, find_gpu("rtx-4090"))
+    assert workload.global_batch_seqs == 8
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     assert any("optimizer steps an epoch" in note for note in plan.notes)
-    asked = PlanRequest(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
-    assert asked.global_batch_seqs == 64
+    workload = PlanRequest(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
+    assert workload.global_batch_seqs == 64
 
 
 @pytest.mark.parametrize(
@@ -157,20 +159,20 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
 def test_a_job_is_planned_from_numbers_alone(
     fields: dict[str, tuple[object, ...]], options: dict[str, int], epoch: tuple[int | None, int | None, float]
 ) -> None:
-    asked = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, data=Data(**options))
-    data = asked.data
+    workload = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, data=Data(**options))
+    data = workload.data
     assert (data.epoch_tokens, data.epoch_seqs, data.samples_per_seq) == epoch
     assert bool(data.real_fractions) == (epoch == (84_000, 500, 1.0))  # rows of the mean: shorter than 2,048
 
 
 def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
-    asked = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
-    plan = plan_workload(asked)
+    workload = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
     notes = " ".join(plan.notes)
     for words in ("126 optimizer steps", "63 optimizer steps an epoch", "168 tokens on average", "--packing"):
         assert words in notes
-    assert "2 epochs of 84 k tokens take" in epoch_sentence(asked, plan.chosen)
+    assert "2 epochs of 84 k tokens take" in epoch_sentence(workload, plan.chosen)
     assert "--dataset-tokens 84000 --samples 500" in default_next_command(plan)
     full = plan_workload(plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
     assert isinstance(full, Plan)
@@ -184,17 +186,20 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
     epochs = {}
     for packing in (True, False):
         options = RequestOptions(packing=packing, method=["lora"])
-        asked = workload_for("Qwen/Qwen2.5-0.5B", "t4", options, data=DataOptions(dataset=str(file)))
-        plan, blind = plan_workload(asked), plan_workload(replace(asked, data=replace(asked.data, real_fractions=())))
+        workload = workload_for("Qwen/Qwen2.5-0.5B", "t4", options, data=DataOptions(dataset=str(file)))
+        plan, blind = (
+            plan_workload(workload),
+            plan_workload(replace(workload, data=replace(workload.data, real_fractions=()))),
+        )
         assert isinstance(plan, Plan)
         assert isinstance(blind, Plan)
-        setup, useful = plan.chosen.setup, useful_tokens_per_s(asked, plan.chosen)
-        pairs = [(micro, asked.global_batch_seqs // micro) for micro in (1, 2, 4, 8)]
+        setup, useful = plan.chosen.setup, useful_tokens_per_s(workload, plan.chosen)
+        pairs = [(micro, workload.global_batch_seqs // micro) for micro in (1, 2, 4, 8)]
         assert useful >= (1 - PREFERENCE_FRACTION) * max(
-            useful_speeds(asked, setup).tokens_per_s(setup.optimizer, pairs)
+            useful_speeds(workload, setup).tokens_per_s(setup.optimizer, pairs)
         )
-        epochs[packing] = epoch_s(asked, plan.chosen), epoch_s(asked, blind.chosen)
-        assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(asked, plan.chosen)
+        epochs[packing] = epoch_s(workload, plan.chosen), epoch_s(workload, blind.chosen)
+        assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(workload, plan.chosen)
     assert epochs[False][0] < 0.97 * epochs[False][1]
     assert epochs[True][0] < 0.8 * epochs[False][0]  # the mask of packed samples costs the causal half
 
@@ -217,15 +222,17 @@ def test_ragged_chats_are_packed_whole_and_give_enough_steps(tmp_path: Path, num
     dice, file = random.Random(7), tmp_path / "chats.jsonl"
     words = ["word" * min(1440, max(10, round(dice.lognormvariate(4.83, 0.72)))) for _ in range(num_chats)]
     file.write_text(
-        "\n".join(json.dumps({"messages": [ASKED, {"role": "assistant", "content": one}]}) for one in words)
+        "\n".join(json.dumps({"messages": [ASKED, {"role": "assistant", "content": text}]}) for text in words)
     )
-    asked = workload_for("meta-llama/Llama-3.1-8B", "rtx-4090", RequestOptions(), data=DataOptions(dataset=str(file)))
-    assert asked.fixed["packing"] == (True,)
-    assert asked.seq_len_tokens > max(map(len, words)) / 4  # nothing is cut
-    assert asked.min_rank == 16
-    assert asked.data.epoch_seqs is not None
-    assert asked.epochs * steps_per_epoch(asked.data.epoch_seqs, asked.global_batch_seqs) >= MIN_STEPS
-    assert asked.data.samples_per_seq * asked.global_batch_seqs >= LEAST_GLOBAL_BATCH / 1.5  # rows are whole
+    workload = workload_for(
+        "meta-llama/Llama-3.1-8B", "rtx-4090", RequestOptions(), data=DataOptions(dataset=str(file))
+    )
+    assert workload.fixed["packing"] == (True,)
+    assert workload.seq_len_tokens > max(map(len, words)) / 4  # nothing is cut
+    assert workload.min_rank == 16
+    assert workload.data.epoch_seqs is not None
+    assert workload.epochs * steps_per_epoch(workload.data.epoch_seqs, workload.global_batch_seqs) >= MIN_STEPS
+    assert workload.data.samples_per_seq * workload.global_batch_seqs >= LEAST_GLOBAL_BATCH / 1.5  # rows are whole
 
 
 def test_large_data_is_not_warned_about() -> None:

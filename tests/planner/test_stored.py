@@ -25,10 +25,10 @@ LORA = TrainSetup(attention="eager", loss="full")
 
 
 def test_the_catalogue_says_which_models_are_published_quantized() -> None:
-    found = {
+    methods = {
         entry.model_id: method for entry in catalogue.entries() if (method := stored_method(loaded(entry.model_id)))
     }
-    assert found == STORED
+    assert methods == STORED
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -22,11 +22,11 @@ MOST = 0.14
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.model}")
 def test_published_peaks(row: object) -> None:
     assert row in ROWS
-    found = predict(catalogue.load(row.model), find_gpu(row.gpu), setup_of(row))
+    prediction = predict(catalogue.load(row.model), find_gpu(row.gpu), setup_of(row))
     most = 0.1 if row.name in ("TC3, 12 GB", "FP1, on the card") else MOST
-    assert found.peak_allocated_bytes / GIB == pytest.approx(row.allocated, rel=most)
+    assert prediction.peak_allocated_bytes / GIB == pytest.approx(row.allocated, rel=most)
     if row.name == "FP1, on the card":
-        assert found.peak_device_bytes / GIB == pytest.approx(row.device, rel=0.1)
+        assert prediction.peak_device_bytes / GIB == pytest.approx(row.device, rel=0.1)
 
 
 def test_host_bytes_of_a_published_run() -> None:

@@ -107,7 +107,7 @@ def test_all_linear_adapts_expert_stacks_of_converted_types_at_double_rank() -> 
     model = loaded("Qwen/Qwen3-30B-A3B")
     ((_, num, linears),) = lora_linears(model, "all-linear")
     assert num == 48
-    stacks = {one.role: one for one in linears if one.module == "parameter"}
+    stacks = {linear.role: linear for linear in linears if linear.module == "parameter"}
     assert lora_rank(stacks["gate_up"], 8) * stacks["gate_up"].num == 2048
     assert lora_params(stacks["gate_up"], 8) == 2048 * (2048 + 1536)
     assert lora_params(stacks["down"], 8) == 1024 * (768 + 2048)

@@ -136,7 +136,9 @@ def test_flops_of_partial_training_are_those_that_the_backward_reaches() -> None
     plain = SETUPS["full"].replace(precision="bf16-autocast", checkpointing=0)
     head, tokens = MISTRAL.vocab_size * MISTRAL.hidden_size, plain.tokens_per_step
     layers = MISTRAL.num_active_params - head
-    whole, last, first = (step_time(MISTRAL, A100, plain.replace(trained_layers=one)).flops for one in (0, 4, -4))
+    whole, last, first = (
+        step_time(MISTRAL, A100, plain.replace(trained_layers=trained_layers)).flops for trained_layers in (0, 4, -4)
+    )
     attention = whole - 6 * (layers + head) * tokens
     assert last == pytest.approx((2.5 * layers + 4 * head) * tokens + attention * (1 + 2 / 8) / 3, rel=0.001)
     assert first == pytest.approx((4.25 * layers + 4 * head) * tokens + attention, rel=0.001)
@@ -217,8 +219,8 @@ def test_torchao_unpacks_4_bits_by_single_operations() -> None:
         adapter_dtype="bf16", checkpointing=0, micro_batch_seqs=2, seq_len_tokens=512, stack="torchtune-whole-loss",
     )  # fmt: skip
     eager, compiled = (
-        step_time(model, find_gpu("rtx-4090"), one, conditions=conditions_of(one))
-        for one in (setup, setup.replace(compile=True))
+        step_time(model, find_gpu("rtx-4090"), variant, conditions=conditions_of(variant))
+        for variant in (setup, setup.replace(compile=True))
     )
     assert eager.tokens_per_s == pytest.approx(958, rel=0.12)
     assert eager.parts_s["dequantization"] > 3 * compiled.parts_s["dequantization"]
@@ -253,11 +255,11 @@ def test_step_time_faster_cards_are_faster() -> None:
 
 
 def test_step_time_unmeasured_card_says_so_with_a_wider_band() -> None:
-    known = step_time(MISTRAL, A100, SETUPS["lora"])
+    measured = step_time(MISTRAL, A100, SETUPS["lora"])
     unknown = step_time(MISTRAL, find_gpu("rtx-5080"), SETUPS["lora"])
-    assert unknown.band_fraction > known.band_fraction
+    assert unknown.band_fraction > measured.band_fraction
     assert any("share of peak" in note for note in unknown.notes)
-    assert not any("share of peak" in note for note in known.notes)
+    assert not any("share of peak" in note for note in measured.notes)
 
 
 def test_step_time_every_catalogue_model() -> None:
@@ -302,7 +304,7 @@ def test_the_stages_of_a_pipeline_need_the_operations_of_the_whole_model() -> No
     """The head is counted in the last stage and nothing in its place in the first."""
     halves = rank_parts(MISTRAL, TrainSetup(num_gpus=2, pipeline_degree=2))
     assert [part.last for part in halves] == [False, True]
-    flops = [throughput_profile(one, A100, TrainSetup()).flops(1, 1) for one in (MISTRAL, *(p.model for p in halves))]
+    flops = [throughput_profile(spec, A100, TrainSetup()).flops(1, 1) for spec in (MISTRAL, *(p.model for p in halves))]
     assert flops[0] == sum(flops[1:])  # whole numbers below 2**53
 
 
@@ -311,8 +313,8 @@ def test_fp32_loses_little_to_small_matrices(columns: int, microseconds: int) ->
     """1,024 x 1,600 by 1,600 x columns inside a training step on an A100-40GB, as nsys timed them (yyin-dev/cs336-a2
     @bc6cc1b:writeup.md); a fifth: the clock's fall that is measured on tensor cores is taken for these too."""
     speed = speed_model(MISTRAL, find_gpu("a100-40gb"))
-    found = matmul_s(1024, columns, 1600, speed.rates.matmul["fp32"], 4, speed.rates, speed.constants)
-    assert found == pytest.approx(microseconds * 1e-6, rel=0.2)
+    seconds = matmul_s(1024, columns, 1600, speed.rates.matmul["fp32"], 4, speed.rates, speed.constants)
+    assert seconds == pytest.approx(microseconds * 1e-6, rel=0.2)
 
 
 def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
@@ -389,8 +391,8 @@ def test_single_operations_take_as_long_as_published(
 ) -> None:
     """Forward and backward of the half that benchmarks/gathered.py does not keep out; none is fitted on."""
     setup = CS336.replace(precision=precision, seq_len_tokens=tokens)
-    found = step_time(small_of_cs336(), find_gpu(card), setup, conditions=conditions_of(setup))
-    assert (found.step_time_s - found.parts_s["optimizer"]) * 1e3 == pytest.approx(milliseconds, rel=0.13)
+    timing = step_time(small_of_cs336(), find_gpu(card), setup, conditions=conditions_of(setup))
+    assert (timing.step_time_s - timing.parts_s["optimizer"]) * 1e3 == pytest.approx(milliseconds, rel=0.13)
 
 
 def test_single_operations_cost_bytes_and_host_time_and_nothing_when_compiled() -> None:
@@ -400,12 +402,12 @@ def test_single_operations_cost_bytes_and_host_time_and_nothing_when_compiled() 
     def parts(setup: TrainSetup) -> dict[str, float]:
         return dict(step_time(model, gpu, setup, conditions=conditions_of(setup)).parts_s)
 
-    own = CS336.replace(stack="plain-loop-own-model")
-    single, plain = parts(CS336), parts(own)
+    plain_setup = CS336.replace(stack="plain-loop-own-model")
+    single, plain = parts(CS336), parts(plain_setup)
     for part in ("attention", "elementwise", "loss", "host"):
         assert single[part] > 1.1 * plain[part]
     assert single["matmul"] == plain["matmul"]
-    assert parts(CS336.replace(compile=True)) == parts(own.replace(compile=True))
+    assert parts(CS336.replace(compile=True)) == parts(plain_setup.replace(compile=True))
 
 
 def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:

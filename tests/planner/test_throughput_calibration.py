@@ -35,12 +35,12 @@ def test_shipped_calibration_is_dated_and_names_its_points() -> None:
 
 
 def test_shipped_calibration_keys_are_cards_or_families() -> None:
-    known = {gpu.key for gpu in all_gpus()} | {family(gpu) for gpu in all_gpus()} | {"default"}
+    allowed = {gpu.key for gpu in all_gpus()} | {family(gpu) for gpu in all_gpus()} | {"default"}
     archs = {gpu.arch for gpu in all_gpus()}
     for table in (SHIPPED.matmul_share, SHIPPED.fp32_share):
-        assert set(table) <= known
-    assert set(SHIPPED.rates_flops_per_s) <= known
-    assert set(SHIPPED.architectures) <= known | archs
+        assert set(table) <= allowed
+    assert set(SHIPPED.rates_flops_per_s) <= allowed
+    assert set(SHIPPED.architectures) <= allowed | archs
     assert all(0.4 < share < 1.5 for share in SHIPPED.matmul_share.values())
 
 
@@ -73,11 +73,11 @@ def test_load_calibration_names_the_file_it_cannot_read(tmp_path: Path) -> None:
 
 
 def test_load_calibration_follows_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "own.json"
+    path = tmp_path / "own.json"
     values = json.loads(DATA_FILE.read_text())
     values["constants"]["training_share"] = 0.5
-    own.write_text(json.dumps(values))
-    monkeypatch.setenv(VARIABLE, str(own))
+    path.write_text(json.dumps(values))
+    monkeypatch.setenv(VARIABLE, str(path))
     assert load_calibration().constants["training_share"] == 0.5
     monkeypatch.delenv(VARIABLE)
     assert load_calibration() is SHIPPED
@@ -105,11 +105,13 @@ def test_bands_widen_with_ignorance() -> None:
 
 def test_with_microbench_replaces_the_familys_guess() -> None:
     card = find_gpu("rtx-4080")
-    own = with_microbench(SHIPPED, card, replace(BENCH, matmul_flops_per_s={"bf16": 48.75e12, "fp32": 24.37e12}))
-    assert own.share_for(card) == (pytest.approx(0.5), "gpu")
-    assert own.fp32_share_for(card) == pytest.approx(0.5)
+    calibration = with_microbench(
+        SHIPPED, card, replace(BENCH, matmul_flops_per_s={"bf16": 48.75e12, "fp32": 24.37e12})
+    )
+    assert calibration.share_for(card) == (pytest.approx(0.5), "gpu")
+    assert calibration.fp32_share_for(card) == pytest.approx(0.5)
     general = Constants(**SHIPPED.constants)
-    constants = own.constants_for(card)
+    constants = calibration.constants_for(card)
     assert constants.host_scale == pytest.approx(10 / 7.6)
     assert constants.bandwidth_share == pytest.approx(
         general.bandwidth_share * 1.8e12 / card.memory_bandwidth_bytes_per_s / 0.90

@@ -20,9 +20,9 @@ MINIMAL = {
 
 @pytest.mark.parametrize("name", ["trl", "axolotl", "llamafactory", "torchtitan", "accelerate"])
 def test_every_name_in_a_table_is_one_that_the_tools_parser_knows(name: str) -> None:
-    known = schema.known(name) | {key.partition(".")[0] for key in schema.known(name)}
+    parser_keys = schema.known_settings(name) | {key.partition(".")[0] for key in schema.known_settings(name)}
     for field in TOOLS[name].fields:
-        assert {field.key, field.key.partition(".")[0]} & known, (name, field.key)
+        assert {field.key, field.key.partition(".")[0]} & parser_keys, (name, field.key)
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -36,20 +36,20 @@ def test_no_fix_takes_a_value_for_which_a_tool_has_no_word(name: str) -> None:
 
 @pytest.mark.parametrize("name", MINIMAL)
 def test_what_a_file_leaves_out_is_the_tables_default_and_told_so(name: str) -> None:
-    found = read_text(MINIMAL[name], "run.yaml")
-    assert found.format == name
+    config = read_text(MINIMAL[name], "run.yaml")
+    assert config.format == name
     for field in TOOLS[name].fields:
-        if field.default is not None and field.of in TrainSetup.__dataclass_fields__ and field.key not in found.values:
-            assert getattr(found.setup, field.of) == field.default, field.of
-            assert found.origins.get(field.of, "run.yaml:").startswith(("default of ", "run.yaml:")), field.of
+        if field.default is not None and field.of in TrainSetup.__dataclass_fields__ and field.key not in config.values:
+            assert getattr(config.setup, field.of) == field.default, field.of
+            assert config.origins.get(field.of, "run.yaml:").startswith(("default of ", "run.yaml:")), field.of
 
 
 def test_every_value_of_a_yaml_file_is_told_with_its_line() -> None:
     text = "# a run\nbase_model: gpt2\nadapter: lora\n\nmicro_batch_size: 3\nlora_r: 4\n"
-    found = read_text(text, "run.yaml").origins
-    assert found["micro_batch_seqs"] == "run.yaml:5"
-    assert (found["lora_rank"], found["method"], found["model"]) == ("run.yaml:6", "run.yaml:3", "run.yaml:2")
-    assert found["seq_len_tokens"] == "default of Axolotl 0.21.0"
+    origins = read_text(text, "run.yaml").origins
+    assert origins["micro_batch_seqs"] == "run.yaml:5"
+    assert (origins["lora_rank"], origins["method"], origins["model"]) == ("run.yaml:6", "run.yaml:3", "run.yaml:2")
+    assert origins["seq_len_tokens"] == "default of Axolotl 0.21.0"
     nested = "model: gpt2\ntraining:\n  training_type: lora\n  batch_size: 3\nlora: {lora_r: 4}\n"
     assert read_text(nested, "run.yaml").origins["micro_batch_seqs"] == "run.yaml:4"
 
@@ -58,22 +58,22 @@ def test_every_value_of_a_yaml_file_is_told_with_its_line() -> None:
 def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None:
     """Every key that the tool's parser knows, alone, with values of each kind."""
     plain, texts = read_text(MINIMAL[name], "run.yaml"), {}
-    for key in sorted(schema.known(name)):
+    for key in sorted(schema.known_settings(name)):
         if key not in plain.values and "." not in key:
             texts |= {f"{key}: {value}\n": key for value in some(("true", "auto", "false", "float32", "4"), 2)}
-    told = []
+    mismatches = []
     for text, key in texts.items():
         try:
-            found = read_text(MINIMAL[name] + text, "run.yaml")
+            config = read_text(MINIMAL[name] + text, "run.yaml")
         except PlannerError:
             continue
-        if found.setup.objective != plain.setup.objective:
+        if config.setup.objective != plain.setup.objective:
             continue  # which has defaults of its own
-        told += [
+        mismatches += [
             f"{field} by {key}"
             for field in TrainSetup.__dataclass_fields__
-            if getattr(found.setup, field) != getattr(plain.setup, field)
-            and found.origins.get(field, "").startswith("default of ")
+            if getattr(config.setup, field) != getattr(plain.setup, field)
+            and config.origins.get(field, "").startswith("default of ")
         ]
     assert len(texts) > 250
-    assert not told
+    assert not mismatches

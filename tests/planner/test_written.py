@@ -57,137 +57,139 @@ OPTIM = {
 Fact = Callable[[Case], Any]
 
 FACTS: dict[str, Fact] = {
-    "learning_rate": lambda one: one.hyper.learning_rate,
-    "lr": lambda one: one.hyper.learning_rate,
-    "weight_decay": lambda one: one.hyper.weight_decay,
-    "max_grad_norm": lambda one: one.hyper.max_grad_norm,
-    "max_norm": lambda one: one.hyper.max_grad_norm,
-    "gradient_clipping": lambda one: one.hyper.max_grad_norm,
-    "num_train_epochs": lambda one: one.hyper.num_epochs,
-    "num_epochs": lambda one: one.hyper.num_epochs,
-    "warmup_ratio": lambda one: one.hyper.warmup_fraction,
-    "lr_scheduler_type": lambda one: one.hyper.lr_schedule,
-    "lr_scheduler": lambda one: one.hyper.lr_schedule,
-    "seed": lambda one: one.hyper.seed,
-    "random_state": lambda one: one.hyper.seed,
-    "lora_alpha": lambda one: one.hyper.lora_alpha,
-    "logging_steps": lambda one: one.asked.logging_steps,
-    "model_name_or_path": lambda one: one.asked.model_id,
-    "base_model": lambda one: one.asked.model_id,
-    "output_dir": lambda one: one.asked.output_dir,
-    "per_device_train_batch_size": lambda one: one.runs.micro_batch_seqs,
-    "micro_batch_size": lambda one: one.runs.micro_batch_seqs,
-    "train_micro_batch_size_per_gpu": lambda one: one.runs.micro_batch_seqs,
-    "gradient_accumulation_steps": lambda one: one.runs.accumulation_steps,
-    "train_batch_size": lambda one: (
-        one.runs.micro_batch_seqs * one.runs.accumulation_steps * one.runs.num_gpus // one.runs.split_degree
+    "learning_rate": lambda case: case.hyper.learning_rate,
+    "lr": lambda case: case.hyper.learning_rate,
+    "weight_decay": lambda case: case.hyper.weight_decay,
+    "max_grad_norm": lambda case: case.hyper.max_grad_norm,
+    "max_norm": lambda case: case.hyper.max_grad_norm,
+    "gradient_clipping": lambda case: case.hyper.max_grad_norm,
+    "num_train_epochs": lambda case: case.hyper.num_epochs,
+    "num_epochs": lambda case: case.hyper.num_epochs,
+    "warmup_ratio": lambda case: case.hyper.warmup_fraction,
+    "lr_scheduler_type": lambda case: case.hyper.lr_schedule,
+    "lr_scheduler": lambda case: case.hyper.lr_schedule,
+    "seed": lambda case: case.hyper.seed,
+    "random_state": lambda case: case.hyper.seed,
+    "lora_alpha": lambda case: case.hyper.lora_alpha,
+    "logging_steps": lambda case: case.asked.logging_steps,
+    "model_name_or_path": lambda case: case.asked.model_id,
+    "base_model": lambda case: case.asked.model_id,
+    "output_dir": lambda case: case.asked.output_dir,
+    "per_device_train_batch_size": lambda case: case.runs.micro_batch_seqs,
+    "micro_batch_size": lambda case: case.runs.micro_batch_seqs,
+    "train_micro_batch_size_per_gpu": lambda case: case.runs.micro_batch_seqs,
+    "gradient_accumulation_steps": lambda case: case.runs.accumulation_steps,
+    "train_batch_size": lambda case: (
+        case.runs.micro_batch_seqs * case.runs.accumulation_steps * case.runs.num_gpus // case.runs.split_degree
     ),
-    "max_length": lambda one: one.runs.seq_len_tokens,
-    "max_seq_length": lambda one: one.runs.seq_len_tokens,
-    "cutoff_len": lambda one: one.runs.seq_len_tokens,
-    "sequence_len": lambda one: one.runs.seq_len_tokens,
-    "lora_r": lambda one: one.runs.lora_rank,
-    "lora_rank": lambda one: one.runs.lora_rank,
-    "r": lambda one: one.runs.lora_rank,
-    "lora_dropout": lambda one: one.runs.lora_dropout,
-    "load_in_4bit": lambda one: one.runs.quantization.startswith("nf4"),
-    "load_in_8bit": lambda one: one.runs.quantization == "int8",
-    "quantization_bit": lambda one: 8 if one.runs.quantization == "int8" else 4,
-    "bnb_4bit_quant_type": lambda one: "nf4",
-    "quantization_type": lambda one: "nf4",
-    "quantization_method": lambda one: "bnb",
-    "quant_method": lambda one: "bitsandbytes",
-    "bnb_4bit_use_double_quant": lambda one: one.runs.quantization == "nf4-double",
-    "use_bnb_nested_quant": lambda one: one.runs.quantization == "nf4-double",
-    "double_quantization": lambda one: one.runs.quantization == "nf4-double",
-    "bnb_4bit_compute_dtype": lambda one: DTYPES[one.runs.compute_dtype],
-    "bnb_4bit_quant_storage": lambda one: DTYPES[one.runs.weight_dtype],
-    "num_processes": lambda one: 1 if one.runs.parallel == "device-map" else one.runs.num_gpus,
-    "num_machines": lambda one: one.asked.num_nodes,
-    "stage3_gather_16bit_weights_on_model_save": lambda one: True,
-    "chosen": lambda one: "chosen",
-    "rejected": lambda one: "rejected",
-    "field_prompt": lambda one: "prompt",
-    "field_chosen": lambda one: "chosen",
-    "field_rejected": lambda one: "rejected",
-    "role_tag": lambda one: "role",
-    "content_tag": lambda one: "content",
-    "user_tag": lambda one: "user",
-    "assistant_tag": lambda one: "assistant",
-    "system_tag": lambda one: "system",
-    "messages": lambda one: "messages",
-    "images": lambda one: "images",
-    "ranking": lambda one: True,
-    "bias": lambda one: "none",
-    "report_to": lambda one: "none",
-    "full_finetuning": lambda one: one.runs.method == "full",
-    "freeze_vision_tower": lambda one: one.runs.method != "full",
-    "freeze_multi_modal_projector": lambda one: one.runs.method != "full",
-    "image_max_pixels": lambda one: one.runs.images.width * one.runs.images.height,
-    "beta": lambda one: 0.04 * one.runs.rolls.reference if one.runs.aim.rolls_out else 0.1,
-    "beta2": lambda one: one.hyper.adam_beta2,
-    "adam_beta2": lambda one: one.hyper.adam_beta2,
-    "rl_beta": lambda one: 0.1,
-    "pref_beta": lambda one: 0.1,
-    "pref_loss": lambda one: {"dpo": "sigmoid"}.get(one.runs.objective, one.runs.objective),
-    "use_reentrant": lambda one: False,
-    "use_reentrant_gc": lambda one: False,
-    "save_total_limit": lambda one: 1,
-    "save_only_model": lambda one: True,
-    "lora_task_type": lambda one: "SEQ_CLS",
-    "fsdp_mixed_precision": lambda one: True,
-    "eval_strategy": lambda one: "steps",
-    "ddp_find_unused_parameters": lambda one: False,
-    "neat_packing": lambda one: one.runs.packing,
-    "pure_bf16": lambda one: one.runs.precision == "bf16-pure",
-    "fused_linear_cross_entropy": lambda one: one.runs.loss == "liger",
-    "PYTORCH_ALLOC_CONF": lambda one: "expandable_segments:True",
-    "PYTORCH_CUDA_ALLOC_CONF": lambda one: "expandable_segments:True",
-    "optim": lambda one: OPTIM[one.runs.optimizer],
-    "bf16": lambda one: one.runs.autocast_dtype == "bf16",
-    "fp16": lambda one: one.runs.autocast_dtype == "fp16",
-    "stage3_prefetch_bucket_size": lambda one: 50_000_000,
-    "stage3_param_persistence_threshold": lambda one: 100_000,
-    "tensor_parallel_size": lambda one: one.runs.tensor_degree,
-    "dp_shard_size": lambda one: one.runs.shards,
-    "dp_replicate_size": lambda one: one.runs.data_degree // one.runs.shards,
-    "freeze_trainable_layers": lambda one: one.runs.trained_layers,
-    "train_on_prompt": lambda one: one.asked.loss_on == "all",
+    "max_length": lambda case: case.runs.seq_len_tokens,
+    "max_seq_length": lambda case: case.runs.seq_len_tokens,
+    "cutoff_len": lambda case: case.runs.seq_len_tokens,
+    "sequence_len": lambda case: case.runs.seq_len_tokens,
+    "lora_r": lambda case: case.runs.lora_rank,
+    "lora_rank": lambda case: case.runs.lora_rank,
+    "r": lambda case: case.runs.lora_rank,
+    "lora_dropout": lambda case: case.runs.lora_dropout,
+    "load_in_4bit": lambda case: case.runs.quantization.startswith("nf4"),
+    "load_in_8bit": lambda case: case.runs.quantization == "int8",
+    "quantization_bit": lambda case: 8 if case.runs.quantization == "int8" else 4,
+    "bnb_4bit_quant_type": lambda case: "nf4",
+    "quantization_type": lambda case: "nf4",
+    "quantization_method": lambda case: "bnb",
+    "quant_method": lambda case: "bitsandbytes",
+    "bnb_4bit_use_double_quant": lambda case: case.runs.quantization == "nf4-double",
+    "use_bnb_nested_quant": lambda case: case.runs.quantization == "nf4-double",
+    "double_quantization": lambda case: case.runs.quantization == "nf4-double",
+    "bnb_4bit_compute_dtype": lambda case: DTYPES[case.runs.compute_dtype],
+    "bnb_4bit_quant_storage": lambda case: DTYPES[case.runs.weight_dtype],
+    "num_processes": lambda case: 1 if case.runs.parallel == "device-map" else case.runs.num_gpus,
+    "num_machines": lambda case: case.asked.num_nodes,
+    "stage3_gather_16bit_weights_on_model_save": lambda case: True,
+    "chosen": lambda case: "chosen",
+    "rejected": lambda case: "rejected",
+    "field_prompt": lambda case: "prompt",
+    "field_chosen": lambda case: "chosen",
+    "field_rejected": lambda case: "rejected",
+    "role_tag": lambda case: "role",
+    "content_tag": lambda case: "content",
+    "user_tag": lambda case: "user",
+    "assistant_tag": lambda case: "assistant",
+    "system_tag": lambda case: "system",
+    "messages": lambda case: "messages",
+    "images": lambda case: "images",
+    "ranking": lambda case: True,
+    "bias": lambda case: "none",
+    "report_to": lambda case: "none",
+    "full_finetuning": lambda case: case.runs.method == "full",
+    "freeze_vision_tower": lambda case: case.runs.method != "full",
+    "freeze_multi_modal_projector": lambda case: case.runs.method != "full",
+    "image_max_pixels": lambda case: case.runs.images.width * case.runs.images.height,
+    "beta": lambda case: 0.04 * case.runs.rollout_settings.reference if case.runs.objective_spec.rolls_out else 0.1,
+    "beta2": lambda case: case.hyper.adam_beta2,
+    "adam_beta2": lambda case: case.hyper.adam_beta2,
+    "rl_beta": lambda case: 0.1,
+    "pref_beta": lambda case: 0.1,
+    "pref_loss": lambda case: {"dpo": "sigmoid"}.get(case.runs.objective, case.runs.objective),
+    "use_reentrant": lambda case: False,
+    "use_reentrant_gc": lambda case: False,
+    "save_total_limit": lambda case: 1,
+    "save_only_model": lambda case: True,
+    "lora_task_type": lambda case: "SEQ_CLS",
+    "fsdp_mixed_precision": lambda case: True,
+    "eval_strategy": lambda case: "steps",
+    "ddp_find_unused_parameters": lambda case: False,
+    "neat_packing": lambda case: case.runs.packing,
+    "pure_bf16": lambda case: case.runs.precision == "bf16-pure",
+    "fused_linear_cross_entropy": lambda case: case.runs.loss == "liger",
+    "PYTORCH_ALLOC_CONF": lambda case: "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": lambda case: "expandable_segments:True",
+    "optim": lambda case: OPTIM[case.runs.optimizer],
+    "bf16": lambda case: case.runs.autocast_dtype == "bf16",
+    "fp16": lambda case: case.runs.autocast_dtype == "fp16",
+    "stage3_prefetch_bucket_size": lambda case: 50_000_000,
+    "stage3_param_persistence_threshold": lambda case: 100_000,
+    "tensor_parallel_size": lambda case: case.runs.tensor_degree,
+    "dp_shard_size": lambda case: case.runs.shards,
+    "dp_replicate_size": lambda case: case.runs.data_degree // case.runs.shards,
+    "freeze_trainable_layers": lambda case: case.runs.trained_layers,
+    "train_on_prompt": lambda case: case.asked.loss_on == "all",
 }
 """Last part of a key -> what it says, of the request alone."""
 OF_ONE_FILE: dict[str, dict[str, Fact]] = {
-    "trl": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
-    "hf": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
-    "unsloth": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
-    "llamafactory": {"prompt": lambda one: "prompt"},
+    "trl": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
+    "hf": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
+    "unsloth": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
+    "llamafactory": {"prompt": lambda case: "prompt"},
     "torchtune-in-bwd": {
-        "batch_size": lambda one: one.runs.micro_batch_seqs,
-        "max_seq_len": lambda one: one.runs.seq_len_tokens,
-        "lr": lambda one: one.hyper.learning_rate,
+        "batch_size": lambda case: case.runs.micro_batch_seqs,
+        "max_seq_len": lambda case: case.runs.seq_len_tokens,
+        "lr": lambda case: case.hyper.learning_rate,
     },
     "loggetta": {
-        "seq": lambda one: one.runs.seq_len_tokens,
-        "micro-batch": lambda one: one.runs.micro_batch_seqs,
-        "grad-accum": lambda one: one.runs.accumulation_steps,
-        "learning-rate": lambda one: one.hyper.learning_rate,
-        "r": lambda one: one.runs.lora_rank,
+        "seq": lambda case: case.runs.seq_len_tokens,
+        "micro-batch": lambda case: case.runs.micro_batch_seqs,
+        "grad-accum": lambda case: case.runs.accumulation_steps,
+        "learning-rate": lambda case: case.hyper.learning_rate,
+        "r": lambda case: case.runs.lora_rank,
     },
 }
 """Facts of a key that says another thing elsewhere."""
 
 
 THERE: dict[tuple[str, str], Fact] = {
-    ("deepspeed.json", "offload_optimizer"): lambda one: one.runs.offload != "none",
-    ("deepspeed.json", "offload_param"): lambda one: one.runs.offload == "parameters",
-    ("llamafactory.yaml", "enable_liger_kernel"): lambda one: "liger" in (one.runs.loss, one.runs.kernels),
-    ("llamafactory.yaml", "neat_packing"): lambda one: one.runs.packing,
-    ("llamafactory.yaml", "quantization_bit"): lambda one: one.runs.quantized,
-    ("llamafactory.yaml", "deepspeed"): lambda one: one.runs.zero,
-    ("axolotl.yaml", "liger_fused_linear_cross_entropy"): lambda one: one.runs.loss == "liger",
-    ("axolotl.yaml", "chunked_cross_entropy"): lambda one: one.runs.loss == "chunked" and one.runs.aim.supervised,
-    ("axolotl.yaml", "bnb_config_kwargs"): lambda one: one.runs.quantization == "nf4",
-    ("axolotl.yaml", "fsdp_config"): lambda one: one.runs.parallel == "fsdp2",
-    ("axolotl.yaml", "deepspeed"): lambda one: one.runs.zero,
+    ("deepspeed.json", "offload_optimizer"): lambda case: case.runs.offload != "none",
+    ("deepspeed.json", "offload_param"): lambda case: case.runs.offload == "parameters",
+    ("llamafactory.yaml", "enable_liger_kernel"): lambda case: "liger" in (case.runs.loss, case.runs.kernels),
+    ("llamafactory.yaml", "neat_packing"): lambda case: case.runs.packing,
+    ("llamafactory.yaml", "quantization_bit"): lambda case: case.runs.quantized,
+    ("llamafactory.yaml", "deepspeed"): lambda case: case.runs.zero,
+    ("axolotl.yaml", "liger_fused_linear_cross_entropy"): lambda case: case.runs.loss == "liger",
+    ("axolotl.yaml", "chunked_cross_entropy"): lambda case: (
+        case.runs.loss == "chunked" and case.runs.objective_spec.supervised
+    ),
+    ("axolotl.yaml", "bnb_config_kwargs"): lambda case: case.runs.quantization == "nf4",
+    ("axolotl.yaml", "fsdp_config"): lambda case: case.runs.parallel == "fsdp2",
+    ("axolotl.yaml", "deepspeed"): lambda case: case.runs.zero,
 }
 """(file, key) that says something by being there -> whether it is."""
 
@@ -197,7 +199,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, str(name))
-    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+    elif isinstance(value, list) and any(isinstance(element, dict) for element in value):
         for inner in value:
             yield from leaves(inner, key)
     else:
@@ -230,23 +232,25 @@ def said(path: str, text: str) -> Iterator[tuple[str, Any]]:
 
 def _made(node: ast.expr) -> bool:
     """Whether something is called for a value."""
-    return any(isinstance(one, ast.Call) for one in ast.walk(node))
+    return any(isinstance(child, ast.Call) for child in ast.walk(node))
 
 
 def cases() -> list[ExportRequest]:
     """The sweep's setups and objectives with these hyperparameters, and models with eyes."""
-    found = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_layouts()]]
-    found += [request(TrainSetup(objective="dpo", precision=one, loss="full"), hyper=HYPER) for one in PRECISIONS]
+    requests = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_layouts()]]
+    requests += [
+        request(TrainSetup(objective="dpo", precision=precision, loss="full"), hyper=HYPER) for precision in PRECISIONS
+    ]
     vision_encoders = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
     pictures = Images(width=336, height=448)
     for method in ({"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"lora_targets": "attention"}):
         setup = TrainSetup(images=pictures, attention="sdpa", loss="full", **method)
-        found.append(
+        requests.append(
             request(
                 setup, hyper=HYPER, model=vision_encoders, model_id=vision_encoders.model_id if vision_encoders else ""
             )
         )
-    return found
+    return requests
 
 
 PRECISIONS = ("bf16-autocast", "bf16-pure", "fp16-autocast")
@@ -264,39 +268,48 @@ OWN = {
 @cache
 def written(target: str) -> list[tuple[Case, Launch]]:
     """What a target writes of the cases."""
-    found = []
-    for asked in some(cases(), 2):
+    launches = []
+    for export_request in some(cases(), 2):
         if target in OWN:
             model = catalogue.load(OWN[target])
-            asked = replace(asked, model=model, model_id=OWN[target])
-            if target == "sentence-transformers" and asked.setup.num_gpus == 1:
+            export_request = replace(export_request, model=model, model_id=OWN[target])
+            if target == "sentence-transformers" and export_request.setup.num_gpus == 1:
                 pairs = {"objective": "embedding", "loss": "full", "packing": False, "micro_batch_seqs": 4}
                 with suppress(SetupError):
-                    asked = replace(asked, setup=asked.setup.replace(**pairs), dataset=None)
-            if target == "loggetta" and asked.setup.alone:
+                    export_request = replace(export_request, setup=export_request.setup.replace(**pairs), dataset=None)
+            if target == "loggetta" and export_request.setup.alone:
                 packed = {"method": "qlora", "quantization": "nf4-double", "quantize_experts": True}
                 packed |= {"lora_rank": 4, "lora_targets": "attention", "optimizer": "adamw-8bit"}
                 with suppress(SetupError):
-                    asked = replace(asked, setup=asked.setup.replace(**packed), dataset=None)
-            if target == "torchtune-in-bwd" and asked.setup.method == "full":
-                asked = replace(asked, setup=asked.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit"))
-        launch = EXPORTERS[target](asked)
+                    export_request = replace(export_request, setup=export_request.setup.replace(**packed), dataset=None)
+            if target == "torchtune-in-bwd" and export_request.setup.method == "full":
+                export_request = replace(
+                    export_request,
+                    setup=export_request.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit"),
+                )
+        launch = EXPORTERS[target](export_request)
         if not launch.refused:
-            found.append((Case(asked=asked, runs=launch.runs_as(asked.setup)), launch))
-    return found
+            launches.append((Case(asked=export_request, runs=launch.runs_as(export_request.setup)), launch))
+    return launches
 
 
 @pytest.mark.parametrize("target", sorted(EXPORTERS))
 def test_what_a_file_says_is_the_fact(target: str) -> None:
-    facts = FACTS | OF_ONE_FILE.get(target, {})
+    expected = FACTS | OF_ONE_FILE.get(target, {})
     seen = 0
     for case, launch in written(target):
         for file in launch.files:
             if file.path.endswith("prepare_data.py"):
                 continue
             for key, value in said(file.path, file.text):
-                if key in facts and isinstance(value, (str, int, float)) and not str(value).isupper():
-                    assert value == pytest.approx(facts[key](case)), (target, file.path, key, value, case.asked.setup)
+                if key in expected and isinstance(value, (str, int, float)) and not str(value).isupper():
+                    assert value == pytest.approx(expected[key](case)), (
+                        target,
+                        file.path,
+                        key,
+                        value,
+                        case.asked.setup,
+                    )
                     seen += 1
     assert seen
 
@@ -314,31 +327,33 @@ def test_what_says_something_by_being_there_is_there(target: str) -> None:
     seen: dict[tuple[str, str], set[bool]] = {}
     for case, launch in written(target):
         for file in launch.files:
-            facts = {key: fact for (name, key), fact in THERE.items() if file.path.endswith(f"/{name}")}
-            if not facts:
+            expected = {key: fact for (name, key), fact in THERE.items() if file.path.endswith(f"/{name}")}
+            if not expected:
                 continue
             document = yaml.safe_load(file.text)
             there = {*names(document)}
-            for key, fact in facts.items():
+            for key, fact in expected.items():
                 assert (key in there) == bool(fact(case)), (file.path, key, case.asked.setup)
                 seen.setdefault((file.path, key), set()).add(key in there)
             if "test_datasets" in there:
-                splits = [{one["split"] for one in document[name]} for name in ("datasets", "test_datasets")]
+                splits = [{dataset["split"] for dataset in document[name]} for name in ("datasets", "test_datasets")]
                 assert splits == [{"train"}, {"test"}]
     assert {True, False} in seen.values()
 
 
 def changed(target: str, before: ExportRequest, after: ExportRequest) -> set[str]:
     """Keys whose value changes."""
-    told = []
-    for asked in (before, after):
-        launch = EXPORTERS[target](asked)
-        told.append({(file.path, *one) for file in launch.files for one in map(_text, said(file.path, file.text))})
-    return {key for _, key, _ in told[0] ^ told[1]}
+    settings = []
+    for export_request in (before, after):
+        launch = EXPORTERS[target](export_request)
+        settings.append(
+            {(file.path, *pair) for file in launch.files for pair in map(_text, said(file.path, file.text))}
+        )
+    return {key for _, key, _ in settings[0] ^ settings[1]}
 
 
-def _text(one: tuple[str, Any]) -> tuple[str, str]:
-    return one[0], repr(one[1])
+def _text(pair: tuple[str, Any]) -> tuple[str, str]:
+    return pair[0], repr(pair[1])
 
 
 OTHERS: dict[str, tuple[Any, set[str]]] = {
@@ -413,14 +428,14 @@ def places(value: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 def without(document: dict[str, Any], way: tuple[str, ...], *, other: Any = None) -> dict[str, Any]:
     """The document without a setting, or with another value of it."""
-    found = copy.deepcopy(document)
-    node = found
+    edited = copy.deepcopy(document)
+    node = edited
     for name in way[:-1]:
         node = node[name]
     del node[way[-1]]
     if other is not None:
         node[way[-1]] = other
-    return found
+    return edited
 
 
 def read(document: dict[str, Any], path: str, num_gpus: int) -> Any:
@@ -435,8 +450,8 @@ def read(document: dict[str, Any], path: str, num_gpus: int) -> Any:
 @pytest.mark.parametrize("target", sorted(NEITHER))
 def test_a_key_is_a_fact_or_decides_what_is_read(target: str) -> None:
     """A new line of a file needs a fact above, a reader, or its name in NEITHER."""
-    told = {*FACTS, *OF_ONE_FILE.get(target, {}), *NEITHER[target]}
-    asked: dict[str, int] = {}
+    explained = {*FACTS, *OF_ONE_FILE.get(target, {}), *NEITHER[target]}
+    tries: dict[str, int] = {}
     for case, launch in written(target)[::3]:
         file = launch.files[0]
         if not file.path.endswith(".yaml"):
@@ -445,11 +460,11 @@ def test_a_key_is_a_fact_or_decides_what_is_read(target: str) -> None:
         whole = read(document, file.path, case.runs.num_gpus)
         for way, value in places(document):
             key = way[-1]
-            if key in told or asked.get(key, 0) > 20:
+            if key in explained or tries.get(key, 0) > 20:
                 continue
-            asked[key] = asked.get(key, 0) + 1
+            tries[key] = tries.get(key, 0) + 1
             other = not value if isinstance(value, bool) else 2 * value + 1 if isinstance(value, (int, float)) else None
             for changed in (without(document, way), without(document, way, other=other)):
                 if read(changed, file.path, case.runs.num_gpus) != whole:
-                    told.add(key)
-    assert sorted({*asked} - told) == []
+                    explained.add(key)
+    assert sorted({*tries} - explained) == []

@@ -81,8 +81,8 @@ def zero_states_bytes(num_params: int, *, stage: int, num_ranks: int) -> float:
     Source: Rajbhandari et al. 2020, ZeRO, section 5 and figure 1, https://arxiv.org/abs/1910.02054.
     Not counted: buckets, gathered weights, activations.
     """
-    kept = {0: 16.0, 1: 4 + 12 / num_ranks, 2: 2 + 14 / num_ranks, 3: 16 / num_ranks}
-    return kept[stage] * num_params
+    bytes_by_stage = {0: 16.0, 1: 4 + 12 / num_ranks, 2: 2 + 14 / num_ranks, 3: 16 / num_ranks}
+    return bytes_by_stage[stage] * num_params
 
 
 def tensor_parallel_activations_bytes(

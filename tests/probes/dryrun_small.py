@@ -29,7 +29,7 @@ _DROPPED = ("rope_scaling", "layer_types", "pad_token_id")
 
 def catalogue_config(model_type: str) -> dict[str, Any]:
     """The raw configuration of the catalogue's first model of a type."""
-    entry = next(one for one in catalogue.entries() if one.model_type == model_type)
+    entry = next(candidate for candidate in catalogue.entries() if candidate.model_type == model_type)
     return dict(entry.config)
 
 
@@ -47,17 +47,17 @@ def small_config(model_type: str, **changes: Any) -> dict[str, Any]:
 def peaks(events: list[Event]) -> dict[str, int]:
     """Allocated peak of every phase and layer, blocks of 512 bytes."""
     total, phase, sizes = 0, "", {}
-    found: dict[str, int] = {}
+    by_phase: dict[str, int] = {}
     for event in events:
         if isinstance(event, Alloc):
             sizes[event.id] = -(-event.size_bytes // 512) * 512
             total += sizes[event.id]
-            found[phase] = max(found.get(phase, 0), total)
+            by_phase[phase] = max(by_phase.get(phase, 0), total)
         elif isinstance(event, Free):
             total -= sizes.pop(event.id)
         elif isinstance(event, Phase):
             phase = event.name
-    return found
+    return by_phase
 
 
 def assert_same_figures(short: DryRunReport, full: DryRunReport) -> None:

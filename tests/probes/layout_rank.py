@@ -81,8 +81,8 @@ def run_job(world_size: int, store: str, model_type: str, fields: dict[str, Any]
         return "\n".join(
             f"rank {rank} ended with {code}: {text}" for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
         )
-    found: dict[str, int] = json.loads(texts[0])
-    return found
+    peaks: dict[str, int] = json.loads(texts[0])
+    return peaks
 
 
 def preload() -> None:

@@ -31,6 +31,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The runner reads this clock; what waits for a process still sleeps."""
-    one = Clock()
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: one.now_s, sleep=time.sleep))
-    return one
+    fake_clock = Clock()
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: fake_clock.now_s, sleep=time.sleep))
+    return fake_clock

@@ -24,9 +24,9 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     fault = request.config.get("faults", {}).get(str(rank_info.rank), "ok")
     pids = request.config.get("pids")
     if pids:
-        beside = Path(pids) / f".{rank_info.rank}"
-        beside.write_text(f"{os.getpid()} {os.getppid()}")
-        beside.rename(Path(pids) / str(rank_info.rank))
+        temporary_path = Path(pids) / f".{rank_info.rank}"
+        temporary_path.write_text(f"{os.getpid()} {os.getppid()}")
+        temporary_path.rename(Path(pids) / str(rank_info.rank))
     status.progress(f"about to {fault}")
     print(f"rank {rank_info.rank} of {rank_info.size}, fault {fault}", flush=True)
     if fault.startswith("meets"):

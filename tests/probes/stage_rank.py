@@ -32,8 +32,8 @@ def traced(model_type: str, fields: dict[str, Any], device: str, stage: int) -> 
     config = stage_config(load_config(small_config(model_type)), setup.pipeline_degree, stage)
     world = PipelineWorld(setup, stage)
     with fake_world(setup.num_gpus, rank=stage) if device == "meta" else nullcontext():
-        found = trace_run(config, setup, capability=NO_FLASH, device=device, workspaces=False, world=world)
-    return found.events
+        trace = trace_run(config, setup, capability=NO_FLASH, device=device, workspaces=False, world=world)
+    return trace.events
 
 
 def run_stage(stage: int, store: str, model_type: str, jobs: list[dict[str, Any]]) -> None:

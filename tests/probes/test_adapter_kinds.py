@@ -46,7 +46,7 @@ def test_trained_parameters_equal_pefts_of_every_kind() -> None:
                 continue
             with torch.device("meta"):
                 wrapped = add_adapters(build_on_meta(config), setup)
-            real = sum(one.numel() for one in wrapped.parameters() if one.requires_grad)
+            real = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
             assert trained_parameters(spec, setup).num == real, (model_type, kind)
 
 
@@ -68,5 +68,5 @@ def test_the_scripts_own_lines_train_as_many_parameters() -> None:
         exec(lines[: lines.index("\n)\n") + 3].replace("pissa_niter_16", "gaussian"), vars(peft), made)
         with torch.device("meta"):
             wrapped = peft.get_peft_model(build_on_meta(config), made[name])
-        real = sum(one.numel() for one in wrapped.parameters() if one.requires_grad)
+        real = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
         assert trained_parameters(spec, setup).num == real, kind

@@ -134,8 +134,8 @@ def test_expandable_retry_gives_whole_pages_back() -> None:
     assert result.peak_reserved_bytes == 80 * MIB
     assert result.end_reserved_bytes == 40 * MIB
     # Growing again starts in the gap, the lowest address with room: 10 MiB of page 2 are there, one page is mapped.
-    again = replay([*events, Alloc(5, 25 * MIB)], expandable_segments=True)
-    assert again.end_reserved_bytes == 80 * MIB
+    regrown = replay([*events, Alloc(5, 25 * MIB)], expandable_segments=True)
+    assert regrown.end_reserved_bytes == 80 * MIB
 
 
 def test_a_hole_of_exactly_the_size_asked_for_is_filled() -> None:

@@ -60,19 +60,19 @@ def chain(block: Block) -> list[Block]:
 
 def check(allocator: CachingAllocator, live: list[tuple[Block, int]]) -> None:
     """Every byte belongs to exactly one block; free neighbours are merged; the counters are true sums."""
-    known: list[Block] = [block for block, _ in live]
+    tracked: list[Block] = [block for block, _ in live]
     pools: tuple[Pool, ...] = (allocator.small, allocator.large)
     for pool in pools:
-        known += pool.free_blocks() + pool.unmapped
-    segments = {id(chain(block)[0]): chain(block) for block in known}
+        tracked += pool.free_blocks() + pool.unmapped
+    segments = {id(chain(block)[0]): chain(block) for block in tracked}
     everything = [block for blocks in segments.values() for block in blocks]
-    assert {id(block) for block in everything} == {id(block) for block in known}
-    assert len(everything) == len(known)
+    assert {id(block) for block in everything} == {id(block) for block in tracked}
+    assert len(everything) == len(tracked)
     for blocks in segments.values():
-        for one, following in pairwise(blocks):
-            assert one.address + one.size == following.address
-            both_free = not one.allocated and not following.allocated
-            assert not (both_free and one.mapped == following.mapped)
+        for current, following in pairwise(blocks):
+            assert current.address + current.size == following.address
+            both_free = not current.allocated and not following.allocated
+            assert not (both_free and current.mapped == following.mapped)
     spans = sorted((blocks[0].address, blocks[-1].address + blocks[-1].size) for blocks in segments.values())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     assert allocator.allocated_bytes == sum(block.size for block, _ in live)

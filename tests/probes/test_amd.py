@@ -114,8 +114,8 @@ def test_status_turn_and_environment_are_read(monkeypatch: pytest.MonkeyPatch) -
     assert (status.name, status.uuid) == ("AMD Instinct MI300X", "GPU-4b2c1a9f8d3e6f7a")
     assert (status.used_bytes, status.total_bytes, status.process_ids) == (285 * MIB, 196592 * MIB, (4711,))
     assert clean_lease("cuda:0").shared_bytes == 285 * MIB  # a neighbour, however little it holds
-    found = read_environment("cuda:0", "mi300x", cuda="7.0.51831")
-    assert (found.driver, found.power_limit_w, found.cuda) == ("amdgpu 6.14.14", 750.0, "7.0.51831")
+    environment = read_environment("cuda:0", "mi300x", cuda="7.0.51831")
+    assert (environment.driver, environment.power_limit_w, environment.cuda) == ("amdgpu 6.14.14", 750.0, "7.0.51831")
     assert topology(("cuda:0",)).text() == "one GPU, nothing to connect"
 
 
@@ -136,20 +136,20 @@ def test_the_meter_reads_the_context_and_no_throttling(monkeypatch: pytest.Monke
 
 
 def test_doctor_says_what_is_read_and_what_works(three: tuple[Card, ...]) -> None:
-    findings = {one.name: one for one in doctor._driver()}
+    findings = {finding.name: finding for finding in doctor._driver()}
     driver = findings["AMD driver"]
     assert driver.level == "ok"
     assert "amdgpu 6.14.14" in driver.text
     assert "why clocks are held down and how GPUs are linked are not" in driver.text
     assert "750 W limit" in findings["GPU cuda:0"].text
-    facts = {"torch": "2.11", "rocm": True, "built_for": "7.0.51831", "gpus": [], "problems": {}, "seconds": {}}
-    by_name = {one.name: one for one in doctor.torch_findings(facts)}
+    report = {"torch": "2.11", "rocm": True, "built_for": "7.0.51831", "gpus": [], "problems": {}, "seconds": {}}
+    by_name = {finding.name: finding for finding in doctor.torch_findings(report)}
     assert "torch for ROCm 7.0.51831 finds no GPU" in by_name["torch on the GPU"].text
     assert "HIP_VISIBLE_DEVICES" in by_name["torch on the GPU"].mend
     assert by_name["ROCm"].level == "warning"
     assert "expandable_segments" in by_name["ROCm"].text
-    facts["expandable"] = True
-    grown = {one.name: one for one in doctor.torch_findings(facts)}["ROCm"]
+    report["expandable"] = True
+    grown = {finding.name: finding for finding in doctor.torch_findings(report)}["ROCm"]
     assert (grown.level, grown.mend) == ("ok", "")
     every = [
         *findings.values(),
@@ -157,7 +157,7 @@ def test_doctor_says_what_is_read_and_what_works(three: tuple[Card, ...]) -> Non
     ]
     every += [doctor.Finding(name=name, level="ok", text="") for name in ("peft", "torch on the GPU")]
     assert doctor.can_probe(every)
-    assert not doctor.can_probe([one for one in every if one.name != "AMD driver"])
+    assert not doctor.can_probe([finding for finding in every if finding.name != "AMD driver"])
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,11 @@ def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> 
             bare_model(load_config(raw), torch.bfloat16, "eager")
         return
     model = bare_model(load_config(raw), torch.bfloat16, "eager")
-    held = sum(one.numel() for one in model.parameters())
+    num_params = sum(parameter.numel() for parameter in model.parameters())
     specs = [spec_of_model(model, raw, model_id="m", source="s")]
     if has_adapter(model_type):
         specs.append(spec_from_config(raw, model_id="m", source="s"))
-    assert [spec.num_params for spec in specs] == [held] * len(specs)
+    assert [spec.num_params for spec in specs] == [num_params] * len(specs)
     assert all(spec.layer_order for spec in specs)
 
 

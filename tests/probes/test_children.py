@@ -51,9 +51,9 @@ def ran(folder: Path) -> str:
 
 
 def plan(folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data"), **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data"), **environment}
     return subprocess.run(
-        [*PLAN, *words], cwd=folder, env=known, capture_output=True, text=True, timeout=600, check=False
+        [*PLAN, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -93,9 +93,9 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["confirm", "out", "--device", "cuda:9"],
     ]
     script = f"from finetune_planner.cli.app import run\nprint([run(words) for words in {commands!r}], flush=True)"
-    known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data")}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data")}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], cwd=folder, env=known, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", script], cwd=folder, env=variables, capture_output=True, text=True, check=False
     )
     codes = json.loads(done.stdout.strip().splitlines()[-1])
     assert codes[0] == codes[1] == 0, done.stderr
@@ -105,24 +105,24 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
 
 def test_doctor_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child that tries torch, here with a torch of ours that the user put on PYTHONPATH."""
-    own = folder.parent / "own"
-    own.mkdir()
-    (own / "torch.py").write_text("__version__ = 'own'\nraise ImportError('mine')\n")
+    user_folder = folder.parent / "own"
+    user_folder.mkdir()
+    (user_folder / "torch.py").write_text("__version__ = 'own'\nraise ImportError('mine')\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", f":{own}:")
+    monkeypatch.setenv("PYTHONPATH", f":{user_folder}:")
     monkeypatch.setattr(doctor, "TORCH_CHECK_S", 600.0)
-    facts = doctor.ask_torch()
+    report = doctor.ask_torch()
     assert ran(folder) == ""
-    assert facts["problems"]["gpus"] == "ImportError: mine"
+    assert report["problems"]["gpus"] == "ImportError: mine"
 
 
 def test_children_of_children_keep_the_current_folder_out(folder: Path) -> None:
     """torchrun, submitit and the inductor start `python -m` of their own."""
-    found = "import json, importlib.util as known; print(known.find_spec('torch').origin, flush=True)"
-    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {found!r}], check=False)"
-    known = {**children.child_environment(), "PYTHONPATH": str(ROOT)}
+    inner_script = "import json, importlib.util as known; print(known.find_spec('torch').origin, flush=True)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner_script!r}], check=False)"
+    variables = {**children.child_environment(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*children.python_argv("-c", script)], cwd=folder, env=known, capture_output=True, text=True, check=True
+        [*children.python_argv("-c", script)], cwd=folder, env=variables, capture_output=True, text=True, check=True
     )
     assert ran(folder) == ""
     assert "site-packages" in done.stdout

@@ -45,7 +45,7 @@ def test_children_wait_for_their_turn_and_end_at_their_limit(tmp_path: Path) -> 
 
     children = [child("good", "0.1", "0", 60.0), child("broken", "0", "3", 60.0), child("hangs", "600", "0", 3.0)]
     ended = Stage(tmp_path / "log.txt").run(children, time.monotonic() + 300)
-    assert [(one.name, one.status) for one in ended] == [("good", 0), ("broken", 3), ("hangs", 124)]
+    assert [(process.name, process.status) for process in ended] == [("good", 0), ("broken", 3), ("hangs", 124)]
     began = {name: [float(word) for word in (tmp_path / name).read_text().split()] for name in ("good", "broken")}
     assert began["broken"][1] >= began["good"][1] + 0.1  # begun ahead, run after
     assert Stage(tmp_path / "log.txt").run(children, time.monotonic()) == []
@@ -70,14 +70,14 @@ def test_a_profile_is_condensed_to_who_took_how_long() -> None:
         {**kernel, "ts": 30, "dur": 7, "args": {"External id": 2}},
         {**kernel, "name": "triton", "ts": 35, "dur": 4, "args": {"grid": [8, 1, 1]}},
     ]  # fmt: skip
-    found = operators.condensed(events)
-    assert found["kernels"] == [
+    profile = operators.condensed(events)
+    assert profile["kernels"] == [
         ["mm", "[[2, 3]]", '["bf16"]', "gemm", 2, 12],
         ["", "[8, 1, 1]", "[]", "triton", 1, 4],
     ]
-    assert found["host"] == {"cudaLaunchKernel": [1, 1], "linear": [1, 4], "mm": [1, 5]}
-    assert found["spans"]["wall_us"] == 39
-    assert found["spans"]["device_busy_us"] == 14  # the last two overlap
+    assert profile["host"] == {"cudaLaunchKernel": [1, 1], "linear": [1, 4], "mm": [1, 5]}
+    assert profile["spans"]["wall_us"] == 39
+    assert profile["spans"]["device_busy_us"] == 14  # the last two overlap
 
 
 def test_an_import_that_initialises_cuda_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +121,12 @@ def test_readings_are_forks_that_end_alone() -> None:
     )
     assert run.returncode == 11, run.stderr[-2000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    ended = {one["reading"]: one["ended"] for one in lines if "ended" in one}
+    ended = {line["reading"]: line["ended"] for line in lines if "ended" in line}
     assert ended == {"aside": 0, "good": 0, "broken": 1, "hangs": 124}
-    assert {one["reading"]: one["step"] for one in lines if "step" in one} == {
+    assert {line["reading"]: line["step"] for line in lines if "step" in line} == {
         "aside": "here", "good": "here", "broken": "before", "hangs": "begun",
     }  # fmt: skip
-    assert len({one["parent"] for one in lines if "parent" in one}) == 1
+    assert len({line["parent"] for line in lines if "parent" in line}) == 1
     assert "no such library" in run.stderr
 
 
@@ -141,31 +141,31 @@ def test_a_stand_in_card_holds_its_own_context() -> None:
 
 
 def test_known_allocations_stand_beside_the_drivers_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [0]
+    used_bytes = [0]
 
     def empty(size: int, **options: Any) -> Any:
-        held[0] += size
+        used_bytes[0] += size
         return SimpleNamespace()
 
-    card = Card("NVIDIA H200", "GPU-1", 143771, used=lambda: held[0])
+    card = Card("NVIDIA H200", "GPU-1", 143771, used=lambda: used_bytes[0])
     monkeypatch.setitem(__import__("sys").modules, "pynvml", nvml_module([card]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     matrix = SimpleNamespace(sum=lambda: SimpleNamespace(item=lambda: 0.0))
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    one = type("M", (), {"__matmul__": lambda self, other: matrix})()
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: one)
+    ones = type("M", (), {"__matmul__": lambda self, other: matrix})()
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: ones)
     for name in ("init", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: held[0])
+        monkeypatch.setattr(torch.cuda, name, lambda *_: used_bytes[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (GIB, 2 * GIB))
-    found = list(contact_readings.known())
-    grown = [one for one in found if one["step"] == "allocated"]
-    assert [one["asked_bytes"] for one in grown] == [64 * MIB, GIB, 5 * GIB]
+    readings = list(contact_readings.known())
+    grown = [reading for reading in readings if reading["step"] == "allocated"]
+    assert [reading["asked_bytes"] for reading in grown] == [64 * MIB, GIB, 5 * GIB]
     assert grown[-1]["v2_used_bytes"] == 64 * MIB + GIB + 5 * GIB
     assert grown[-1]["used_bytes"] - grown[-1]["v2_used_bytes"] == 600 * MIB
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(readings)) == readings
 
 
 def test_products_go_on_as_long_as_asked_and_say_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +175,10 @@ def test_products_go_on_as_long_as_asked_and_say_their_rate(monkeypatch: pytest.
     monkeypatch.setattr(contact_readings, "nvml", lambda: contextlib.nullcontext(None))
     monkeypatch.setattr("benchmarks.contact.readings.time.monotonic", lambda: 0.2 * next(clock))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = list(contact_readings.sustained())
-    assert len(found) == 50
-    assert found[-1]["s"] >= contact_readings.SUSTAINED_S
-    assert {round(one["flops_per_s"]) for one in found} == {round(2 * 8 * 4 * 16 * 60 / 0.6)}
+    readings = list(contact_readings.sustained())
+    assert len(readings) == 50
+    assert readings[-1]["s"] >= contact_readings.SUSTAINED_S
+    assert {round(reading["flops_per_s"]) for reading in readings} == {round(2 * 8 * 4 * 16 * 60 / 0.6)}
 
 
 def test_a_refusal_is_recorded_with_what_the_classifier_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,22 +186,22 @@ def test_a_refusal_is_recorded_with_what_the_classifier_makes_of_it(monkeypatch:
         raise RuntimeError("Triton Error [CUDA]: out of memory")
 
     monkeypatch.setitem(contact_readings.REFUSALS, "triton", refuse)
-    (found,) = contact_readings.refusal("triton")
-    assert found["kind"] == FailureKind.OUT_OF_MEMORY.value
-    assert found["type"] == "builtins.RuntimeError"
+    (reading,) = contact_readings.refusal("triton")
+    assert reading["kind"] == FailureKind.OUT_OF_MEMORY.value
+    assert reading["type"] == "builtins.RuntimeError"
     monkeypatch.setitem(contact_readings.REFUSALS, "triton", lambda: None)
-    (found,) = contact_readings.refusal("triton")
-    assert found["text"] == "it had enough"
+    (reading,) = contact_readings.refusal("triton")
+    assert reading["text"] == "it had enough"
 
 
 def test_a_reading_whose_child_failed_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H200 every child crashed, and refusals, traces and teardown said that they had ended well."""
     monkeypatch.setattr(contact_readings, "begin", lambda name, lines: len(name))
     monkeypatch.setattr(contact_readings, "end", lambda child, limit_s: int(child == len("refusal:cublas")))
-    found = contact_readings.refusals()
-    assert next(found) == {"step": "cublas", "problem": "status 1"}
+    refusals = contact_readings.refusals()
+    assert next(refusals) == {"step": "cublas", "problem": "status 1"}
     with pytest.raises(RuntimeError, match="no reading of cublas, triton"):
-        list(found)
+        list(refusals)
     lines = [{"step": "lora", "events": ""}, {"step": "full", "problem": "RuntimeError: no"}]
     monkeypatch.setattr(contact_traces, "traces", lambda config, device, base: lines)
     traced = contact_readings.traces()

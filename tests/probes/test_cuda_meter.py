@@ -87,11 +87,11 @@ def test_phases_are_the_trackers_byte_for_byte(cuda: FakeCuda) -> None:
     with ExitStack() as resources:
         meter = CudaMeter("cuda:0", resources, driver_used(cuda))
         with cuda.live.following(), reference.following():
-            held = []
+            tensors = []
             for phase, size in (("forward", 3 << 20), ("loss", 9 << 20), ("backward", 1000), ("step", 5 << 20)):
                 meter.mark(phase)
                 reference.mark(phase)
-                held.append(torch.empty(size, dtype=torch.uint8))
+                tensors.append(torch.empty(size, dtype=torch.uint8))
                 torch.empty(2 * size, dtype=torch.uint8)  # gone at once
         assert meter.phase_peaks() == reference.phase_peaks()
         peak = max(reference.phase_peaks().values())
@@ -214,10 +214,10 @@ def test_a_neighbour_who_stays_is_waited_for_once(monkeypatch: pytest.MonkeyPatc
     waits = []
     for base in (0, 2 * GIB, 2 * GIB, 0):
         driver.base, began = base, driver.now_s
-        turn = device.lease_device("cuda:0", lambda begins: None, read=driver)
-        assert turn.descriptor is not None
-        device.os.close(turn.descriptor)
-        assert turn.shared_bytes == base
+        lease = device.lease_device("cuda:0", lambda begins: None, read=driver)
+        assert lease.descriptor is not None
+        device.os.close(lease.descriptor)
+        assert lease.shared_bytes == base
         waits.append(round(driver.now_s - began))
     assert waits == [device.STABLE_S, device.TEARDOWN_S, 0, 0]
 

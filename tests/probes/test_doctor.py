@@ -21,10 +21,10 @@ def test_doctor_finds_this_machine_and_says_how_to_mend(
     document = json.loads(capsys.readouterr().out)
     assert document["can_probe"] == torch.cuda.is_available()
     assert code == (0 if document["can_probe"] else 3)
-    by_name = {one["name"]: one for one in document["findings"]}
+    by_name = {finding["name"]: finding for finding in document["findings"]}
     assert {"Python", "NVIDIA driver", "torch", "torch on the GPU", "bitsandbytes NF4", "flash-attn"} <= set(by_name)
-    assert {one["level"] for one in document["findings"]} <= {"ok", "warning", "missing"}
-    assert all(one["mend"] for one in document["findings"] if one["level"] != "ok")
+    assert {finding["level"] for finding in document["findings"]} <= {"ok", "warning", "missing"}
+    assert all(finding["mend"] for finding in document["findings"] if finding["level"] != "ok")
     assert by_name["torch"]["text"] == torch.__version__
 
 
@@ -34,7 +34,7 @@ def test_without_torch_nothing_of_it_is_judged(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("asked"))
     findings = doctor.examine()
     assert not doctor.can_probe(findings)
-    by_name = {one.name: one for one in findings}
+    by_name = {finding.name: finding for finding in findings}
     assert by_name["torch"].mend == install_command("torch")
     assert not {"torch on the GPU", "bitsandbytes NF4", "flash-attn", "NCCL"} & set(by_name)
     assert {"Python", "NVIDIA driver", "temporary directory", "Hugging Face cache"} <= set(by_name)
@@ -66,7 +66,7 @@ def test_torch_that_is_broken_is_a_finding(answer: Any, words: str) -> None:
 
 
 def test_torch_that_sees_a_gpu_is_reported_with_its_facts() -> None:
-    facts = {
+    report = {
         "gpus": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}],
         "bf16": True,
         "nf4": True,
@@ -77,7 +77,7 @@ def test_torch_that_sees_a_gpu_is_reported_with_its_facts() -> None:
             "flash": "ModuleNotFoundError: No module named 'flash_attn'",
         },
     }
-    by_name = {one.name: one for one in doctor.torch_findings(facts)}
+    by_name = {finding.name: finding for finding in doctor.torch_findings(report)}
     assert "capability 9.0, 150.00 GiB" in by_name["torch on the GPU"].text
     assert by_name["bf16"].level == "ok"
     assert by_name["bitsandbytes NF4"].text.startswith("kernels work on the GPU")
@@ -92,9 +92,9 @@ GPU = '"gpus": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 1}
 def test_what_torch_says_about_the_driver_is_shown() -> None:
     """NVML answers, torch cannot use the driver: before, "torch finds no GPU" was all."""
     answer = done(stdout=f'DOCTOR{{"torch": "2.11", "built_for": "13.0", "gpus": [], "driver_says": "{TOO_OLD}"}}')
-    found = next(doctor.torch_findings(doctor.ask_torch(answer)))
-    assert found.level == "missing"
-    assert TOO_OLD in found.text
+    finding = next(doctor.torch_findings(doctor.ask_torch(answer)))
+    assert finding.level == "missing"
+    assert TOO_OLD in finding.text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_check_that_kills_or_hangs_the_child_loses_nothing_before_it(code: int
             raise subprocess.TimeoutExpired("python", 1.0, output="\n".join(lines).encode())
         return subprocess.CompletedProcess(args, code, "\n".join(lines), stderr)
 
-    by_name = {one.name: one for one in doctor.torch_findings(doctor.ask_torch(answer))}
+    by_name = {finding.name: finding for finding in doctor.torch_findings(doctor.ask_torch(answer))}
     assert by_name["torch on the GPU"].level == "ok"
     assert by_name["bf16"].level == "ok"
     assert by_name["Triton"].text == "RuntimeError: Failed to find C compiler"
@@ -126,7 +126,7 @@ def test_the_childs_checks_are_told_one_by_one(capsys: pytest.CaptureFixture[str
     """On this machine: no GPU, no kernel is tried, and bitsandbytes is not imported for nothing."""
     doctor_torch.main()
     lines = [json.loads(line.removeprefix("DOCTOR")) for line in capsys.readouterr().out.splitlines()]
-    assert [list(one["seconds"]) for one in lines] == [["gpus"], ["ranks"]]
+    assert [list(line["seconds"]) for line in lines] == [["gpus"], ["ranks"]]
     assert lines[0]["torch"] == torch.__version__
     broken = doctor_torch.tell(doctor_torch.triton)
     assert "triton" in broken["problems"]

@@ -18,7 +18,7 @@ import sys
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from probes.dryrun import ahead, dry_run_report
+from probes.dryrun import dry_run_report, helper
 
 model, gpu, setup = catalogue.load("qwen/qwen2.5-0.5b"), find_gpu("a100-80gb"), TrainSetup(seq_len_tokens=256)
 layout = setup.replace(parallel="ddp", num_gpus=2)
@@ -28,45 +28,45 @@ def figures(setup=setup):
     return found.prediction, found.phase_groups, found.timeline, found.num_events
 
 sys.executable = sys.argv[1]  # the children start with the libraries imported
-ahead.load_ahead()
-first = ahead._HELPER
+helper.load_ahead()
+first = helper._HELPER
 beside, said = figures(), []
 args = model, gpu, setup.replace(micro_batch_seqs=2), [100, 200]
-over = ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=said.append)
+over = helper.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=said.append)
 assert said and over.num_micro_batches == 2
 try:
-    ahead.reported("probes.dryrun.varying:over_lengths", *args[:2], layout, [100], source="", seed=0, say=said.append)
+    helper.reported("probes.dryrun.varying:over_lengths", *args[:2], layout, [100], source="", seed=0, say=said.append)
 except ValueError:
     pass
 else:
     raise AssertionError("the child's word")
-tree = ahead.tree_answer(model.config, 1000.0)["spec"]
+tree = helper.tree_answer(model.config, 1000.0)["spec"]
 assert (len(tree["layer_order"]), tree["vocab_size"]) == (model.num_layers, model.vocab_size)
-assert ahead._HELPER is first and first._child.poll() is None
+assert helper._HELPER is first and first._child.poll() is None
 several = figures(layout)
-assert first._child is None and ahead._HELPER is not first
+assert first._child is None and helper._HELPER is not first
 assert figures() == beside  # with every library real
 def interrupted(text):
     raise KeyboardInterrupt
 
 try:
-    ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=interrupted)
+    helper.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=interrupted)
 except KeyboardInterrupt:
     pass
-assert ahead._HELPER._child is None
-ahead._HELPER = None
-assert ahead.tree_answer(model.config, 0.01) is None  # ended before it had loaded anything
-assert ahead._HELPER._child is None
-ahead._HELPER = None
+assert helper._HELPER._child is None
+helper._HELPER = None
+assert helper.tree_answer(model.config, 0.01) is None  # ended before it had loaded anything
+assert helper._HELPER._child is None
+helper._HELPER = None
 assert figures() == beside
 assert "torch" not in sys.modules
-ahead._HELPER._child.kill()
-ahead._HELPER._child.wait()
+helper._HELPER._child.kill()
+helper._HELPER._child.wait()
 assert figures() == beside
 assert figures(layout) == several
 assert "torch" in sys.modules
-ahead._HELPER = None
-assert ahead.load_ahead() is None  # the libraries are here by now
+helper._HELPER = None
+assert helper.load_ahead() is None  # the libraries are here by now
 """
 
 

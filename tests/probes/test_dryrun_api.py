@@ -64,10 +64,10 @@ def test_dry_run_device_peak_follows_the_gpu() -> None:
 
 
 def test_what_is_no_cuda_card_is_refused() -> None:
-    found = dry_run(_model(), find_gpu("m3-max"), SETUP)
-    assert isinstance(found, ProbeFailure)
-    assert found.kind is FailureKind.UNSUPPORTED
-    assert "Apple" in found.message
+    outcome = dry_run(_model(), find_gpu("m3-max"), SETUP)
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.UNSUPPORTED
+    assert "Apple" in outcome.message
 
 
 def test_dry_run_at_the_cards_limit_counts_the_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,9 @@ def test_dry_run_says_when_attention_falls_back_to_the_math_kernel() -> None:
 
 
 def test_dry_run_gradients_accumulate_only_with_several_micro_batches() -> None:
-    one = _report({"optimizer": "sgd"}).phase_groups["forward"]
+    single = _report({"optimizer": "sgd"}).phase_groups["forward"]
     several = _report({"optimizer": "sgd", "accumulation_steps": 8}).phase_groups["forward"]
-    assert ("gradients", "accumulated gradients") not in one
+    assert ("gradients", "accumulated gradients") not in single
     assert several[("gradients", "accumulated gradients")] > 0
     assert _report({"accumulation_steps": 2}).prediction == _report({"accumulation_steps": 8}).prediction
 
@@ -147,8 +147,8 @@ def test_dry_run_fused_losses_need_no_logits_in_llama4(loss: str) -> None:
         "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 2,
     }  # fmt: skip
-    reports = [report_for_config(config, AMPERE, SETUP.replace(loss=one)) for one in ("full", loss)]
-    peaks = [one.prediction.phase_peaks_bytes["loss"] for one in reports if isinstance(one, DryRunReport)]
+    reports = [report_for_config(config, AMPERE, SETUP.replace(loss=variant)) for variant in ("full", loss)]
+    peaks = [report.prediction.phase_peaks_bytes["loss"] for report in reports if isinstance(report, DryRunReport)]
     assert len(peaks) == 2, reports
     assert peaks[1] < peaks[0]
 
@@ -224,6 +224,6 @@ def test_a_loss_of_too_many_pieces_is_not_followed_one_by_one(micro_batch: int) 
     model = catalogue.load("HuggingFaceTB/SmolLM2-135M")
     assert model is not None
     setup = TrainSetup(method="lora", loss="chunked", objective="dpo", seq_len_tokens=2048)
-    found = dry_run(model, find_gpu("rtx-4090"), setup.replace(micro_batch_seqs=micro_batch))
-    assert isinstance(found, ProbeFailure)
-    assert "a dry run follows each piece of the loss" in found.message
+    outcome = dry_run(model, find_gpu("rtx-4090"), setup.replace(micro_batch_seqs=micro_batch))
+    assert isinstance(outcome, ProbeFailure)
+    assert "a dry run follows each piece of the loss" in outcome.message

@@ -15,7 +15,7 @@ from probes.dryrun.startup import collection_paused
 from probes.stack.configs import load_config
 from tests.whole import these
 
-SMALLEST = {one.model_type: one for one in sorted(catalogue.entries(), key=lambda entry: -entry.num_params)}
+SMALLEST = {entry.model_type: entry for entry in sorted(catalogue.entries(), key=lambda entry: -entry.num_params)}
 FP32_KEPT = {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Types with a few parameters that stay fp32 whatever the weights' type is."""
 EACH_WAY = (

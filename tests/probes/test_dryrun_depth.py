@@ -14,11 +14,11 @@ from planner.setup import TrainSetup
 from probes.allocator import Alloc, Free, replay
 from probes.allocator.repetitions import flat
 from probes.dryrun import DryRunReport, engine, report_for_config
-from probes.dryrun.again import Replay
 from probes.dryrun.analysis import curve_of, phase_peaks
 from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
 from probes.dryrun.engine import full_trace
 from probes.dryrun.fastmeta import SHORTCUTS, Remembered
+from probes.dryrun.step_replay import Replay
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config, period_of, truncated_config
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
@@ -83,8 +83,8 @@ SOME = (
 @pytest.mark.parametrize("name", these(SOME, [*CASES]))
 def test_dry_run_repeated_depth_equals_full_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, changes, fields = CASES[name]
-    said: list[str] = []
-    monkeypatch.setattr(engine.log, "debug", lambda text, *values: said.append(text % values))
+    messages: list[str] = []
+    monkeypatch.setattr(engine.log, "debug", lambda text, *values: messages.append(text % values))
     config = small_config(model_type, **changes)
     setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
     short = report_for_config(config, AMPERE, setup)
@@ -92,7 +92,7 @@ def test_dry_run_repeated_depth_equals_full_depth(name: str, monkeypatch: pytest
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
     assert_same_figures(short, full)
-    assert f"{full.depth} of {full.depth} layers" not in " ".join(said)
+    assert f"{full.depth} of {full.depth} layers" not in " ".join(messages)
 
 
 def test_every_event_is_that_of_the_full_depth() -> None:
@@ -120,14 +120,14 @@ def test_every_event_is_that_of_the_full_depth() -> None:
 def _changes(trace: Trace) -> list[int | tuple[int, int]]:
     """Sizes as they are made, and the place among them of what is released."""
     places: dict[int, int] = {}
-    found: list[int | tuple[int, int]] = []
+    changes: list[int | tuple[int, int]] = []
     for event in flat(trace.events):
         if isinstance(event, Alloc):
             places[event.id] = len(places)
-            found.append((places[event.id], event.size_bytes))
+            changes.append((places[event.id], event.size_bytes))
         elif isinstance(event, Free):
-            found.append(places[event.id])
-    return found
+            changes.append(places[event.id])
+    return changes
 
 
 def test_period_of_patterns() -> None:
@@ -168,7 +168,7 @@ def test_events_do_not_hang_on_the_order_in_which_a_process_walks_through_sets(
     config = truncated_config(load_config(small_config(kind, num_hidden_layers=6, sliding_window=32)), 6)
     configs = (config, config.get_text_config())
     modelings = {
-        importlib.import_module(type(one).__module__.replace(".configuration_", ".modeling_")) for one in configs
+        importlib.import_module(type(part).__module__.replace(".configuration_", ".modeling_")) for part in configs
     }
     setup = TrainSetup(seq_len_tokens=64, checkpointing=1)
 
@@ -222,12 +222,12 @@ def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pyte
     model_type, changes, fields, copied = QUICK[name]
     setup = TrainSetup(**{"seq_len_tokens": 64, "lora_rank": 4, **fields})
     config = small_config(model_type, **changes)
-    step, found = Replay.step, []
+    step, replayed = Replay.step, []
     micro_batch, micro_found = Replay.micro_batch, []
 
     def told(*given: Any) -> bool:
-        found.append(step(*given))
-        return found[-1]
+        replayed.append(step(*given))
+        return replayed[-1]
 
     def told_of_micro_batch(*given: Any) -> Any:
         loss = micro_batch(*given)
@@ -238,8 +238,8 @@ def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pyte
     monkeypatch.setattr(Replay, "step", told)
     monkeypatch.setattr(Replay, "micro_batch", told_of_micro_batch)
     short = trace_run(load_config(config), setup, capability=AMPERE)
-    assert found == [False, copied]
-    assert all(one is copied for one in micro_found)
+    assert replayed == [False, copied]
+    assert all(was_copied is copied for was_copied in micro_found)
     assert len(micro_found) == (setup.accumulation_steps > 1) * (1 if copied else 2)
     monkeypatch.setattr(Replay, "step", lambda *_: False)
     monkeypatch.setattr(Replay, "micro_batch", lambda *_: None)

@@ -20,7 +20,7 @@ def test_formula_and_dry_run_agree(fields: dict[str, object]) -> None:
     model, gpu = catalogue.load("allenai/olmoe-1b-7b-0924"), find_gpu("rtx-4090")
     assert model is not None
     setup = TrainSetup(method="qlora", lora_targets="attention", seq_len_tokens=512, quantize_experts=True, **fields)
-    found = dry_run(model, gpu, setup)
-    assert isinstance(found, Prediction), found
+    prediction = dry_run(model, gpu, setup)
+    assert isinstance(prediction, Prediction), prediction
     formula = predict_memory(model, gpu, setup)
-    assert formula.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=AGREES)
+    assert formula.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=AGREES)

@@ -71,11 +71,11 @@ def _sums_without_mode(loss: Loss) -> list[tuple[bool, tuple[int, ...]]]:
     """(in place, shape) of every sum of gradients, as PyTorch does it alone."""
     parameters, ids = _inputs("cpu")
     value = loss(parameters, ids)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recording:
         value.backward()
-    events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    events = sorted(recording.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     names = {"aten::add": False, "aten::add_": True}
-    return [(names[one.name()], tuple(one.shapes()[0])) for one in events if one.name() in names]
+    return [(names[event.name()], tuple(event.shapes()[0])) for event in events if event.name() in names]
 
 
 def _backward(loss: Loss, device: str) -> tuple[list[tuple[bool, tuple[int, ...]]], list[Event]]:
@@ -103,15 +103,15 @@ def _backward(loss: Loss, device: str) -> tuple[list[tuple[bool, tuple[int, ...]
 
 
 def _alive(events: list[Event]) -> list[int]:
-    total, sizes, found = 0, {}, []
+    total, sizes, alive_bytes = 0, {}, []
     for event in events:
         if isinstance(event, Alloc):
             sizes[event.id] = event.size_bytes
             total += event.size_bytes
         elif isinstance(event, Free):
             total -= sizes.pop(event.id)
-        found.append(total)
-    return found
+        alive_bytes.append(total)
+    return alive_bytes
 
 
 @pytest.mark.parametrize("loss", [_tied, _residual, _own_function], ids=["tied", "residual", "own function"])

@@ -32,12 +32,12 @@ def test_the_dry_run_saves_what_the_formula_says() -> None:
     peaks = {}
     for kernels in ("eager", "liger", "fused"):
         setup = TrainSetup(kernels=kernels, checkpointing=0, loss="chunked", seq_len_tokens=1024, micro_batch_seqs=2)
-        found = dry_run(model, gpu, setup)
-        assert isinstance(found, Prediction), found
+        prediction = dry_run(model, gpu, setup)
+        assert isinstance(prediction, Prediction), prediction
         formula = predict_memory(model, gpu, setup).peak_allocated_bytes
-        peaks[kernels] = (found.peak_allocated_bytes, formula)
+        peaks[kernels] = (prediction.peak_allocated_bytes, formula)
     for kernels in ("liger", "fused"):
-        saved = [eager - own for eager, own in zip(peaks["eager"], peaks[kernels], strict=True)]
+        saved = [eager - peak for eager, peak in zip(peaks["eager"], peaks[kernels], strict=True)]
         assert saved[1] == pytest.approx(saved[0], rel=SAVED_AGREES), (kernels, peaks)
 
 

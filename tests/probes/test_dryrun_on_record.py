@@ -51,14 +51,14 @@ def told(name: str) -> dict[str, Any]:
 
 
 def test_every_byte_of_a_dry_run_is_on_record() -> None:
-    found = {"versions": {name: text.partition("+")[0] for name, text in VERSIONS.items()}}
-    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if kept.get("versions") != found["versions"] and not os.environ.get("UPDATE_DOCS"):
-        pytest.skip(f"the record is of {kept.get('versions')}")
-    found |= {name: json.loads(json.dumps(told(name))) for name in CASES}
+    current = {"versions": {name: text.partition("+")[0] for name, text in VERSIONS.items()}}
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if recorded.get("versions") != current["versions"] and not os.environ.get("UPDATE_DOCS"):
+        pytest.skip(f"the record is of {recorded.get('versions')}")
+    current |= {name: json.loads(json.dumps(told(name))) for name in CASES}
     if os.environ.get("UPDATE_DOCS"):
-        RECORD.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
-        kept = found
+        RECORD.write_text(json.dumps(current, indent=0, sort_keys=True) + "\n")
+        recorded = current
     for name in CASES:
-        for key, value in found[name].items():
-            assert value == kept[name][key], (name, key)
+        for key, value in current[name].items():
+            assert value == recorded[name][key], (name, key)

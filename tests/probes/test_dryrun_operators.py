@@ -34,18 +34,18 @@ def shallow() -> ModelSpec:
 
 
 def report(fields: dict[str, Any], **options: Any) -> DryRunReport:
-    found = dry_run_report(shallow(), GPU, TrainSetup(seq_len_tokens=512, **fields), use_cache=False, **options)
-    assert isinstance(found, DryRunReport), found
-    return found
+    outcome = dry_run_report(shallow(), GPU, TrainSetup(seq_len_tokens=512, **fields), use_cache=False, **options)
+    assert isinstance(outcome, DryRunReport), outcome
+    return outcome
 
 
 def counted(program: Program, places: Any) -> Counter[tuple[Any, int]]:
     """How often each operator with its layouts is issued, by whom."""
-    found: Counter[tuple[Any, int]] = Counter()
+    counts: Counter[tuple[Any, int]] = Counter()
     for place in places:
         for call in program.segments[place].calls:
-            found[program.operators[call // len(ISSUERS)], call % len(ISSUERS)] += 1
-    return found
+            counts[program.operators[call // len(ISSUERS)], call % len(ISSUERS)] += 1
+    return counts
 
 
 @pytest.mark.parametrize("name", some([*SETUPS], 2))
@@ -65,15 +65,15 @@ def test_the_full_depth_issues_what_was_repeated(name: str) -> None:
 
 
 def test_a_dry_run_says_how_fast_and_who_waits() -> None:
-    found = report(SETUPS["lora, checkpointing, Liger"])
-    assert found.program is not None
-    names = Counter(one.name for one in found.program.operators)
+    baseline = report(SETUPS["lora, checkpointing, Liger"])
+    assert baseline.program is not None
+    names = Counter(operator.name for operator in baseline.program.operators)
     assert {
         "liger.rms_norm",
         "liger.swiglu_backward",
         "trl.logprob_tile",
     } <= names.keys() or "aten._log_softmax.default" in names
-    prediction = found.prediction
+    prediction = baseline.prediction
     assert prediction.step_time_s is not None
     assert sum(prediction.time_parts_s.values()) == pytest.approx(prediction.step_time_s)
     assert any("host-bound" in note for note in prediction.notes)  # 512 tokens of a small model: launches, not work
@@ -86,7 +86,7 @@ def test_a_dry_run_says_how_fast_and_who_waits() -> None:
 def test_values_that_the_host_looks_at_are_waited_for() -> None:
     chunked = report({"lora_rank": 8, "loss": "chunked"}).program
     assert chunked is not None
-    assert any(one.name == WAIT for one in chunked.operators)
+    assert any(operator.name == WAIT for operator in chunked.operators)
 
 
 def test_what_travels_or_generates_has_no_speed_of_its_own() -> None:

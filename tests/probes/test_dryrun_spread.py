@@ -88,11 +88,11 @@ def _setup(**fields: Any) -> TrainSetup:
 
 @functools.cache
 def _report(model_type: str, setup: TrainSetup, **options: Any) -> DryRunReport:
-    found = report_for_config(
+    report = report_for_config(
         small_config(model_type, num_hidden_layers=DEEP.get(model_type, 5)), AMPERE, setup, **options
     )
-    assert isinstance(found, DryRunReport), found
-    return found
+    assert isinstance(report, DryRunReport), report
+    return report
 
 
 @pytest.mark.slow
@@ -105,13 +105,13 @@ def test_rank_repeated_depth_equals_full_depth(name: str) -> None:
 
 
 def test_rank_of_any_world_size_holds_its_share() -> None:
-    one = _report("llama", _setup(**FULL, num_gpus=1))
+    single = _report("llama", _setup(**FULL, num_gpus=1))
     shares = [_report("llama", _setup(**FULL, parallel="fsdp2", num_gpus=ranks)) for ranks in (2, 8, 512)]
-    held = [one.parameter_bytes, *(share.parameter_bytes for share in shares)]
+    parameter_bytes = [single.parameter_bytes, *(share.parameter_bytes for share in shares)]
     # mixed precision keeps the shards in fp32: half of the weights in twice their type
-    assert held[1] == held[0]
-    assert held == sorted(held, reverse=True)
-    assert held[2] < held[0]
+    assert parameter_bytes[1] == parameter_bytes[0]
+    assert parameter_bytes == sorted(parameter_bytes, reverse=True)
+    assert parameter_bytes[2] < parameter_bytes[0]
     copies = [_report("llama", _setup(parallel="ddp", num_gpus=ranks)) for ranks in (2, 64)]
     assert copies[0].prediction.phase_peaks_bytes == copies[1].prediction.phase_peaks_bytes
 
@@ -168,10 +168,10 @@ def test_rank_says_what_ran(parallel: str) -> None:
 )
 def test_rank_refuses_what_is_not_followed(fields: dict[str, Any]) -> None:
     setup = _setup(**fields)
-    found = report_for_config(small_config("llama"), AMPERE, setup)
-    assert isinstance(found, ProbeFailure)
-    assert found.kind is FailureKind.UNSUPPORTED
-    assert found.message == why_not_traced(setup) != ""
+    outcome = report_for_config(small_config("llama"), AMPERE, setup)
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.UNSUPPORTED
+    assert outcome.message == why_not_traced(setup) != ""
 
 
 def test_every_followed_strategy_is_named() -> None:

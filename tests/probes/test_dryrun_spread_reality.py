@@ -110,9 +110,9 @@ def real(tmp_path_factory: pytest.TempPathFactory, warm_programs: Path) -> Itera
             finally:
                 watchdog.cancel()
             assert answer, words.read_text()[-3000:]
-            found: dict[str, int] = json.loads(answer)
-            assert isinstance(found, dict), f"{found}\n{words.read_text()[-3000:]}"
-            return found
+            peaks: dict[str, int] = json.loads(answer)
+            assert isinstance(peaks, dict), f"{peaks}\n{words.read_text()[-3000:]}"
+            return peaks
 
         try:
             yield job

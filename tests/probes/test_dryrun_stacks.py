@@ -30,9 +30,9 @@ def test_a_loop_that_keeps_its_outputs_is_followed() -> None:
     model = catalogue.load(row.model or "")
     assert model is not None
     assert row.setup is not None
-    found = dry_run(model, find_gpu("rtx-4080"), row.setup)
-    assert isinstance(found, Prediction)
-    assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
+    prediction = dry_run(model, find_gpu("rtx-4080"), row.setup)
+    assert isinstance(prediction, Prediction)
+    assert prediction.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
     config = small_config("qwen2") | {"vocab_size": 40_000}
     model = spec_from_config(config, model_id="small", source="test")
     setup = TrainSetup(stack=stack, seq_len_tokens=512, lora_rank=4, loss="full")
-    found = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
-    assert isinstance(found, Prediction), found
+    prediction = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
+    assert isinstance(prediction, Prediction), prediction
     assert predict_memory(model, find_gpu("a100-80gb"), setup).peak_allocated_bytes == pytest.approx(
-        found.peak_allocated_bytes, rel=AGREE
+        prediction.peak_allocated_bytes, rel=AGREE
     )
 
 
@@ -61,17 +61,17 @@ def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
 )
 def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> None:
     """What they keep more, formula and dry run say alike: logits copied, tables of positions, repeated keys, inputs."""
-    asked = {"attention": "flash-attention-2", "loss": "full", "lora_rank": 4, **fields}
-    sizes = {"vocab_size": asked.pop("vocab_size", 320), "max_position_embeddings": 32_768}
+    arguments = {"attention": "flash-attention-2", "loss": "full", "lora_rank": 4, **fields}
+    sizes = {"vocab_size": arguments.pop("vocab_size", 320), "max_position_embeddings": 32_768}
     model = spec_from_config(small_config("qwen2") | sizes, model_id="small", source="test")
-    older = TrainSetup(stack=stack, seq_len_tokens=1024, accumulation_steps=2, **asked)
+    older = TrainSetup(stack=stack, seq_len_tokens=1024, accumulation_steps=2, **arguments)
     today = older.replace(transformers_version="", bitsandbytes_version="")
     peaks = []
     for setup in (older, today):
-        found = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
-        assert isinstance(found, Prediction), found
-        said = predict_memory(model, find_gpu("a100-80gb"), setup)
-        peaks.append((found.peak_allocated_bytes, said.peak_allocated_bytes))
+        prediction = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
+        assert isinstance(prediction, Prediction), prediction
+        estimate = predict_memory(model, find_gpu("a100-80gb"), setup)
+        peaks.append((prediction.peak_allocated_bytes, estimate.peak_allocated_bytes))
     (dry, formula), (dry_today, formula_today) = peaks
     assert formula == pytest.approx(dry, rel=0.04)
     assert formula > formula_today
@@ -88,11 +88,11 @@ def test_torchtitan_keeps_every_second_product() -> None:
             stack=stack, method="full", lora_rank=0, loss="full", attention="sdpa", precision="bf16-pure",
             checkpointing=1, selective_checkpointing=True, seq_len_tokens=tokens, packing=False,
         )  # fmt: skip
-        found = dry_run(model, card, setup, use_cache=False)
-        assert isinstance(found, Prediction), found
-        peaks[stack] = found.phase_peaks_bytes["forward"]
-        said = predict_memory(model, card, setup)
-        assert said.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=AGREE)
+        prediction = dry_run(model, card, setup, use_cache=False)
+        assert isinstance(prediction, Prediction), prediction
+        peaks[stack] = prediction.phase_peaks_bytes["forward"]
+        estimate = predict_memory(model, card, setup)
+        assert estimate.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=AGREE)
     assert peaks["torchtitan"] - peaks["trl"] == pytest.approx(8 * tokens * 2 * (3 * 64 + 96), rel=0.2)
 
 
@@ -118,10 +118,10 @@ def test_reentrant_checkpointing_is_traced(method: str) -> None:
     fields = {"method": method, "lora_rank": 0 if method == "full" else 4, "seq_len_tokens": 2048}
     for reentrant in (False, True):
         setup = TrainSetup(reentrant_checkpointing=reentrant, **fields)  # type: ignore[arg-type]
-        found = dry_run(model, card, setup, use_cache=False)
-        assert isinstance(found, Prediction), found
+        prediction = dry_run(model, card, setup, use_cache=False)
+        assert isinstance(prediction, Prediction), prediction
         assert predict_memory(model, card, setup).peak_allocated_bytes == pytest.approx(
-            found.peak_allocated_bytes, rel=AGREE
+            prediction.peak_allocated_bytes, rel=AGREE
         )
 
 
@@ -139,10 +139,10 @@ def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layer
     config = small_config("qwen2") | {"vocab_size": 4000, "num_hidden_layers": 6}
     model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
     setup = TrainSetup(seq_len_tokens=128, trained_layers=layers, **fields)  # type: ignore[arg-type]
-    found = dry_run(model, card, setup, use_cache=False)
-    assert isinstance(found, Prediction), found
+    prediction = dry_run(model, card, setup, use_cache=False)
+    assert isinstance(prediction, Prediction), prediction
     formula = predict_memory(model, card, setup)
-    assert formula.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.01)
+    assert formula.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)
     whole = predict_memory(model, card, setup.replace(trained_layers=0))
     assert formula.peak_allocated_bytes < whole.peak_allocated_bytes
 
@@ -161,7 +161,7 @@ def test_modules_to_save_are_counted_as_peft_makes_them(fields: dict[str, object
     config = small_config("qwen2") | {"vocab_size": 40_000}
     model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
     setup = TrainSetup(lora_rank=4, seq_len_tokens=128, **fields)  # type: ignore[arg-type]
-    found = dry_run(model, card, setup, use_cache=False)
-    assert isinstance(found, Prediction), found
+    prediction = dry_run(model, card, setup, use_cache=False)
+    assert isinstance(prediction, Prediction), prediction
     formula = predict_memory(model, card, setup)
-    assert formula.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.01)
+    assert formula.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)

@@ -63,9 +63,9 @@ def test_dry_run_of_pipeline_stages_equals_real_processes(tmp_path: Path, warm_p
 
 
 def _report(fields: dict[str, Any], **options: Any) -> DryRunReport:
-    found = report_for_config(small_config("llama", num_hidden_layers=DEEP), AMPERE, TrainSetup(**fields), **options)
-    assert isinstance(found, DryRunReport), found
-    return found
+    report = report_for_config(small_config("llama", num_hidden_layers=DEEP), AMPERE, TrainSetup(**fields), **options)
+    assert isinstance(report, DryRunReport), report
+    return report
 
 
 @pytest.mark.slow
@@ -82,11 +82,11 @@ def test_stage_of_repeated_depth_equals_full_depth(fields: dict[str, Any]) -> No
 
 
 def test_pipeline_names_its_stages_and_what_ran() -> None:
-    found = _report(PIPELINE | {"num_gpus": 4, "pipeline_degree": 4, "accumulation_steps": 4})
-    notes = " ".join(found.prediction.notes)
+    report = _report(PIPELINE | {"num_gpus": 4, "pipeline_degree": 4, "accumulation_steps": 4})
+    notes = " ".join(report.prediction.notes)
     assert "1f1b schedule ran" in notes
     assert all(f" {stage}: " in notes for stage in (1, 2, 4))
-    assert ("activations", "stage boundary buffers") in found.phase_groups["backward"]
+    assert ("activations", "stage boundary buffers") in report.phase_groups["backward"]
 
 
 def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
@@ -94,9 +94,9 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
         fields = {"pipeline_schedule": schedule, "accumulation_steps": micro_batches, "checkpointing": 0}
         return _report(PIPELINE | {"num_gpus": 2, "pipeline_degree": 2} | fields).prediction.peak_allocated_bytes
 
-    one = peak("1f1b", 4) - peak("1f1b", 3)  # from the second on, gradients are alive beside what is in flight
+    growth = peak("1f1b", 4) - peak("1f1b", 3)  # from the second on, gradients are alive beside what is in flight
     many = peak("gpipe", 3) - peak("gpipe", 2)
-    assert 0 <= 10 * one < many
+    assert 0 <= 10 * growth < many
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ POINTS = [
 
 def figures() -> list[list[int]]:
     """Of every point, without the cache."""
-    found = []
+    rows = []
     for name, setup in POINTS:
         model = catalogue.load(name)
         assert model is not None
         report = dry_run_report(model, find_gpu("a100-80gb"), setup, use_cache=False)
         assert isinstance(report, DryRunReport), report
-        found.append([report.prediction.peak_allocated_bytes, report.prediction.peak_reserved_bytes, report.num_events])
-    return found
+        rows.append([report.prediction.peak_allocated_bytes, report.prediction.peak_reserved_bytes, report.num_events])
+    return rows
 
 
 _SCRIPT = """
@@ -94,12 +94,12 @@ def test_a_run_with_stand_ins_loads_none_of_them_and_finds_the_same() -> None:
         [sys.executable, "-c", _SCRIPT.replace("\nNEEDED\n", needed)], env=users, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["loaded"] == []
-    assert all(found["same_models"]), found["same_models"]
-    assert found["cold"] == figures()
-    assert not found["no_instance"]
-    assert found["called"] == 2
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["loaded"] == []
+    assert all(answer["same_models"]), answer["same_models"]
+    assert answer["cold"] == figures()
+    assert not answer["no_instance"]
+    assert answer["called"] == 2
 
 
 NEEDED = {

@@ -33,21 +33,21 @@ def over(batches: tuple[int, ...], **changes: Any) -> OverLengths:
 
 
 def test_constant_lengths_are_the_dry_run() -> None:
-    found = over((512,) * 9)
+    replay = over((512,) * 9)
     report = report_for_config(CONFIG, (8, 0), FIXED)
     assert isinstance(report, DryRunReport)
-    assert found.peak_allocated_bytes >= report.prediction.peak_allocated_bytes  # blocks of fixed segments hold more
-    assert found.peak_reserved_bytes == found.constant_reserved_bytes == report.prediction.peak_reserved_bytes
+    assert replay.peak_allocated_bytes >= report.prediction.peak_allocated_bytes  # blocks of fixed segments hold more
+    assert replay.peak_reserved_bytes == replay.constant_reserved_bytes == report.prediction.peak_reserved_bytes
 
 
 def test_longer_micro_batches_after_shorter_ones_reserve_more_on_fixed_segments_only() -> None:
     rising = tuple(range(128, 4097, 128))
-    found = over(rising)
-    assert found.peak_reserved_bytes > 1.02 * found.constant_reserved_bytes
-    assert found.num_lengths == len(rising)
-    assert not found.rounded
+    fixed = over(rising)
+    assert fixed.peak_reserved_bytes > 1.02 * fixed.constant_reserved_bytes
+    assert fixed.num_lengths == len(rising)
+    assert not fixed.rounded
     growing = over(rising, expandable_segments=True)
-    assert growing.fragmentation_fraction < found.fragmentation_fraction / 2
+    assert growing.fragmentation_fraction < fixed.fragmentation_fraction / 2
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -68,9 +68,9 @@ def test_sizes_between_the_lengths_that_were_run_are_exact(attention: str) -> No
 
 
 def test_a_loss_in_chunks_is_run_at_several_lengths_and_rounded_up() -> None:
-    found = over((64, 2048, 512, 4096), loss="chunked", micro_batch_seqs=8)
-    assert found.rounded
-    assert found.num_retries == 0
+    replay = over((64, 2048, 512, 4096), loss="chunked", micro_batch_seqs=8)
+    assert replay.rounded
+    assert replay.num_retries == 0
 
 
 def test_what_the_card_cannot_hold_is_said() -> None:
@@ -92,7 +92,7 @@ def test_stated_lengths_have_the_mean_and_the_deviation() -> None:
     lengths = stated_lengths("3234:2547")
     mean = sum(lengths) / len(lengths)
     assert mean == pytest.approx(3234, rel=0.01)
-    assert (sum((one - mean) ** 2 for one in lengths) / len(lengths)) ** 0.5 == pytest.approx(2547, rel=0.06)
+    assert (sum((length - mean) ** 2 for length in lengths) / len(lengths)) ** 0.5 == pytest.approx(2547, rel=0.06)
     assert {min(stated_lengths("900:400:800:1000")) >= 800, max(stated_lengths("900:400:800:1000")) <= 1000} == {True}
     for wrong in ("900", "900:0", "a:b", "900:400:5000:5001", "nan:1"):
         with pytest.raises(UsageError):
@@ -102,9 +102,9 @@ def test_stated_lengths_have_the_mean_and_the_deviation() -> None:
 def test_micro_batches_hold_the_longest_of_the_epoch_and_the_same_seed_the_same() -> None:
     lengths = (*range(1, 400), 3000)
     for seed in range(5):
-        found = micro_batches(lengths, micro_batch_seqs=2, seq_len_tokens=2048, num=10, seed=seed)
-        assert (len(found), max(found)) == (10, 2048)
-        assert found == micro_batches(lengths, micro_batch_seqs=2, seq_len_tokens=2048, num=10, seed=seed)
+        batches = micro_batches(lengths, micro_batch_seqs=2, seq_len_tokens=2048, num=10, seed=seed)
+        assert (len(batches), max(batches)) == (10, 2048)
+        assert batches == micro_batches(lengths, micro_batch_seqs=2, seq_len_tokens=2048, num=10, seed=seed)
     assert micro_batches([5], micro_batch_seqs=4, seq_len_tokens=2048, num=10, seed=0) == (8,)
 
 
@@ -114,11 +114,11 @@ def test_estimate_says_it_beside_constant_lengths(
     monkeypatch.setattr("finetune_planner.app.climb.OVER_MICRO_BATCHES", 24)
     words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "128", "--micro-batch", "2", "--lengths", "60:30"]
     assert run([*words, "--no-expandable-segments"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Over 24 shuffled micro-batches of" in said
-    assert "all of them at 128:" in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Over 24 shuffled micro-batches of" in text
+    assert "all of them at 128:" in text
     assert run([*words, "--json=full"]) == 0
-    told = json.loads(capsys.readouterr().out)["over_lengths"]
-    assert told["peak_reserved_bytes"] >= told["peak_allocated_bytes"]
-    assert (told["seed"], told["longest_tokens"]) == (0, 128)
+    document = json.loads(capsys.readouterr().out)["over_lengths"]
+    assert document["peak_reserved_bytes"] >= document["peak_allocated_bytes"]
+    assert (document["seed"], document["longest_tokens"]) == (0, 128)
     assert run([*words, "--no-dry-run"]) == 2

@@ -25,8 +25,10 @@ def test_states_of_the_table(stack: str) -> None:
     assert isinstance(report, DryRunReport)
     model = spec_from_config(config, model_id="tiny", source="test")
     formula = predict_memory(model, gpu, setup)
-    found, counted = (
-        sum(one.size_bytes for one in terms if one.category == "optimizer")
+    traced, counted = (
+        sum(term.size_bytes for term in terms if term.category == "optimizer")
         for terms in (report.prediction.terms, formula.terms)
     )
-    assert counted == pytest.approx(found, rel=0.03)  # small vectors stay in 32 bits everywhere, and blocks are rounded
+    assert counted == pytest.approx(
+        traced, rel=0.03
+    )  # small vectors stay in 32 bits everywhere, and blocks are rounded

@@ -14,9 +14,9 @@ from probes.gpu.failures import building, classify_exception, classify_exit, oom
     "error", [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()], ids=["cuda", "host"]
 )
 def test_memory_that_runs_out_while_building_says_that_nothing_was_trained(error: Exception) -> None:
-    with pytest.raises(RuntimeError) as found, building("building 80 layers"):
+    with pytest.raises(RuntimeError) as raised, building("building 80 layers"):
         raise error
-    kind, message = classify_exception(found.value)
+    kind, message = classify_exception(raised.value)
     assert kind is FailureKind.OUT_OF_MEMORY
     assert "before any training step, building 80 layers" in message
     assert type(error).__name__ in message
@@ -86,10 +86,10 @@ def test_a_full_disk_is_the_machines_fault() -> None:
 
 def test_other_errors_while_building_are_left_alone() -> None:
     illegal = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError) as found, building("building 2 layers"):
+    with pytest.raises(RuntimeError) as raised, building("building 2 layers"):
         raise illegal
-    assert found.value is illegal
-    assert classify_exception(found.value)[0] is FailureKind.CRASHED
+    assert raised.value is illegal
+    assert classify_exception(raised.value)[0] is FailureKind.CRASHED
     with pytest.raises(KeyError), building("building 2 layers"):
         raise KeyError("a bug of ours")
 

@@ -58,7 +58,7 @@ def test_formula_agrees_with_the_dry_run() -> None:
         setup = TrainSetup(seq_len_tokens=1024, micro_batch_seqs=2, **fields)  # type: ignore[arg-type]
         truth = dry_run(model, card, setup)
         assert isinstance(truth, Prediction), (name, truth)
-        found = predict_memory(model, card, setup).peak_allocated_bytes
-        errors[f"{name} {fields}"] = abs(found / truth.peak_allocated_bytes - 1.0)
+        peak_bytes = predict_memory(model, card, setup).peak_allocated_bytes
+        errors[f"{name} {fields}"] = abs(peak_bytes / truth.peak_allocated_bytes - 1.0)
     assert statistics.median(errors.values()) <= TYPICAL, errors
     assert max(errors.values()) <= WORST, errors

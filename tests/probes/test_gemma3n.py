@@ -76,8 +76,8 @@ def test_formula_agrees_with_the_recorded_dry_runs() -> None:
     for row in RECORDED:
         model = spec_of(row["model"], raw(row["model"]))
         setup = setup_of(model, METHODS[row["method"]], tuple(row["case"]))
-        found = predict_memory(model, CARD, setup).peak_allocated_bytes
-        assert found == pytest.approx(row["dry_run"], rel=TOLERANCE), row
+        peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
+        assert peak_bytes == pytest.approx(row["dry_run"], rel=TOLERANCE), row
 
 
 def test_a_picture_becomes_what_its_processor_makes_of_it(tmp_path: Path) -> None:
@@ -103,16 +103,16 @@ def test_lora_reaches_no_convolution_and_checkpointing_no_tower() -> None:
     """PEFT's "all-linear" takes nn.Linear alone: of what sees, the matrix behind the tower."""
     model = spec_of(SMALL, raw())
     image = Images(width=512, height=512)
-    kept = {}
+    tower_bytes = {}
     for method in ("lora", "full"):
         for checkpointing in (0, 1):
             setup = setup_of(model, METHODS[method], (1, 512, 1, 1)).replace(checkpointing=checkpointing)
             terms = predict_memory(model, CARD, setup).terms
-            kept[method, checkpointing] = max(
-                (one.size_bytes for one in terms if one.name == "the tower's activations"), default=0
+            tower_bytes[method, checkpointing] = max(
+                (term.size_bytes for term in terms if term.name == "the tower's activations"), default=0
             )
-    assert kept["lora", 0] == kept["lora", 1] == 0
-    assert kept["full", 0] == kept["full", 1] > 4 * 1024**3
+    assert tower_bytes["lora", 0] == tower_bytes["lora", 1] == 0
+    assert tower_bytes["full", 0] == tower_bytes["full", 1] > 4 * 1024**3
     setup = setup_of(model, {}, (1, 512, 1, 1))
     assert any("the vision tower is frozen" in note for note in predict(model, CARD, setup).notes)
     attention = trained_parameters(model, setup.replace(lora_targets="attention"))
@@ -144,23 +144,26 @@ def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> No
 def test_without_timm_the_dry_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm_encoders, "find_spec", lambda name: None)
     monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
-    found = report_for_config(raw(), (9, 0), TrainSetup(seq_len_tokens=512))
-    assert not isinstance(found, DryRunReport)
-    assert "timm, which is not installed (pip install timm)" in found.message
+    outcome = report_for_config(raw(), (9, 0), TrainSetup(seq_len_tokens=512))
+    assert not isinstance(outcome, DryRunReport)
+    assert "timm, which is not installed (pip install timm)" in outcome.message
 
 
 class _Live(TorchDispatchMode):
     """Bytes of the tensors that live, and their peak."""
 
-    def __init__(self, *known: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._seen = {one.untyped_storage()._cdata for one in known}
+        self._seen = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, torch.Tensor) and (key := (storage := one.untyped_storage())._cdata) not in self._seen:
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen
+            ):
                 self._seen.add(key)
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._gone, key, storage.nbytes())
@@ -181,7 +184,7 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
     narrow = {"fp32": torch.float32, "bf16": torch.bfloat16}[setup.weight_dtype]
     with torch.device("meta"):
         encoder = timm_encoders._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
-    assert sum(one.numel() for one in encoder.parameters()) == mobilenet.NUM_PARAMS
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == mobilenet.NUM_PARAMS
     encoder.requires_grad_(trained)
     pixels = torch.empty(2, 3, mobilenet.SIDE, mobilenet.SIDE, dtype=narrow, device="meta")
     live = _Live(pixels, *encoder.parameters())
@@ -195,8 +198,8 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
     assert tuple(out.shape) == (2, mobilenet.FUSED, mobilenet.OUT_SIDE, mobilenet.OUT_SIDE)
     narrow_bytes = SIZE_BYTES[setup.autocast_dtype or setup.weight_dtype]
     sizes = mobilenet.PICTURE_BYTES[narrow_bytes, 4 if setup.autocast_dtype else narrow_bytes]
-    found, real = (sizes.kept, live.live - out.nbytes) if trained else (sizes.idle, live.peak)
-    assert 2 * found == pytest.approx(real, rel=0.001)
+    expected, real = (sizes.kept, live.live - out.nbytes) if trained else (sizes.idle, live.peak)
+    assert 2 * expected == pytest.approx(real, rel=0.001)
 
 
 @pytest.mark.slow
@@ -215,9 +218,9 @@ def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
     setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, **fields)
     report = report_for_config(config, (9, 0), setup)
     assert isinstance(report, DryRunReport), report
-    found = predict(model, CARD, setup)
-    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=SMALL_TOLERANCE)
-    assert any("upper bound" in note for note in found.notes)
+    prediction = predict(model, CARD, setup)
+    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=SMALL_TOLERANCE)
+    assert any("upper bound" in note for note in prediction.notes)
 
 
 @WITH_TIMM
@@ -231,5 +234,5 @@ def test_formula_and_dry_run_agree_on_pictures(method: str) -> None:
     setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
     report = report_for_config(config, (9, 0), setup)
     assert isinstance(report, DryRunReport), report
-    found = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=2 * TOLERANCE)
+    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=2 * TOLERANCE)

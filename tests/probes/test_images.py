@@ -87,20 +87,22 @@ def test_every_matrix_of_a_tower_is_one_that_transformers_builds(name: str) -> N
     model = model_of(name, config)
     encoder = encoder_of(model, Images(width=512, height=512))
     built = bare_model(load_config(config), torch.bfloat16, "sdpa", seeing=True)
-    assert model.num_params == sum(one.numel() for one in built.parameters())
+    assert model.num_params == sum(parameter.numel() for parameter in built.parameters())
     shapes = {key: tuple(value.shape) for key, value in built.named_parameters()}
     layers = [(layer, f".{index}") for layer, num in encoder.model.layer_counts for index in range(num)]
     layers += [
-        (one.layer, f".{index}" if one.num > 1 else "") for one in encoder.projectors for index in range(one.num)
+        (projector.layer, f".{index}" if projector.num > 1 else "")
+        for projector in encoder.projectors
+        for index in range(projector.num)
     ]
     for layer, place in layers:
-        for one in layer.linears:
-            key = f"{layer.path}{place}.{one.name}"
-            if one.module == "parameter":
-                assert shapes[key] == (one.in_features, one.out_features)
+        for linear in layer.linears:
+            key = f"{layer.path}{place}.{linear.name}"
+            if linear.module == "parameter":
+                assert shapes[key] == (linear.in_features, linear.out_features)
             else:
-                assert shapes[f"{key}.weight"] == (one.out_features, one.in_features)
-                assert (f"{key}.bias" in shapes) == one.bias
+                assert shapes[f"{key}.weight"] == (linear.out_features, linear.in_features)
+                assert (f"{key}.bias" in shapes) == linear.bias
 
 
 @pytest.fixture
@@ -155,15 +157,15 @@ PICTURED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "method"), these([one for one in PICTURED if one not in ALSO], PICTURED))
+@pytest.mark.parametrize(("name", "method"), these([case for case in PICTURED if case not in ALSO], PICTURED))
 def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     config = shallow(name)
     model = model_of(name, config)
     setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
     report = report_for_config(config, (9, 0), setup)
     assert isinstance(report, DryRunReport), report
-    found = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
 
 
 def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
@@ -172,8 +174,8 @@ def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
     setup = setup_of(model, METHODS["lora"], (1, 768, 2, 2)).replace(num_gpus=2, parallel="ddp")
     report = report_for_config(config, (9, 0), setup)
     assert isinstance(report, DryRunReport), report
-    found = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
     with pytest.raises(SetupError, match="images are not planned with parallel 'fsdp2'"):
         setup.replace(parallel="fsdp2")
 
@@ -189,24 +191,24 @@ def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() 
     walked = [peaks(place)[0] for place in range(len(pairs))]
     alone = [predict_memory(model, CARD, setup.replace(micro_batch_seqs=micro)) for micro in (1, 2, 3, 5)]
     context = context_bytes(CARD)  # the walk adds it to these
-    assert walked == pytest.approx([one.peak_device_bytes - context for one in alone], rel=0.0001)
+    assert walked == pytest.approx([prediction.peak_device_bytes - context for prediction in alone], rel=0.0001)
 
 
 def test_pixels_of_all_micro_batches_are_on_the_card() -> None:
     model = spec_of(GEMMA, CONFIGS[GEMMA])
-    one = setup_of(model, {}, (1, 512, 1, 2))
-    more = one.replace(accumulation_steps=10)
-    less, grown = (predict_memory(model, CARD, each).peak_allocated_bytes for each in (one, more))
+    setup = setup_of(model, {}, (1, 512, 1, 2))
+    more = setup.replace(accumulation_steps=10)
+    less, grown = (predict_memory(model, CARD, each).peak_allocated_bytes for each in (setup, more))
     assert grown - less == 8 * 4 * 3 * 896 * 896
 
 
 def test_flash_attention_has_no_mask_for_the_pictures_of_gemma() -> None:
     images = Images(width=512, height=512)
-    asked = TrainSetup(attention="flash-attention-2", images=images)
+    setup = TrainSetup(attention="flash-attention-2", images=images)
     model = spec_of(GEMMA, CONFIGS[GEMMA])
-    assert "takes no mask" in missing_kernels(model, CARD, asked)
-    assert not missing_kernels(model, CARD, asked.replace(images=None))
-    assert not missing_kernels(model, CARD, asked.replace(attention="sdpa"))
+    assert "takes no mask" in missing_kernels(model, CARD, setup)
+    assert not missing_kernels(model, CARD, setup.replace(images=None))
+    assert not missing_kernels(model, CARD, setup.replace(attention="sdpa"))
 
 
 def test_what_has_no_eyes_is_refused_by_name() -> None:

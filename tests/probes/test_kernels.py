@@ -39,5 +39,5 @@ def test_kernel_equals_the_dry_runs_choice() -> None:
         )
         model = catalogue.load("meta-llama/llama-3.1-8b")
         assert model is not None
-        found = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)
-        assert found == wanted, (case, reason)
+        kernel = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)
+        assert kernel == wanted, (case, reason)

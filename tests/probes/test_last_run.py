@@ -34,19 +34,19 @@ def test_what_changed_since_the_run_is_named(project: Path) -> None:
     (project / "probes" / "plain.py").write_text("x = 2")
     assert "is the one that ran" in last_run.words(path, project)
     (project / "probes" / "meter.py").write_text("torch.cuda.empty_cache()")
-    said = last_run.words(path, project)
-    assert said.startswith("replayed, not run since NVIDIA H100, driver 580")
-    assert said.endswith("probes/meter.py changed")
+    text = last_run.words(path, project)
+    assert text.startswith("replayed, not run since NVIDIA H100, driver 580")
+    assert text.endswith("probes/meter.py changed")
     (project / "planner" / "hardware" / "driver.py").unlink()
     assert "planner/hardware/driver.py, probes/meter.py changed" in last_run.words(path, project)
 
 
 def test_every_file_that_measures_a_gpu_is_watched() -> None:
     """Named by what they say; the few that say nothing of it are listed by hand and exist."""
-    found = set(last_run.cuda_files())
-    assert {"probes/gpu/measure.py", "probes/gpu/meters.py", "planner/hardware/driver.py", *last_run.ALWAYS} <= found
-    assert not any(name.startswith(("probes/phantom", "probes/dryrun")) for name in found)
-    assert all((ROOT / name).exists() for name in found)
+    files = set(last_run.cuda_files())
+    assert {"probes/gpu/measure.py", "probes/gpu/meters.py", "planner/hardware/driver.py", *last_run.ALWAYS} <= files
+    assert not any(name.startswith(("probes/phantom", "probes/dryrun")) for name in files)
+    assert all((ROOT / name).exists() for name in files)
 
 
 def test_the_summary_of_a_test_run_says_so(pytestconfig: pytest.Config) -> None:

@@ -80,15 +80,15 @@ def test_who_watches_a_run_holds_nothing_of_the_device(tmp_path: Path) -> None:
 
 def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> None:
     """The first two steps are not counted; what lies between two is; nothing is left of the run's folder."""
-    found = outcome(tmp_path, file())
-    assert isinstance(found, Measurement), found
-    assert (found.rung, found.program, found.step_times_s) == (Fidelity.RUN, "trl", (2.0, 2.0, 2.2))
-    assert found.between_steps_s == 0.02
-    assert found.step_time_s == pytest.approx(2.02)
-    assert found.tokens_per_s == pytest.approx(SETUP.tokens_per_step / 2.02)
-    assert (found.trainer_fraction, found.environment.libraries) == (0.0, {"trl": "1.16.0"})
-    assert not any("random weights" in note for note in found.notes)
-    assert any("stood in for the data set" in note for note in found.notes)
+    measurement = outcome(tmp_path, file())
+    assert isinstance(measurement, Measurement), measurement
+    assert (measurement.rung, measurement.program, measurement.step_times_s) == (Fidelity.RUN, "trl", (2.0, 2.0, 2.2))
+    assert measurement.between_steps_s == 0.02
+    assert measurement.step_time_s == pytest.approx(2.02)
+    assert measurement.tokens_per_s == pytest.approx(SETUP.tokens_per_step / 2.02)
+    assert (measurement.trainer_fraction, measurement.environment.libraries) == (0.0, {"trl": "1.16.0"})
+    assert not any("random weights" in note for note in measurement.notes)
+    assert any("stood in for the data set" in note for note in measurement.notes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,36 +107,36 @@ def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> Non
     ],
 )
 def test_a_run_that_fails_or_hangs_is_an_outcome(program: str, kind: FailureKind, words: str, tmp_path: Path) -> None:
-    found = outcome(tmp_path, file(program), limit_s=2.0 if kind is FailureKind.TIMEOUT else 60.0)
-    assert isinstance(found, ProbeFailure)
-    assert (found.kind, words in found.message) == (kind, True), found.message
+    failure = outcome(tmp_path, file(program), limit_s=2.0 if kind is FailureKind.TIMEOUT else 60.0)
+    assert isinstance(failure, ProbeFailure)
+    assert (failure.kind, words in failure.message) == (kind, True), failure.message
 
 
 @pytest.mark.parametrize(
     "wrote", ["{", '{"step_s": ["x", 1, 2, 3]}', json.dumps({**SEEN, "step_s": [0.0] * 9}), "\\xff"]
 )
 def test_what_a_run_wrote_of_itself_and_is_not_that_is_its_crash(wrote: str, tmp_path: Path) -> None:
-    found = outcome(tmp_path, file(f"open('seen/seen-1.json', 'w', encoding='latin-1').write({wrote!r})"))
-    assert isinstance(found, ProbeFailure)
-    assert (found.kind, "cannot be read" in found.message) == (FailureKind.CRASHED, True), found.message
+    failure = outcome(tmp_path, file(f"open('seen/seen-1.json', 'w', encoding='latin-1').write({wrote!r})"))
+    assert isinstance(failure, ProbeFailure)
+    assert (failure.kind, "cannot be read" in failure.message) == (FailureKind.CRASHED, True), failure.message
 
 
 def test_the_data_are_made_by_the_folders_own_program_before_the_run(tmp_path: Path) -> None:
     """Its output lies in the run's folder; a failure of it is the run's, and nothing is started after it."""
     made = "open('made', 'w').write('x')"
-    beside = {"launch/train.py": "open('made')\n" + PROGRAM, "launch/prepare.py": made}
+    extra_files = {"launch/train.py": "open('made')\n" + PROGRAM, "launch/prepare.py": made}
     first = f"{sys.executable} launch/prepare.py"
-    assert isinstance(outcome(tmp_path, file(files=beside, prepare=first)), Measurement)
+    assert isinstance(outcome(tmp_path, file(files=extra_files, prepare=first)), Measurement)
     secret = "hf_" + "a1" * 10
     broken = f"print('TOKEN={secret}')\nimport nowhere_at_all"
-    failed = outcome(tmp_path, file(files={**beside, "launch/prepare.py": broken}, prepare=first))
+    failed = outcome(tmp_path, file(files={**extra_files, "launch/prepare.py": broken}, prepare=first))
     assert isinstance(failed, ProbeFailure)
     assert ("TOKEN=" in failed.log_tail, secret in failed.log_tail) == (True, False)
     assert (failed.kind, "nowhere_at_all" in failed.message) == (FailureKind.MACHINE, True)
     (tmp_path / "kept").write_text("")
     linked = file(files={"launch/train.py": "open('data/kept')\n" + PROGRAM}, links={"data": tmp_path})
     assert isinstance(outcome(tmp_path, linked), Measurement)
-    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_what_cannot_be_started_or_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_model_with_random_weights_loads_and_its_texts_fill_a_sequence(tmp_pat
         prepare.make_texts(tmp_path / columns, columns, 9, 40)
         rows = [json.loads(line) for line in (tmp_path / columns / "train.jsonl").read_text().splitlines()]
         long = {row.get("text") or row["chosen"] for row in rows}
-        assert (len(long), {len(one.split()) for one in long}) == (num_rows, {num_words})
+        assert (len(long), {len(text.split()) for text in long}) == (num_rows, {num_words})
 
 
 class Control:
@@ -231,9 +231,13 @@ def test_what_a_gpu_showed_is_written_from_cudas_own_statistics(
     seen = watch.memory_seen()
     assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
     assert seen["used_bytes"] == 9 * GIB + 600 * MIB
-    told = decode(launched.Seen, {**SEEN, **seen})
-    found = launched.measurement(file(), request("cuda:0"), told, 600 * MIB)
-    assert (found.peak_device_bytes, found.device_peak_is_nvml, found.flags) == (9 * GIB, True, ("allocator-retries",))
+    observed = decode(launched.Seen, {**SEEN, **seen})
+    measurement = launched.measurement(file(), request("cuda:0"), observed, 600 * MIB)
+    assert (measurement.peak_device_bytes, measurement.device_peak_is_nvml, measurement.flags) == (
+        9 * GIB,
+        True,
+        ("allocator-retries",),
+    )
 
 
 def test_a_rehearsal_uses_the_cpu_whatever_the_file_says() -> None:

@@ -79,19 +79,19 @@ def _triton(launches: list[str]) -> dict[str, ModuleType]:
     root.jit = lambda function=None, **_: Kernel if function is None else Kernel(function)
     root.heuristics = root.autotune = plain
     root.cdiv, root.next_power_of_2 = lambda a, b: -(-a // b), lambda n: 1 << (n - 1).bit_length()
-    found: dict[str, ModuleType] = {"triton": root}
+    modules: dict[str, ModuleType] = {"triton": root}
     for name in ("language", "language.extra", "language.extra.libdevice", "language.math", "runtime", "experimental"):
-        found[f"triton.{name}"] = _Names(f"triton.{name}")
+        modules[f"triton.{name}"] = _Names(f"triton.{name}")
         parent, _, leaf = f"triton.{name}".rpartition(".")
-        setattr(found[parent], leaf, found[f"triton.{name}"])
+        setattr(modules[parent], leaf, modules[f"triton.{name}"])
     for name in ("runtime.driver", "experimental.gluon", "experimental.gluon.language"):
-        found[f"triton.{name}"] = _Names(f"triton.{name}")
-    runtime: Any = found["triton.runtime"]
-    runtime.driver = found["triton.runtime.driver"]
+        modules[f"triton.{name}"] = _Names(f"triton.{name}")
+    runtime: Any = modules["triton.runtime"]
+    runtime.driver = modules["triton.runtime.driver"]
     runtime.driver.active = None
     cache: Any = _Names("fla.ops.utils.cache")  # fla's own autotuner
     cache.fla_cache_autotune = plain
-    return {**found, cache.__name__: cache}
+    return {**modules, cache.__name__: cache}
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +114,10 @@ def fla() -> Iterator[tuple[Callable[..., Any], list[str]]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no GPU
             chunk_o = import_module("fla.ops.common.chunk_o")
-            own = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+            rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
         with mock.patch.object(chunk_o, "check_shared_mem", lambda arch, _: arch == "ada"):
-            yield own, launches
+            yield rule, launches
 
 
 def _followed(rule: Callable[..., Any], sizes: Sequence[int], dtype: Any) -> list[Event]:
@@ -128,8 +128,8 @@ def _followed(rule: Callable[..., Any], sizes: Sequence[int], dtype: Any) -> lis
         parts = [key_heads * size, key_heads * size, heads * value_size]
         mixed = torch.empty(seqs, sum(parts), tokens, dtype=dtype, device="meta", requires_grad=True)
         query, key, value = (
-            one.reshape(seqs, tokens, -1, width)
-            for one, width in zip(mixed.transpose(1, 2).split(parts, dim=-1), (size, size, value_size), strict=True)
+            part.reshape(seqs, tokens, -1, width)
+            for part, width in zip(mixed.transpose(1, 2).split(parts, dim=-1), (size, size, value_size), strict=True)
         )
         beta = torch.empty(seqs, tokens, heads, dtype=dtype, device="meta", requires_grad=True)
         g = torch.empty(seqs, tokens, heads, dtype=torch.float32, device="meta", requires_grad=True)
@@ -146,15 +146,15 @@ def _followed(rule: Callable[..., Any], sizes: Sequence[int], dtype: Any) -> lis
 def _sizes(events: Sequence[Event]) -> tuple[list[int], list[int]]:
     """(bytes of every allocation in order, bytes alive after each)."""
     alive: dict[int, int] = {}
-    made, held = [], []
+    made, alive_bytes = [], []
     for event in events:
         if isinstance(event, Alloc):
             alive[event.id] = event.size_bytes
             made.append(event.size_bytes)
-            held.append(sum(alive.values()))
+            alive_bytes.append(sum(alive.values()))
         elif isinstance(event, Free):
             alive.pop(event.id, None)
-    return made, held
+    return made, alive_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -162,14 +162,14 @@ def _sizes(events: Sequence[Event]) -> tuple[list[int], list[int]]:
 def test_what_is_allocated_and_launched_is_what_flas_own_code_does(
     fla: tuple[Callable[..., Any], list[str]], sizes: Sequence[int], dtype: Any
 ) -> None:
-    own, launches = fla
+    rule, launches = fla
     del launches[:]
-    expected = _sizes(_followed(own, sizes, dtype))
-    told: list[str] = []
-    with listening(lambda name, inputs, outputs: told.append(name)):
-        found = _sizes(_followed(chunk_gated_delta_rule, sizes, dtype))
-    assert found == expected
-    assert len(told) == len(launches), (told, launches)
+    expected = _sizes(_followed(rule, sizes, dtype))
+    kernels: list[str] = []
+    with listening(lambda name, inputs, outputs: kernels.append(name)):
+        actual = _sizes(_followed(chunk_gated_delta_rule, sizes, dtype))
+    assert actual == expected
+    assert len(kernels) == len(launches), (kernels, launches)
 
 
 def _priced_s(direction: str, seqs: int, tokens: int, key_heads: int, heads: int) -> float:
@@ -190,7 +190,7 @@ def _priced_s(direction: str, seqs: int, tokens: int, key_heads: int, heads: int
     calls = log.calls[:first] if direction == "forward" else log.calls[first:]
     rates = card_rates(find_gpu("h200"))
     issued = [log.operators[number // 5] for number in calls if number >= 0]
-    return sum(price(one, rates).seconds for one in issued if "l2norm" not in one.name)
+    return sum(price(operator, rates).seconds for operator in issued if "l2norm" not in operator.name)
 
 
 def test_what_flas_kernels_take_is_what_others_measured() -> None:
@@ -201,14 +201,14 @@ def test_what_flas_kernels_take_is_what_others_measured() -> None:
 def _dry(**fields: Any) -> Prediction:
     model = catalogue.load("qwen/qwen3.5-4b")
     assert model is not None
-    found = dry_run(model, find_gpu("h100-sxm"), TrainSetup(loss="chunked", **fields))
-    assert isinstance(found, Prediction), found
-    return found
+    prediction = dry_run(model, find_gpu("h100-sxm"), TrainSetup(loss="chunked", **fields))
+    assert isinstance(prediction, Prediction), prediction
+    return prediction
 
 
 def test_the_path_is_the_setups() -> None:
     """The loop's peak is the one that TRL's own trainer had on an H100 without fla (docs/accuracy/own-runs.md)."""
-    loop, package = (_dry(micro_batch_seqs=2, linear_attention=one) for one in ("torch", "fla"))
+    loop, package = (_dry(micro_batch_seqs=2, linear_attention=implementation) for implementation in ("torch", "fla"))
     assert loop.peak_allocated_bytes == pytest.approx(11993382912, rel=1e-4)
     assert package.peak_allocated_bytes < 0.92 * loop.peak_allocated_bytes
     assert loop.tokens_per_s is not None
@@ -230,6 +230,6 @@ def test_the_formula_follows_both(path: str, checkpointing: int) -> None:
 def test_a_class_that_does_not_ask_for_the_package_is_refused() -> None:
     model = catalogue.load("qwen/qwen3-8b")
     assert model is not None
-    found = dry_run(model, find_gpu("h100-sxm"), TrainSetup(linear_attention="fla", seq_len_tokens=64))
-    assert isinstance(found, ProbeFailure)
-    assert "does not ask for flash-linear-attention" in found.message
+    outcome = dry_run(model, find_gpu("h100-sxm"), TrainSetup(linear_attention="fla", seq_len_tokens=64))
+    assert isinstance(outcome, ProbeFailure)
+    assert "does not ask for flash-linear-attention" in outcome.message

@@ -42,28 +42,28 @@ def adapt(given: Mapping[str, Any], targets: str | list[str]) -> tuple[int, set[
 
 def expected_names(model: ModelSpec, targets: Targets) -> set[str]:
     """Dotted names with layer numbers left out, stacked parameters by the names of PEFT's nested wrappers."""
-    found = set()
+    names = set()
     for layer, _, linears in lora_linears(model, targets):
-        for one in linears:
-            name = re.sub(r"\.down_proj$", "", re.sub(r"gate_up_proj$", "base_layer", one.name))
-            plain = one.module != "parameter" or one.role == "router"
-            found.add(f"{layer.path}.{one.name if plain else name}".lstrip("."))
-    return found
+        for linear in linears:
+            name = re.sub(r"\.down_proj$", "", re.sub(r"gate_up_proj$", "base_layer", linear.name))
+            plain = linear.module != "parameter" or linear.role == "router"
+            names.add(f"{layer.path}.{linear.name if plain else name}".lstrip("."))
+    return names
 
 
 def without_numbers(names: set[str], model: ModelSpec) -> set[str]:
     """PEFT's names with the layer's number removed and prefixes of outer matrices dropped."""
     paths = [layer.path for layer in (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))]
-    outer = {one.name for one in (*model.outer_linears, *((model.head,) if model.head else ()))}
-    found = set()
+    outer = {linear.name for linear in (*model.outer_linears, *((model.head,) if model.head else ()))}
+    stripped = set()
     for name in names:
         path = max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")
         if not path:
             assert name.rpartition(".")[2] in outer, name
-            found.add(name.rpartition(".")[2])
+            stripped.add(name.rpartition(".")[2])
         else:
-            found.add(path + re.sub(r"^\.\d+\.", ".", name.removeprefix(path)))
-    return found
+            stripped.add(path + re.sub(r"^\.\d+\.", ".", name.removeprefix(path)))
+    return stripped
 
 
 @pytest.mark.slow

@@ -63,14 +63,16 @@ def setup(**changes: Any) -> TrainSetup:
     return TrainSetup(**{**base, **changes})
 
 
-def probe(config: dict[str, Any], one: TrainSetup, tmp_path: Path, **changes: Any) -> Measurement | ProbeFailure:
+def probe(config: dict[str, Any], setup: TrainSetup, tmp_path: Path, **changes: Any) -> Measurement | ProbeFailure:
     values: dict[str, Any] = {"limits": QUICK, **changes}
-    return run_probe(ProbeRequest(model_id="tiny", config=config, setup=one, device="cpu", **values), work_dir=tmp_path)
+    return run_probe(
+        ProbeRequest(model_id="tiny", config=config, setup=setup, device="cpu", **values), work_dir=tmp_path
+    )
 
 
-def here(config: dict[str, Any], one: TrainSetup, **changes: Any) -> Measurement:
+def here(config: dict[str, Any], setup: TrainSetup, **changes: Any) -> Measurement:
     """The child's own work, done in this process: importing torch anew for every case would take minutes."""
-    request = ProbeRequest(model_id="tiny", config=config, setup=one, device="cpu", **{"limits": QUICK, **changes})
+    request = ProbeRequest(model_id="tiny", config=config, setup=setup, device="cpu", **{"limits": QUICK, **changes})
     return measure(request, StatusPipe(None))
 
 
@@ -124,13 +126,13 @@ def test_jitter_of_one_percent_is_measured_to_one_percent() -> None:
     random = Random(7)
 
     def misses(limits: Limits) -> float:
-        found = []
+        errors = []
         for _ in range(300):
             short, _ = clocked(lambda index: 0.02 * random.gauss(1, 0.01), limits)
             long, _ = clocked(lambda index: 0.04 * random.gauss(1, 0.01), limits)
             full = median(long) + 14 * (median(long) - median(short))
-            found.append(abs(full / 0.32 - 1))
-        return sorted(found)[285]
+            errors.append(abs(full / 0.32 - 1))
+        return sorted(errors)[285]
 
     assert misses(Limits()) < 0.012
     assert misses(Limits(min_measure_s=0.01)) > 0.016
@@ -235,9 +237,9 @@ TRUNCATED = [(family, checkpointing) for checkpointing in (0, 1) for family in s
 @pytest.mark.parametrize(("family", "checkpointing"), these([("qwen2", 0)], TRUNCATED))
 def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int) -> None:
     """Memory per phase to 1 %. Times on a shared CPU: docs/probes.md."""
-    one = setup(checkpointing=checkpointing)
-    short = here(FAMILIES[family], one)
-    full = here(FAMILIES[family], one, depths=(0,))
+    train_setup = setup(checkpointing=checkpointing)
+    short = here(FAMILIES[family], train_setup)
+    full = here(FAMILIES[family], train_setup, depths=(0,))
     assert short.layers_measured == (2, 4, 6)
     assert full.layers_measured == (10,)
     assert short.extrapolation_error_fraction == pytest.approx(0.0, abs=MEMORY_TOLERANCE)
@@ -260,16 +262,16 @@ def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int)
     ids=["full", "qlora-8bit", "chunked-packed-accumulated", "dpo-full", "reward"],
 )
 def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
-    one = setup(**changes)
-    found = here(LLAMA, one, depths=(1, 2), check_depth=False)
-    assert found.layers_measured == (1, 2)
-    assert found.peak_allocated_bytes == max(found.phase_peaks_bytes.values())
-    assert found.tokens_per_step == one.tokens_per_step
-    assert set(found.phase_peaks_bytes) == set(PHASES)
-    assert found.copy_bandwidth_bytes_per_s is not None
-    assert found.copy_bandwidth_bytes_per_s > SLOWEST_COPY_BYTES_PER_S
-    if one.accumulation_steps > 4:
-        assert any("accumulation" in note for note in found.notes)
+    train_setup = setup(**changes)
+    measurement = here(LLAMA, train_setup, depths=(1, 2), check_depth=False)
+    assert measurement.layers_measured == (1, 2)
+    assert measurement.peak_allocated_bytes == max(measurement.phase_peaks_bytes.values())
+    assert measurement.tokens_per_step == train_setup.tokens_per_step
+    assert set(measurement.phase_peaks_bytes) == set(PHASES)
+    assert measurement.copy_bandwidth_bytes_per_s is not None
+    assert measurement.copy_bandwidth_bytes_per_s > SLOWEST_COPY_BYTES_PER_S
+    if train_setup.accumulation_steps > 4:
+        assert any("accumulation" in note for note in measurement.notes)
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -284,9 +286,9 @@ def test_probe_in_its_own_process_brings_the_same_memory(tmp_path: Path) -> None
 def test_probe_that_needs_more_than_its_memory_is_out_of_memory(tmp_path: Path) -> None:
     """A real refusal of the operating system: the child may map 256 MiB, one logits tensor needs 1 GiB."""
     wide = {**LLAMA, "vocab_size": 262_144, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    one = setup(micro_batch_seqs=8, seq_len_tokens=128)
+    train_setup = setup(micro_batch_seqs=8, seq_len_tokens=128)
     limits = Limits(time_s=600, measure_s=0.5, cpu_memory_bytes=256 << 20)
-    outcome = probe(wide, one, tmp_path, limits=limits, depths=(1, 2))
+    outcome = probe(wide, train_setup, tmp_path, limits=limits, depths=(1, 2))
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.OUT_OF_MEMORY, outcome.message
 
@@ -305,13 +307,13 @@ def test_probe_of_a_gpu_that_is_not_there_is_the_machines_fault(tmp_path: Path) 
 def test_cpu_meter_counts_blocks_of_512_bytes_per_phase() -> None:
     meter = CpuMeter()
     with meter.following():
-        kept = torch.empty(1000, dtype=torch.uint8)  # 1024
+        resident = torch.empty(1000, dtype=torch.uint8)  # 1024
         meter.mark("forward")
         gone = torch.empty(5000, dtype=torch.uint8)  # 5120
         del gone
         meter.mark("step")
     peaks = meter.phase_peaks()
-    assert kept.numel() == 1000
+    assert resident.numel() == 1000
     assert (peaks["load"], peaks["forward"], peaks["step"], peaks["loss"]) == (1024, 6144, 1024, 0)
 
 

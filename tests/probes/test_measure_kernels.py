@@ -45,10 +45,10 @@ def test_a_step_is_profiled_and_a_profiler_that_fails_costs_only_the_names(monke
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr("torch.profiler.profile", Profile)
-    found = kernels_of_step(lambda: steps.append(1))
+    names = kernels_of_step(lambda: steps.append(1))
     assert steps == [1]
-    assert found[0] == f"k{KEPT + 9}"
-    assert len(found) == KEPT
+    assert names[0] == f"k{KEPT + 9}"
+    assert len(names) == KEPT
 
     def broken(activities: Any) -> Profile:
         raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")

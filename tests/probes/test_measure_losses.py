@@ -14,15 +14,15 @@ def test_chunked_form_equals_trl_s_kernel_in_value_and_gradient() -> None:
         pytest.skip("trl is not installed")
     torch.manual_seed(0)
     weight, targets = torch.randn(300, 16), torch.randint(0, 300, (50,))
-    found = []
+    pairs = []
     for function in (real, ChunkedNll.apply):
         hidden = torch.linspace(-1, 1, 800).reshape(50, 16).clone().requires_grad_()
         log_probs = function(hidden, weight, None, targets)[0]
         (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
-        found.append((log_probs.detach(), gradient))
-    torch.testing.assert_close(found[0], found[1])
+        pairs.append((log_probs.detach(), gradient))
+    torch.testing.assert_close(pairs[0], pairs[1])
     wanted = torch.log_softmax(torch.linspace(-1, 1, 800).reshape(50, 16) @ weight.t(), -1)
-    torch.testing.assert_close(found[0][0], wanted.gather(-1, targets[:, None]).squeeze(-1))
+    torch.testing.assert_close(pairs[0][0], wanted.gather(-1, targets[:, None]).squeeze(-1))
 
 
 def test_loss_is_called_emulated_where_its_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,19 +45,19 @@ CONTEXT = 500 * MIB
 @cache
 def dry(depth: int) -> Prediction:
     config = truncated_config(load_config(CONFIG), depth).to_dict()
-    found = report_for_config(config, HOPPER, FULL)
-    assert hasattr(found, "prediction"), found
-    prediction: Prediction = found.prediction
+    report = report_for_config(config, HOPPER, FULL)
+    assert hasattr(report, "prediction"), report
+    prediction: Prediction = report.prediction
     return prediction
 
 
 def run_at(depth: int) -> DepthRun:
     """What a GPU would show at this depth, by the allocator's model."""
-    found = dry(depth)
+    prediction = dry(depth)
     return DepthRun(
         depth=depth,
-        phase_peaks_bytes=found.phase_peaks_bytes,
-        reserved_bytes=found.peak_reserved_bytes,
+        phase_peaks_bytes=prediction.phase_peaks_bytes,
+        reserved_bytes=prediction.peak_reserved_bytes,
         context_bytes=CONTEXT,
         step_times_s=(0.01 * depth,),
     )
@@ -68,8 +68,8 @@ class Runs(measure_run.DepthRunner):
 
     def run(self, depth: int, *, timed: bool) -> DepthRun:
         self.asked.append((depth, timed))
-        found = run_at(depth)
-        return found if timed else replace(found, step_times_s=())
+        depth_run = run_at(depth)
+        return depth_run if timed else replace(depth_run, step_times_s=())
 
 
 def on_a_gpu(
@@ -88,7 +88,7 @@ def on_a_gpu(
             runner = Runs(
                 request=request,
                 status=StatusPipe(None),
-                turn=DeviceLease(descriptor=None, before=None, shared_bytes=shared_bytes),
+                lease=DeviceLease(descriptor=None, before=None, shared_bytes=shared_bytes),
                 process_group=process_group,
                 devices=("cuda:0",),
                 resources=None,  # type: ignore[arg-type]
@@ -108,25 +108,25 @@ def test_a_line_is_wrong_for_what_the_allocator_reserves() -> None:
 
 
 def test_memory_is_measured_at_full_depth_where_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, runner = on_a_gpu(monkeypatch, 79 * GIB)()
+    measurement, runner = on_a_gpu(monkeypatch, 79 * GIB)()
     truth = dry(LAYERS)
     assert runner.asked == [(2, True), (4, True), (LAYERS, False)]
-    assert found.peak_reserved_bytes == truth.peak_reserved_bytes
-    assert found.peak_device_bytes == truth.peak_reserved_bytes + CONTEXT
-    assert found.phase_peaks_bytes == dict(truth.phase_peaks_bytes)
-    assert found.step_time_s == pytest.approx(0.01 * LAYERS * (1 + trainer_share(FULL).fraction))
-    assert any(note.startswith("timed is our own step; ") for note in found.notes)
-    assert found.layers_measured == (2, 4, LAYERS)
-    assert "memory of all 16 layers measured" in found.notes[0]
+    assert measurement.peak_reserved_bytes == truth.peak_reserved_bytes
+    assert measurement.peak_device_bytes == truth.peak_reserved_bytes + CONTEXT
+    assert measurement.phase_peaks_bytes == dict(truth.phase_peaks_bytes)
+    assert measurement.step_time_s == pytest.approx(0.01 * LAYERS * (1 + trainer_share(FULL).fraction))
+    assert any(note.startswith("timed is our own step; ") for note in measurement.notes)
+    assert measurement.layers_measured == (2, 4, LAYERS)
+    assert "memory of all 16 layers measured" in measurement.notes[0]
 
 
 def test_where_full_depth_does_not_fit_reserved_is_replayed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, runner = on_a_gpu(monkeypatch, 2 * GIB)()
+    measurement, runner = on_a_gpu(monkeypatch, 2 * GIB)()
     truth = dry(LAYERS)
     assert runner.asked == [(2, True), (4, True), (6, False)]
-    assert found.peak_reserved_bytes == pytest.approx(truth.peak_reserved_bytes, rel=1e-4)
-    assert found.extrapolation_error_fraction == pytest.approx(0.0, abs=1e-4)
-    assert "reserved by replaying" in found.notes[0]
+    assert measurement.peak_reserved_bytes == pytest.approx(truth.peak_reserved_bytes, rel=1e-4)
+    assert measurement.extrapolation_error_fraction == pytest.approx(0.0, abs=1e-4)
+    assert "reserved by replaying" in measurement.notes[0]
 
 
 def test_a_third_depth_that_reserves_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +135,12 @@ def test_a_third_depth_that_reserves_otherwise_is_told(monkeypatch: pytest.Monke
     real = run_at
 
     def fragmented(depth: int) -> DepthRun:
-        found = real(depth)
-        return replace(found, reserved_bytes=round(found.reserved_bytes * 1.25)) if depth == 6 else found
+        depth_run = real(depth)
+        return replace(depth_run, reserved_bytes=round(depth_run.reserved_bytes * 1.25)) if depth == 6 else depth_run
 
     monkeypatch.setitem(globals(), "run_at", fragmented)
-    found, _ = assemble()
-    assert found.extrapolation_error_fraction == pytest.approx(1 / 1.25 - 1, abs=0.01)
+    measurement, _ = assemble()
+    assert measurement.extrapolation_error_fraction == pytest.approx(1 / 1.25 - 1, abs=0.01)
 
 
 def test_segments_that_do_not_grow_although_asked_to_are_replayed_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +148,14 @@ def test_segments_that_do_not_grow_although_asked_to_are_replayed_so(monkeypatch
     assemble = on_a_gpu(monkeypatch, 2 * GIB)
     real = run_at
     monkeypatch.setitem(globals(), "run_at", lambda depth: replace(real(depth), grown=False))
-    found, _ = assemble()
+    measurement, _ = assemble()
     monkeypatch.setitem(globals(), "run_at", lambda depth: replace(real(depth), grown=True))
     grown, _ = assemble()
-    assert found.peak_reserved_bytes != grown.peak_reserved_bytes
+    assert measurement.peak_reserved_bytes != grown.peak_reserved_bytes
     gap = reserved_gap(CONFIG, FULL, HOPPER, grown=False)
     assert gap is not None
-    assert found.peak_reserved_bytes == found.peak_allocated_bytes + gap
-    assert any("ignores expandable_segments" in note for note in found.notes)
+    assert measurement.peak_reserved_bytes == measurement.peak_allocated_bytes + gap
+    assert any("ignores expandable_segments" in note for note in measurement.notes)
     assert not any("ignores expandable_segments" in note for note in grown.notes)
 
 
@@ -173,13 +173,13 @@ def test_a_run_that_is_not_the_setups_own_gives_memory_and_no_speed(monkeypatch:
 
     monkeypatch.setitem(globals(), "run_at", answer)
     shared = 3 * GIB if flag == "device-shared" else 0
-    found, _ = on_a_gpu(monkeypatch, 79 * GIB, setup=setup, shared_bytes=shared)()
-    assert found.flags == ((flag,) if flag else ())
-    assert found.peak_device_bytes == 2 * GIB + CONTEXT
-    assert found.speed_spoiled_by == ((flag,) if flag in SPEED_SPOILING_FLAGS else ())
+    measurement, _ = on_a_gpu(monkeypatch, 79 * GIB, setup=setup, shared_bytes=shared)()
+    assert measurement.flags == ((flag,) if flag else ())
+    assert measurement.peak_device_bytes == 2 * GIB + CONTEXT
+    assert measurement.speed_spoiled_by == ((flag,) if flag in SPEED_SPOILING_FLAGS else ())
     step_s = 0.01 * LAYERS * (1 + trainer_share(setup).fraction)
     speed = None if flag in SPEED_SPOILING_FLAGS else pytest.approx(setup.tokens_per_step / step_s)
-    assert found.tokens_per_s == speed
+    assert measurement.tokens_per_s == speed
 
 
 def test_steps_that_wander_give_their_median_and_the_band_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +191,11 @@ def test_steps_that_wander_give_their_median_and_the_band_that_was_seen(monkeypa
         return replace(before(depth), step_times_s=waves if depth > 2 else (0.1,) * 9, settled=depth == 2)
 
     monkeypatch.setitem(globals(), "run_at", answer)
-    found, _ = on_a_gpu(monkeypatch, 79 * GIB)()
-    assert found.flags == ("unstable",)
-    share, middle = trainer_share(FULL), sorted(found.step_times_s)[4]
-    assert found.tokens_per_s == pytest.approx(FULL.tokens_per_step / (middle * (1 + share.fraction)))
-    assert found.time_band_fraction == pytest.approx((0.393 - 0.37) / middle + share.band_fraction)
+    measurement, _ = on_a_gpu(monkeypatch, 79 * GIB)()
+    assert measurement.flags == ("unstable",)
+    share, middle = trainer_share(FULL), sorted(measurement.step_times_s)[4]
+    assert measurement.tokens_per_s == pytest.approx(FULL.tokens_per_step / (middle * (1 + share.fraction)))
+    assert measurement.time_band_fraction == pytest.approx((0.393 - 0.37) / middle + share.band_fraction)
 
 
 def test_growth_is_read_off_the_allocators_segments() -> None:

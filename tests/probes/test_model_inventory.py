@@ -61,41 +61,41 @@ def _placed(spec: ModelSpec, model: "torch.nn.Module") -> Iterator[tuple[str, La
 Parameters = dict[str, "torch.Tensor"]
 
 
-def _check_linear(model: "torch.nn.Module", prefix: str, one: LinearSpec, parameters: Parameters) -> None:
+def _check_linear(model: "torch.nn.Module", prefix: str, linear: LinearSpec, parameters: Parameters) -> None:
     """The module's class, shape and bias; takes its parameters out of `parameters`."""
-    name = prefix + one.name
-    if one.module == "parameter":
+    name = prefix + linear.name
+    if linear.module == "parameter":
         key = name if name in parameters else f"{name}.weight"
         bias = f"{name}_bias" if key == name else f"{name}.bias"
-        assert parameters.pop(key).numel() == one.num_weights, name
+        assert parameters.pop(key).numel() == linear.num_weights, name
         assert not isinstance(model.get_submodule(key.rpartition(".")[0]), torch.nn.Linear), name
     else:
         module = model.get_submodule(name)
-        conv1d = one.module == "conv1d"
+        conv1d = linear.module == "conv1d"
         assert isinstance(module, transformers.pytorch_utils.Conv1D if conv1d else torch.nn.Linear), name
-        shape = (one.in_features, one.out_features) if conv1d else (one.out_features, one.in_features)
+        shape = (linear.in_features, linear.out_features) if conv1d else (linear.out_features, linear.in_features)
         assert tuple(parameters.pop(f"{name}.weight").shape) == shape, name
         bias = f"{name}.bias"
-        if one.role != "router" and type(module).__name__ != "NonDynamicallyQuantizableLinear":  # small
-            assert one.quantizes == (conv1d or type(module) is torch.nn.Linear), name  # what bitsandbytes replaces
-    if one.bias:
-        assert parameters.pop(bias).numel() == one.num_bias, name
+        if linear.role != "router" and type(module).__name__ != "NonDynamicallyQuantizableLinear":  # small
+            assert linear.quantizes == (conv1d or type(module) is torch.nn.Linear), name  # what bitsandbytes replaces
+    if linear.bias:
+        assert parameters.pop(bias).numel() == linear.num_bias, name
     else:
         assert bias not in parameters, name
 
 
 def _check_norms(model: "torch.nn.Module", prefix: str, norms: tuple[NormSpec, ...], parameters: Parameters) -> None:
-    for one in norms:
+    for norm in norms:
         module = model
-        if one.name != "router.norm":
-            module = model.get_submodule(prefix + one.name)
-            assert "Norm" in type(module).__name__, prefix + one.name
+        if norm.name != "router.norm":
+            module = model.get_submodule(prefix + norm.name)
+            assert "Norm" in type(module).__name__, prefix + norm.name
             rms = re.search("RMS|T5LayerNorm|L2Norm", type(module).__name__) is not None
-            assert rms == (one.kind == "rms")
-        for key, present in (("weight", one.weight), ("bias", one.bias)):
-            full = f"{prefix}{one.name}.{key}"
+            assert rms == (norm.kind == "rms")
+        for key, present in (("weight", norm.weight), ("bias", norm.bias)):
+            full = f"{prefix}{norm.name}.{key}"
             if present:
-                assert parameters.pop(full).numel() == one.size, full
+                assert parameters.pop(full).numel() == norm.size, full
             else:
                 assert full not in parameters, full
 
@@ -120,9 +120,9 @@ def test_inventory_equals_the_module_tree(built: Built) -> None:
     seen_linears = 0
 
     for prefix, layer in _placed(spec, model):
-        for one in layer.linears:
-            _check_linear(model, prefix, one, parameters)
-            seen_linears += one.module == "linear"
+        for linear in layer.linears:
+            _check_linear(model, prefix, linear, parameters)
+            seen_linears += linear.module == "linear"
         _check_norms(model, prefix, layer.norms, parameters)
         rest = {key: value for key, value in parameters.items() if key.startswith(prefix)}
         if layer.kind != "idle-part":
@@ -133,9 +133,9 @@ def test_inventory_equals_the_module_tree(built: Built) -> None:
     for table in spec.embeddings:
         key = next(key for key in parameters if f".{key}".endswith(f".{table.name}.weight"))
         assert tuple(parameters.pop(key).shape) == (table.num_rows, table.dim)
-    for one in spec.outer_linears:
-        key = next(key for key in parameters if f".{key}".endswith(f".{one.name}.weight"))
-        _check_linear(model, key.removesuffix(f"{one.name}.weight"), one, parameters)
+    for outer_linear in spec.outer_linears:
+        key = next(key for key in parameters if f".{key}".endswith(f".{outer_linear.name}.weight"))
+        _check_linear(model, key.removesuffix(f"{outer_linear.name}.weight"), outer_linear, parameters)
         seen_linears += 1
     for norm in spec.outer_norms:
         names = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{norm.name}")]
@@ -169,7 +169,7 @@ def test_attention_kinds_equal_the_configuration_of_transformers(built: Built) -
     if types is None:
         whole = getattr(text, "sliding_window", None)
         if spec.model_type == "gpt_neo":
-            types = ["sliding_attention" if one == "local" else "full_attention" for one in text.attention_layers]
+            types = ["sliding_attention" if kind == "local" else "full_attention" for kind in text.attention_layers]
         else:
             types = ["sliding_attention" if whole else "full_attention"] * spec.num_layers
     for index, expected in zip(spec.layer_order, types, strict=True):
@@ -185,4 +185,4 @@ def test_attention_kinds_equal_the_configuration_of_transformers(built: Built) -
         assert all(layer.attention.rotary_fraction == part for layer in spec.layer_kinds if _rotates(layer))
     heads = getattr(text, "num_attention_heads", None)
     softmax = [layer.attention for layer in spec.layer_kinds if layer.attention and layer.attention.kind == "softmax"]
-    assert all(one.num_heads == heads for one in softmax)
+    assert all(attention_spec.num_heads == heads for attention_spec in softmax)

@@ -75,8 +75,10 @@ def in_one_order(spec: ModelSpec) -> ModelSpec:
     layers = tuple(
         replace(
             layer,
-            linears=tuple(replace(one, refused=False) for one in sorted(layer.linears, key=lambda one: one.name)),
-            norms=tuple(sorted(layer.norms, key=lambda one: one.name)),
+            linears=tuple(
+                replace(linear, refused=False) for linear in sorted(layer.linears, key=lambda matrix: matrix.name)
+            ),
+            norms=tuple(sorted(layer.norms, key=lambda norm: norm.name)),
         )
         for layer in spec.layer_kinds
     )
@@ -85,7 +87,7 @@ def in_one_order(spec: ModelSpec) -> ModelSpec:
 
 def adapted(spec: ModelSpec) -> set[str]:
     """Names of the matrices that LoRA on all linear layers adapts."""
-    return {one.name for _, _, linears in lora_linears(spec, "all-linear") for one in linears}
+    return {linear.name for _, _, linears in lora_linears(spec, "all-linear") for linear in linears}
 
 
 OF_EACH_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
@@ -122,7 +124,9 @@ def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert spec.num_layers == 6
     encoder = sum(num * len(layer.linears) for layer, num in spec.idle_layers)
-    assert encoder == sum(isinstance(one, torch.nn.Linear) for path, one in model.named_modules() if _IDLE.search(path))
+    assert encoder == sum(
+        isinstance(module, torch.nn.Linear) for path, module in model.named_modules() if _IDLE.search(path)
+    )
 
 
 def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
@@ -165,8 +169,8 @@ def test_a_checkpoint_with_16_bit_parts_is_run_as_it_is() -> None:
         assert isinstance(run, Prediction), run
         assert abs(formula.peak_allocated_bytes / run.peak_allocated_bytes - 1) <= formula.memory_band_fraction
         peaks.append(run.peak_allocated_bytes)
-    kept = 3 * 512 * 4096 + 4 * 512 * 512
-    assert peaks[1] - peaks[0] == pytest.approx(kept * (2 - 4.127 / 8), rel=0.02)
+    num_unquantized = 3 * 512 * 4096 + 4 * 512 * 512
+    assert peaks[1] - peaks[0] == pytest.approx(num_unquantized * (2 - 4.127 / 8), rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +229,9 @@ def test_the_second_time_no_process_is_started(specs: Mapping[str, ModelSpec], m
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    again = spec_from_config({"model_type": "exaone4", **UNKNOWN["exaone4"]}, model_id="other", source="elsewhere")
-    assert again == replace(specs["exaone4"], model_id="other")
-    assert (again.config_source, again.config["hidden_size"]) == ("elsewhere", 512)
+    spec = spec_from_config({"model_type": "exaone4", **UNKNOWN["exaone4"]}, model_id="other", source="elsewhere")
+    assert spec == replace(specs["exaone4"], model_id="other")
+    assert (spec.config_source, spec.config["hidden_size"]) == ("elsewhere", 512)
 
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,24 +254,24 @@ def test_the_process_that_loads_the_libraries_reads_the_tree_after_the_first_ans
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One import of the libraries instead of two; where it has no answer a child of its own gives one."""
-    told: list[str] = []
+    events: list[str] = []
 
     def answer(config: Mapping[str, Any], limit_s: float) -> Mapping[str, Any] | None:
-        told.append(f"read within {limit_s:g}")
+        events.append(f"read within {limit_s:g}")
         return {"failure": "ValueError: no heads"} if config["hidden_size"] == 1 else None
 
-    monkeypatch.setattr("probes.dryrun.ahead.load_ahead", lambda **_: None)
-    monkeypatch.setattr("probes.dryrun.ahead.tree_answer", answer)
+    monkeypatch.setattr("probes.dryrun.helper.load_ahead", lambda **_: None)
+    monkeypatch.setattr("probes.dryrun.helper.tree_answer", answer)
     monkeypatch.setattr(module_tree, "LIMIT_S", 7)
     monkeypatch.setattr(module_tree, "_readers", [])
     monkeypatch.setattr(module_tree, "_cached", lambda config: tmp_path / "spec.json")
     monkeypatch.setattr(module_tree, "_child_answer", lambda config: {"failure": "ValueError: a child's"})
-    dry_runs_ahead(1, first=lambda config: told.append(str(config["model_type"])))
+    dry_runs_ahead(1, first=lambda config: events.append(str(config["model_type"])))
     for width, words in ((1, "no heads"), (2, "a child's")):
         with pytest.raises(UnknownModelError, match=words):
             spec_from_config({"model_type": "exaone4", "hidden_size": width}, model_id="m", source="s")
-        assert told == ["exaone4", "read within 7"]
-        told.clear()
+        assert events == ["exaone4", "read within 7"]
+        events.clear()
 
 
 @pytest.mark.parametrize(
@@ -299,6 +303,6 @@ def test_a_damaged_cache_is_read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     path.write_text('{"model_id": 3')
     monkeypatch.setattr(module_tree, "_cached", lambda config: path)
     monkeypatch.setattr(module_tree, "_ask", lambda config: json.loads(json.dumps(to_jsonable(spec))))
-    found = module_tree.spec_from_tree({"model_type": "exaone4"}, "exaone4")
-    assert found == replace(spec, from_tree=True)
+    recovered = module_tree.spec_from_tree({"model_type": "exaone4"}, "exaone4")
+    assert recovered == replace(spec, from_tree=True)
     assert json.loads(path.read_text())["vocab_size"] == spec.vocab_size

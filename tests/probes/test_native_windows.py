@@ -50,10 +50,10 @@ def test_planning_works_without_fcntl_and_a_probe_says_what_it_needs(tmp_path: P
 
 
 def record(key: str) -> Record:
-    asked = ProbeRequest(model_id="tiny", config={"model_type": "llama"}, setup=TrainSetup(), device="cpu")
+    request = ProbeRequest(model_id="tiny", config={"model_type": "llama"}, setup=TrainSetup(), device="cpu")
     return Record(
-        key=key, model_id="tiny", config_digest="d", setup=setup_to_dict(asked.setup), request={},
-        outcome=measured(asked), recorded_at="2026-11-22T00:00:00+00:00",
+        key=key, model_id="tiny", config_digest="d", setup=setup_to_dict(request.setup), request={},
+        outcome=measured(request), recorded_at="2026-11-22T00:00:00+00:00",
     )  # fmt: skip
 
 
@@ -124,5 +124,5 @@ def test_the_store_keeps_what_several_write(windows: Msvcrt, tmp_path: Path) -> 
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len({one.key for one in Store(path).records()}) == 20
+    assert len({entry.key for entry in Store(path).records()}) == 20
     assert windows.held == {}

@@ -52,8 +52,8 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
     setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **changes})
     report = report_for_config(config, (8, 0), setup)
     assert isinstance(report, DryRunReport)
-    found = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
-    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
+    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
 
 
@@ -77,21 +77,21 @@ def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, An
     setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **job, **changes})
     report = report_for_config(config, (8, 0), setup)
     assert isinstance(report, DryRunReport)
-    found = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
-    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
+    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
 
 
 def test_fsdp2_gathers_a_reference_whole_and_in_a_buffer() -> None:
     """By hand: TRL makes one FSDP group of it, so that all its weights are there twice while its forward runs."""
     config = config_of(8)
-    asked = setup_from_dict(
+    setup = setup_from_dict(
         {"objective": "dpo", "method": "full", "precision": "bf16-pure", "seq_len_tokens": 128, "num_gpus": 4,
          "parallel": "fsdp2"}
     )  # fmt: skip
-    report = report_for_config(config, (8, 0), asked)
+    report = report_for_config(config, (8, 0), setup)
     assert isinstance(report, DryRunReport)
     groups = report.phase_groups["forward"]
-    whole = sum(weight_bytes(spec_from_config(config, model_id="a copy", source="test"), asked).values())
+    whole = sum(weight_bytes(spec_from_config(config, model_id="a copy", source="test"), setup).values())
     assert groups["workspace", "all-gather buffer"] == pytest.approx(whole, rel=0.001)
     assert whole < groups["workspace", "gathered weights"] < 1.5 * whole  # and the policy's table
 

@@ -69,10 +69,10 @@ def test_probe_measures_stores_and_then_answers_at_once(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU answers")
 def test_probe_without_a_gpu_says_what_to_do(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["probe", tiny]) == 3
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "no NVIDIA GPU" in told.err
-    assert "plan doctor" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no NVIDIA GPU" in captured.err
+    assert "plan doctor" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_probe_without_a_gpu_says_what_to_do(tiny: str, capsys: pytest.CaptureFi
 )
 def test_probe_refuses_nonsense(words: list[str], message: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["probe", tiny, *words]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert "Traceback" not in told.err
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -107,12 +107,12 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     capsys.readouterr()
     where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
     code = run(["confirm", out, "--target", "trl", *where, "--json=full"])
-    found = answer(capsys)
-    assert found["outcome"]["rung"] == "confirm"
-    assert found["outcome"]["layers_measured"] == [TINY["num_hidden_layers"]]
-    assert found["promise"]["rung"] in ("formula", "dry_run")
-    assert found["speed_miss_fraction"] is None
-    assert code == (0 if found["kept"] else 1)
+    document = answer(capsys)
+    assert document["outcome"]["rung"] == "confirm"
+    assert document["outcome"]["layers_measured"] == [TINY["num_hidden_layers"]]
+    assert document["promise"]["rung"] in ("formula", "dry_run")
+    assert document["speed_miss_fraction"] is None
+    assert code == (0 if document["kept"] else 1)
     assert run(["confirm", out, "--target", "no-such-target", *where]) == 2
     assert "no launch file" in capsys.readouterr().err
 
@@ -121,10 +121,10 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: nine probes met the same missing driver, all were stored as facts about setups, with exit code 0."""
-    asked: list[ProbeRequest] = []
+    requests: list[ProbeRequest] = []
 
     def no_driver(request: ProbeRequest, **kwargs: object) -> ProbeFailure:
-        asked.append(request)
+        requests.append(request)
         return ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message="torch finds no usable driver")
 
     monkeypatch.setattr("probes.gpu.executors.run_probe", no_driver)
@@ -132,7 +132,7 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
     plan_request = [tiny, "--gpu", "rtx-4090", "--seq-len", "32", "--global-batch", "4", "--method", "lora"]
     assert run(["tune", *plan_request, "--device", "cpu", "--no-dry-run", "--store", str(store)]) == 3
     assert "this machine cannot measure: torch finds no usable driver" in capsys.readouterr().err
-    assert len(asked) == 1
+    assert len(requests) == 1
     assert Store(store).records() == ()
 
 
@@ -159,6 +159,6 @@ def test_a_search_probes_as_jobs_of_a_cluster(
     assert run(words) == 2
     assert "--gpu NAME" in capsys.readouterr().err
     assert run([*words, "--gpu", "rtx-4090", *(["--device", device] if device else [])]) == 3
-    told = "no job on cpu of None" if device else "no job on cuda:0 of rtx-4090"
-    assert told in capsys.readouterr().err
+    message = "no job on cpu of None" if device else "no job on cuda:0 of rtx-4090"
+    assert message in capsys.readouterr().err
     assert made == [(tmp_path, {"slurm_partition": "gpu"})]

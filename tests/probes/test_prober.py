@@ -70,7 +70,7 @@ def test_prober_measures_once_and_then_remembers(tmp_path: Path) -> None:
         first, second = evaluate(TrainSetup()), evaluate(TrainSetup())
     assert isinstance(first, Measurement)
     assert second == first
-    assert [one.from_store for one in events] == [False, True]
+    assert [event.from_store for event in events] == [False, True]
     with local(tmp_path, ahead=0) as executor:  # another process later
         assert prober(tmp_path, executor)(TrainSetup()) == first
     assert len(Store(tmp_path / "s.jsonl").records()) == 1
@@ -78,16 +78,18 @@ def test_prober_measures_once_and_then_remembers(tmp_path: Path) -> None:
 
 def side_by_side(evaluate: Prober, setups: list[TrainSetup]) -> dict[TrainSetup, Measurement | ProbeFailure]:
     """Outcomes of several setups, all asked at once."""
-    asked = {setup: evaluate.submit(setup) for setup in setups}
-    return {setup: evaluate.finish(setup, future) for setup, future in asked.items()}
+    futures = {setup: evaluate.submit(setup) for setup in setups}
+    return {setup: evaluate.finish(setup, future) for setup, future in futures.items()}
 
 
 def test_probes_asked_at_once_are_all_answered_and_failures_stored(tmp_path: Path) -> None:
     setups = [TrainSetup(micro_batch_seqs=size) for size in (1, 2, 4)]
     with local(tmp_path, ahead=1) as executor:
-        found = side_by_side(prober(tmp_path, executor, model(fault="unsupported")), setups)
-    assert set(found) == set(setups)
-    assert all(isinstance(one, ProbeFailure) and one.kind is FailureKind.UNSUPPORTED for one in found.values())
+        outcomes = side_by_side(prober(tmp_path, executor, model(fault="unsupported")), setups)
+    assert set(outcomes) == set(setups)
+    assert all(
+        isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED for outcome in outcomes.values()
+    )
     assert len(Store(tmp_path / "s.jsonl").records()) == 3
 
 
@@ -99,12 +101,12 @@ def test_mfu_counts_needed_operations_over_the_data_sheet() -> None:
 
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", seq_len_tokens=2048)
     gpu = find_gpu("h200")
-    found = mfu_fraction(resolve_model("meta-llama/Llama-3.2-1B"), gpu, setup, step_time_s=0.05)
+    mfu = mfu_fraction(resolve_model("meta-llama/Llama-3.2-1B"), gpu, setup, step_time_s=0.05)
     assert gpu.bf16_flops_per_s is not None
     weights_only = 6 * 1_235_814_400 * 2048 / 0.05 / gpu.bf16_flops_per_s
-    assert found == pytest.approx(weights_only, rel=0.12)
-    assert found is not None
-    assert found > weights_only * 0.99
+    assert mfu == pytest.approx(weights_only, rel=0.12)
+    assert mfu is not None
+    assert mfu > weights_only * 0.99
 
 
 # executors
@@ -181,10 +183,10 @@ def promise(**changes: Any) -> Promise:
 def test_confirm_runs_full_depth_with_every_micro_batch_and_stores_it(tmp_path: Path) -> None:
     with local(tmp_path) as executor:
         made = prober(tmp_path, executor)
-        found = confirm(made, TrainSetup(), promise(), budget_bytes=10_000)
-    assert found.kept
-    assert found.memory_miss_fraction == 0.0
-    assert found.speed_miss_fraction is None  # nobody promised a CPU's speed
+        confirmation = confirm(made, TrainSetup(), promise(), budget_bytes=10_000)
+    assert confirmation.kept
+    assert confirmation.memory_miss_fraction == 0.0
+    assert confirmation.speed_miss_fraction is None  # nobody promised a CPU's speed
     (record,) = Store(tmp_path / "s.jsonl").records()
     assert record.request["depths"] == [0]
     assert record.request["rung"] == "confirm"

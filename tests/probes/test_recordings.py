@@ -35,7 +35,7 @@ REHEARSED = DATA / "gpu_recordings" / "rehearsal.jsonl"
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_todays_code_answers_as_it_was_recorded(path: Path) -> None:
-    problems = [problem for one in read_recordings(path) for problem in replay_problems(one)]
+    problems = [problem for recorded in read_recordings(path) for problem in replay_problems(recorded)]
     assert problems == []
 
 
@@ -44,8 +44,8 @@ def rehearsal() -> Recording:
 
 
 def test_the_rehearsal_is_no_gpus_and_says_so() -> None:
-    for one in read_recordings(REHEARSED):
-        assert one.source == REHEARSAL == "rehearsal, not a GPU"
+    for recorded in read_recordings(REHEARSED):
+        assert recorded.source == REHEARSAL == "rehearsal, not a GPU"
     traced = [line["step"] for line in rehearsal().lines if line["reading"] == "traces" and "events" in line]
     assert traced == [name for name, _, _ in SETUPS]
     assert any(line["reading"].startswith("refusal") for line in rehearsal().lines)
@@ -74,7 +74,7 @@ def test_an_allocator_model_that_comes_to_another_answer_is_noticed() -> None:
         words = line["events"].split()
         line["events"] = " ".join(["+104857600", "-0", *(f"-{int(w[1:]) + 1}" if w[0] == "-" else w for w in words)])
 
-    assert [one.split(":")[1].split(" peak")[0] for one in changed("full", larger)] == [
+    assert [problem.split(":")[1].split(" peak")[0] for problem in changed("full", larger)] == [
         " the model's allocated",
         " the model's reserved",
     ]
@@ -101,7 +101,7 @@ def test_what_an_h200_said_is_replayed_and_another_answer_is_noticed() -> None:
             line["seen"]["peak_allocated_bytes"] = round(1.01 * line["seen"]["peak_allocated_bytes"])
             line["seen"]["step_s"] = [2 * seconds for seconds in line["seen"]["step_s"]]
     problems = replay_problems(Recording(source=h200.source, lines=tuple(lines)))
-    assert [one.partition(":")[0] for one in problems] == [
+    assert [problem.partition(":")[0] for problem in problems] == [
         "fault fork", "fault fork, transformers' trainer", *["launched trl"] * 3,
     ]  # fmt: skip
 
@@ -178,12 +178,12 @@ def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monk
     """The names and arguments are PyTorch's; in what order they are asked is what counts here."""
     from benchmarks.contact import traces as contact_traces
 
-    asked: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any]] = []
     memory = torch.cuda.memory
-    monkeypatch.setattr(torch.cuda, "init", lambda: asked.append(("init", None)))
-    monkeypatch.setattr(memory, "_set_allocator_settings", lambda text: asked.append(("settings", text)), raising=False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append(("init", None)))
+    monkeypatch.setattr(memory, "_set_allocator_settings", lambda text: calls.append(("settings", text)), raising=False)
     monkeypatch.setattr(
-        memory, "_record_memory_history", lambda *on, **kept: asked.append(("record", on or kept["max_entries"]))
+        memory, "_record_memory_history", lambda *on, **options: calls.append(("record", on or options["max_entries"]))
     )
     traces = [[], [entry("segment_alloc", 0, 2 * MIB), entry("alloc", 5, 300), entry("free_completed", 5, 300)]]
     monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": traces})
@@ -191,7 +191,7 @@ def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monk
         assert so_far() == ([Alloc(0, 300), Free(0)], 1, False)
         monkeypatch.setattr(contact_traces, "MAX_ENTRIES", 3)
         assert so_far()[2]  # full: the oldest were overwritten
-    assert asked == [
+    assert calls == [
         ("settings", "expandable_segments:False"),
         ("init", None),
         ("record", 200_000),
@@ -211,10 +211,10 @@ def test_the_taped_meter_measures_as_the_meter_does() -> None:
         cuda = Modelled(tracker, expandable_segments=True)
         with ExitStack() as resources, cuda.installed(), tracker:
             meter = kind("cuda:0", resources, 0)
-            held = [torch.empty(3 * MIB, dtype=torch.uint8)]
+            tensors = [torch.empty(3 * MIB, dtype=torch.uint8)]
             for phase in ("forward", "loss", "backward", "step", "forward"):
                 meter.mark(phase)
-                held.append(torch.empty(5 * MIB, dtype=torch.uint8))
+                tensors.append(torch.empty(5 * MIB, dtype=torch.uint8))
                 torch.empty(40 * MIB, dtype=torch.uint8)
             answers.append(recording.meter_result(meter))
     assert answers[0] == answers[1]

@@ -41,10 +41,12 @@ def test_short_rows_say_what_a_long_one_takes(
     assert isinstance(direct, DryRunReport), direct
     assert any("rows of 8, 16, 32 tokens" in note for note in carried.prediction.notes)
     assert not any("rows of" in note for note in direct.prediction.notes)
-    found, true = carried.prediction, direct.prediction
-    assert found.peak_allocated_bytes == pytest.approx(true.peak_allocated_bytes, rel=0.005)
-    assert found.step_time_s == pytest.approx(true.step_time_s, rel=0.02)
-    assert sum(term.size_bytes for term in found.terms) == pytest.approx(found.peak_allocated_bytes, rel=0.001)
+    prediction, true = carried.prediction, direct.prediction
+    assert prediction.peak_allocated_bytes == pytest.approx(true.peak_allocated_bytes, rel=0.005)
+    assert prediction.step_time_s == pytest.approx(true.step_time_s, rel=0.02)
+    assert sum(term.size_bytes for term in prediction.terms) == pytest.approx(
+        prediction.peak_allocated_bytes, rel=0.001
+    )
 
 
 @pytest.mark.parametrize(("config", "walks"), [(MAMBA, True), (HYBRID, True), (CHUNKED, False)])
@@ -56,7 +58,7 @@ def test_rows_hold_as_many_tokens() -> None:
     spec = spec_of_tree(MAMBA, model_id="m", source="s")
     setup = TrainSetup(seq_len_tokens=2048, micro_batch_seqs=3)
     short = shorter(spec, setup)
-    assert [(one.seq_len_tokens, one.micro_batch_seqs) for one in short] == [(64, 96), (128, 48), (256, 24)]
+    assert [(variant.seq_len_tokens, variant.micro_batch_seqs) for variant in short] == [(64, 96), (128, 48), (256, 24)]
     assert shorter(spec, setup.replace(seq_len_tokens=512)) == ()  # too short to gain anything
     assert shorter(spec, setup.replace(seq_len_tokens=2047, micro_batch_seqs=1)) == ()  # 23 x 89 have no such rows
     assert shorter(spec, setup.replace(packing=True)) == ()

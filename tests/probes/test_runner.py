@@ -118,11 +118,11 @@ def test_the_end_of_a_log_travels_with_the_store(tmp_path: Path) -> None:
     store = Store(tmp_path / "store.jsonl")
     store.append(record_of(request(), read_environment("cpu", None), outcome))
     shutil.rmtree(tmp_path / "there")
-    (found,) = Store(tmp_path / "store.jsonl").records()
-    assert isinstance(found.outcome, ProbeFailure)
-    assert "fault bug" in found.outcome.log_tail
-    assert "KeyError" in found.outcome.log_tail
-    assert len(found.outcome.log_tail) <= runner.KEPT_TAIL_CHARS
+    (record,) = Store(tmp_path / "store.jsonl").records()
+    assert isinstance(record.outcome, ProbeFailure)
+    assert "fault bug" in record.outcome.log_tail
+    assert "KeyError" in record.outcome.log_tail
+    assert len(record.outcome.log_tail) <= runner.KEPT_TAIL_CHARS
 
 
 @pytest.mark.parametrize("fault", ["hang", "hang-in-c"])
@@ -278,13 +278,13 @@ def test_worker_that_cannot_start_is_an_environment_problem(tmp_path: Path) -> N
 
 def descriptors() -> set[tuple[str, str]]:
     """What this process holds open of the kinds that the runner opens. Sockets may be another test's threads'."""
-    found = set()
+    opened = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             target = os.readlink(f"/proc/self/fd/{number}")
             if not target.startswith(("socket:", "anon_inode:[event")):
-                found.add((number, target))
-    return found
+                opened.add((number, target))
+    return opened
 
 
 def test_runner_leaks_no_descriptor(tmp_path: Path) -> None:
@@ -326,18 +326,18 @@ def test_wait_until_clean_gives_up_at_its_limit(monkeypatch: pytest.MonkeyPatch)
     """What another process holds grows and shrinks for ever."""
     slept = looks(monkeypatch)
     sizes = itertools.count(9 << 30, -1)
-    found = device.wait_until_clean("cuda:0", read=lambda device: status(next(sizes)))
-    assert found is not None
-    assert found.used_bytes > 8 << 30
+    last_status = device.wait_until_clean("cuda:0", read=lambda device: status(next(sizes)))
+    assert last_status is not None
+    assert last_status.used_bytes > 8 << 30
     assert device.CLEAN_WAIT_S <= slept[-1] < device.CLEAN_WAIT_S + 2 * device.POLL_S
 
 
 def test_take_turn_is_exclusive_and_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    told: list[bool] = []
-    first = device.lease_device("cuda:0", told.append, read=lambda device: status(2 << 30))
+    waits: list[bool] = []
+    first = device.lease_device("cuda:0", waits.append, read=lambda device: status(2 << 30))
     assert first.shared_bytes == 2 << 30
-    assert told == [True, False]
+    assert waits == [True, False]
     holder = (
         "import fcntl, os, sys; d = os.open(sys.argv[1], os.O_RDWR)\n"
         "try: fcntl.flock(d, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
@@ -352,17 +352,17 @@ def test_take_turn_is_exclusive_and_ends_with_its_process(tmp_path: Path, monkey
 
 def test_waiting_for_the_device_does_not_count_against_the_limit(tmp_path: Path, clock: Clock) -> None:
     """The child waits for its turn for longer than its whole limit, then measures."""
-    turn = tmp_path / "turn"
+    marker = tmp_path / "turn"
 
     def wait_long(text: str, elapsed_s: float) -> None:
-        if text == "waiting" and not turn.exists():
+        if text == "waiting" and not marker.exists():
             clock.now_s += 2 * PATIENCE_S
-            turn.touch()
+            marker.touch()
 
-    asked = request("wait-for-turn", turn=str(turn))
-    outcome = runner.run_probe(asked, work_dir=tmp_path / "w", argv=ARGV, on_progress=wait_long)
+    probe_request = request("wait-for-turn", turn=str(marker))
+    outcome = runner.run_probe(probe_request, work_dir=tmp_path / "w", argv=ARGV, on_progress=wait_long)
     assert isinstance(outcome, Measurement), outcome
-    assert turn.exists()
+    assert marker.exists()
 
 
 def test_child_runs_with_the_allocator_of_the_launch_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,15 +385,17 @@ def test_starting_has_a_limit_of_its_own_and_is_the_machines_fault(tmp_path: Pat
             clock.now_s += watch.START_LIMIT_S - 1
             go.touch()
 
-    asked = request("starting", time_s=10.0, go=str(go))
-    assert isinstance(runner.run_probe(asked, work_dir=tmp_path, argv=ARGV, on_progress=slow_imports), Measurement)
+    probe_request = request("starting", time_s=10.0, go=str(go))
+    assert isinstance(
+        runner.run_probe(probe_request, work_dir=tmp_path, argv=ARGV, on_progress=slow_imports), Measurement
+    )
 
     def never(text: str, elapsed_s: float) -> None:
         clock.now_s += watch.START_LIMIT_S if text == "importing" and elapsed_s < watch.START_LIMIT_S else 0.0
 
-    found = failure("starting", tmp_path, on_progress=never, time_s=10.0, go=str(tmp_path / "never"))
-    assert found.kind is FailureKind.MACHINE
-    assert f"no result within {watch.START_LIMIT_S:g} s; last seen importing" in found.message
+    outcome = failure("starting", tmp_path, on_progress=never, time_s=10.0, go=str(tmp_path / "never"))
+    assert outcome.kind is FailureKind.MACHINE
+    assert f"no result within {watch.START_LIMIT_S:g} s; last seen importing" in outcome.message
 
 
 def test_stopped_probe_kills_its_child(tmp_path: Path) -> None:
@@ -406,10 +408,10 @@ def test_stopped_probe_kills_its_child(tmp_path: Path) -> None:
 
 
 def test_request_survives_json_and_refuses_nonsense() -> None:
-    one = ProbeRequest(
+    single = ProbeRequest(
         model_id="m", config={"a": [1]}, setup=TrainSetup(), device="cuda:1", depths=(2, 4), limits=Limits(time_s=9)
     )
-    assert ProbeRequest.from_dict(one.to_dict()) == one
+    assert ProbeRequest.from_dict(single.to_dict()) == single
     with pytest.raises(UsageError, match="device"):
         ProbeRequest(model_id="m", config={}, setup=TrainSetup(), device="tpu")
     two = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=2, parallel="ddp"), device="cuda:2")

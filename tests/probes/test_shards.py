@@ -50,10 +50,10 @@ def test_a_rank_keeps_its_part_of_the_codes_and_all_statistics(monkeypatch: pyte
         assert shards.whole_quantized_bytes(model) == 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 160) // 2
         layout_model(model, SETUP, device=CPU)
         shards.fill_shards(model, CPU, SETUP, seed=3)
-        assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
-        found = [module for module in inner_model(model).modules() if is_nf4(module)]
-        assert len(found) == len(whole) == 2 * 7
-        for module, (packed, absmax) in zip(found, whole, strict=True):
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        quantized = [module for module in inner_model(model).modules() if is_nf4(module)]
+        assert len(quantized) == len(whole) == 2 * 7
+        for module, (packed, absmax) in zip(quantized, whole, strict=True):
             (rank,) = module.weight.device_mesh.get_coordinate()
             mine = packed.chunk(NUM_RANKS)[rank]
             assert torch.equal(module.weight._local_tensor.view(torch.uint8), mine.view(torch.uint8))

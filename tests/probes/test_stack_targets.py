@@ -43,8 +43,10 @@ def full_name(layer: LayerSpec, name: str) -> str:
 def module_names(model: ModelSpec) -> set[str]:
     """Every matrix of the inventory by the name its module has, idle encoders and the head too."""
     layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
-    inside = {full_name(layer, one.name) for layer in layers for one in layer.linears if one.module != "parameter"}
-    outer = {one.name for one in (*model.outer_linears, *((model.head,) if model.head else ()))}
+    inside = {
+        full_name(layer, linear.name) for layer in layers for linear in layer.linears if linear.module != "parameter"
+    }
+    outer = {linear.name for linear in (*model.outer_linears, *((model.head,) if model.head else ()))}
     return inside | outer
 
 
@@ -57,9 +59,9 @@ def emitted(model: ModelSpec, target: str) -> str | list[str] | None:
         return None
     text = launch.files[0].text
     if target == "hf":
-        found = re.search(r"target_modules=(.*),\n", text)
-        assert found is not None
-        return ast.literal_eval(found[1])
+        match = re.search(r"target_modules=(.*),\n", text)
+        assert match is not None
+        return ast.literal_eval(match[1])
     values = yaml.safe_load(text)["lora_target_modules"]
     return values[0] if target == "trl" and len(values) == 1 else values  # TRL unpacks a list of one
 
@@ -74,7 +76,11 @@ def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) 
         if names is None:
             refused.append(entry.model_id)
             continue
-        planned = {full_name(layer, one.name) for layer, _, found in lora_linears(model, "attention") for one in found}
+        planned = {
+            full_name(layer, linear.name)
+            for layer, _, linears in lora_linears(model, "attention")
+            for linear in linears
+        }
         if chosen(module_names(model), names) != planned:
             differing.append(entry.model_id)
     assert differing == []
@@ -91,10 +97,14 @@ def test_the_dry_run_adapts_what_was_planned(model_type: str) -> None:
     model: Any = bare_model(config, torch.bfloat16, "eager")
     wanted = target_modules(model, "attention")
     assert wanted == peft_target_modules(spec, "attention")
-    modules = {name for name, one in model.named_modules() if not list(one.children())}
-    planned = {f"{layer.path}.{{}}.{one.name}" for layer, _, found in lora_linears(spec, "attention") for one in found}
+    modules = {name for name, module in model.named_modules() if not list(module.children())}
+    planned = {
+        f"{layer.path}.{{}}.{linear.name}"
+        for layer, _, linears in lora_linears(spec, "attention")
+        for linear in linears
+    }
     numbers = re.compile(r"\.\d+\.")
-    found = {numbers.sub(".{}.", name, count=1) for name in chosen(modules, wanted)}
-    assert found <= planned
+    adapted = {numbers.sub(".{}.", name, count=1) for name in chosen(modules, wanted)}
+    assert adapted <= planned
     layers = {numbers.sub(".{}.", name, count=1) for name in modules}
-    assert found == planned & layers
+    assert adapted == planned & layers

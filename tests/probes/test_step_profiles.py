@@ -29,7 +29,7 @@ from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
 from probes.tracing.moments import growing
-from probes.tracing.profile_builder import ProfileBuilder, asked_structures
+from probes.tracing.profile_builder import ProfileBuilder, planned_structures
 from probes.tracing.programs import ProgramBuilder
 from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
 from probes.tracing.structures import Span, spans
@@ -65,39 +65,39 @@ def test_one_monomial_is_told_from_all_others(sizes: list[int], powers: tuple[in
 
 def test_two_monomials_are_found_and_what_is_neither_is_refused() -> None:
     sizes = [4 * p.micro_batch_seqs * (p.seq_len_tokens - 1) for p in POINTS]
-    found = {MONOMIALS[index]: factor for index, factor in fit(POINTS, sizes, tiled=False)}
-    assert found == {(1, 1, 0, 0): 4.0, (1, 0, 0, 0): -4.0}
+    factors = {MONOMIALS[index]: factor for index, factor in fit(POINTS, sizes, tiled=False)}
+    assert factors == {(1, 1, 0, 0): 4.0, (1, 0, 0, 0): -4.0}
     with pytest.raises(NoPolynomial):
         fit(POINTS, [1_000_003, 20, 70_001], tiled=True)
 
 
 def test_a_size_that_two_forms_give_is_known_of_neither_but_of_what_makes_it_apart() -> None:
     """768 x 3,072 / 64 bytes of scales are those of an adapter of rank 24: small, and told apart by what they are."""
-    known, adapter, scales = Sizes(), ((6, 1536.0),), ((0, 36864.0),)
-    known.learn(POINTS[0], (False, "adapters"), 36864, adapter)
-    assert known.form(POINTS[0], (False, "weights"), 36864) is None
-    known.learn(POINTS[0], (False, "weights"), 36864, scales)
-    assert known.form(POINTS[0], (False, "adapters"), 36864) == adapter
-    known.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, adapter)
-    known.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, scales)
-    assert known.form(POINTS[0], (True, "aten.mm.default"), 5 << 20) is None
+    sizes, adapter, scales = Sizes(), ((6, 1536.0),), ((0, 36864.0),)
+    sizes.learn(POINTS[0], (False, "adapters"), 36864, adapter)
+    assert sizes.form(POINTS[0], (False, "weights"), 36864) is None
+    sizes.learn(POINTS[0], (False, "weights"), 36864, scales)
+    assert sizes.form(POINTS[0], (False, "adapters"), 36864) == adapter
+    sizes.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, adapter)
+    sizes.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, scales)
+    assert sizes.form(POINTS[0], (True, "aten.mm.default"), 5 << 20) is None
 
 
 def test_lengths_are_cut_where_a_window_ends() -> None:
-    found = spans([0, 1024, 512, 1024])
-    assert [(one.shortest_tokens, one.longest_tokens) for one in found] == [(1, 511), (512, 1023), (1024, None)]
+    ranges = spans([0, 1024, 512, 1024])
+    assert [(span.shortest_tokens, span.longest_tokens) for span in ranges] == [(1, 511), (512, 1023), (1024, None)]
     assert spans([]) == (Span(shortest_tokens=1, longest_tokens=None),)
 
 
 def _against_dry_run(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> dict[str, float]:
-    found: Any = dry_run_report(model, GPU, setup, use_cache=False)
-    assert isinstance(found, DryRunReport), found
+    report: Any = dry_run_report(model, GPU, setup, use_cache=False)
+    assert isinstance(report, DryRunReport), report
     step = step_of(profile, model, setup)
     assert step is not None
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
     mine = profiled_breakdown(step, GPU, setup, state)
-    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in found.prediction.phase_peaks_bytes.items()}
-    reserved = mine.peak_reserved_bytes / found.prediction.peak_reserved_bytes - 1
+    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in report.prediction.phase_peaks_bytes.items()}
+    reserved = mine.peak_reserved_bytes / report.prediction.peak_reserved_bytes - 1
     return {**errors, "reserved": reserved}
 
 
@@ -130,13 +130,13 @@ def test_a_profile_of_ranks_is_the_dry_run_of_one(monkeypatch: pytest.MonkeyPatc
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", loss="chunked", num_gpus=4, parallel="fsdp2")
     setup = setup.replace(micro_batch_seqs=2, seq_len_tokens=1536)
     profile = ProfileBuilder(model, of_rank=True).profile(engine_of(setup).computes(setup), GPU)
-    kept = SimpleNamespace(get=lambda *_: profile, passed_on={})
-    monkeypatch.setattr("planner.memory.ranks.rank_profiles_of", lambda _: kept)
-    found = dry_run_report(model, GPU, setup, use_cache=False)
-    assert isinstance(found, DryRunReport)
+    profiles = SimpleNamespace(get=lambda *_: profile, without_gradients={})
+    monkeypatch.setattr("planner.memory.ranks.rank_profiles_of", lambda _: profiles)
+    report = dry_run_report(model, GPU, setup, use_cache=False)
+    assert isinstance(report, DryRunReport)
     mine = memory_of(model, GPU, setup)[0].breakdown
     assert mine.profiled
-    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in found.prediction.phase_peaks_bytes.items()}
+    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in report.prediction.phase_peaks_bytes.items()}
     assert max(abs(errors[phase]) for phase in ("forward", "loss", "step")) < 0.001, errors
     assert 0 < errors["backward"] < 0.01, errors
 
@@ -145,7 +145,7 @@ def test_what_is_put_together_is_what_is_run() -> None:
     """Liger's loss behind every second layer, and a base with quantized scales, from runs of others."""
     model, builder = loaded(SMALL), ProfileBuilder(loaded(SMALL))
     base = TrainSetup(method="qlora", quantization="nf4", kernels="liger")
-    asked = {
+    structures = {
         str(number): (base.replace(quantization=quantization, loss=loss, checkpointing=every), GPU)
         for number, (quantization, loss, every) in enumerate(
             (quantization, loss, every)
@@ -162,13 +162,13 @@ def test_what_is_put_together_is_what_is_run() -> None:
         return run(setup, gpu, first)
 
     builder.tried = counted  # type: ignore[method-assign]
-    found = builder.all(asked)
+    profiles = builder.all(structures)
     assert not builder.failures
-    assert len(found) == len(asked) > len(ran)
+    assert len(profiles) == len(structures) > len(ran)
     setup = base.replace(quantization="nf4-double", loss="liger", checkpointing=2)
     assert ("nf4-double", "liger", 2) not in ran
     sizes = {"micro_batch_seqs": 3, "accumulation_steps": 2, "seq_len_tokens": 1024}
-    errors = _against_dry_run(found[structure_key(model, GPU, setup)], model, setup.replace(**sizes))
+    errors = _against_dry_run(profiles[structure_key(model, GPU, setup)], model, setup.replace(**sizes))
     assert max(abs(errors[phase]) for phase in ("loss", "backward")) < 0.001, errors
 
 
@@ -180,18 +180,18 @@ SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3
 def test_shipped_profiles_are_those_of_fresh_runs(name: str) -> None:
     """One structure of each, another for each; `tools/build_profiles.py --check` takes others."""
     model = replace(loaded(name))
-    asked = sorted(asked_structures(model, ("a100-80gb",)).items())
-    setup, gpu = asked[(7 + 31 * SHARED.index(name)) % len(asked)][1]
-    found = [*deviations(model, gpu, setup)]
-    assert found
-    assert max(abs(allocated) for _, allocated, _ in found) < 0.0003, (setup, found)
-    assert all(-0.05 < reserved < 0.1 for *_, reserved in found), (setup, found)
+    structures = sorted(planned_structures(model, ("a100-80gb",)).items())
+    setup, gpu = structures[(7 + 31 * SHARED.index(name)) % len(structures)][1]
+    errors = [*deviations(model, gpu, setup)]
+    assert errors
+    assert max(abs(allocated) for _, allocated, _ in errors) < 0.0003, (setup, errors)
+    assert all(-0.05 < reserved < 0.1 for *_, reserved in errors), (setup, errors)
 
 
 def test_a_structure_that_does_not_grow_with_its_depth_has_no_profile() -> None:
     counts = [{(("weights", "weights"), 0): many} for many in (5, 13)]
-    (found,) = growing(counts, (4, 12), [{(0, 512.0, 0): 2}]).values()
-    assert found == {(0, 512.0, 0): 2, (0, 512.0, 1): 2}
+    (terms,) = growing(counts, (4, 12), [{(0, 512.0, 0): 2}]).values()
+    assert terms == {(0, 512.0, 0): 2, (0, 512.0, 1): 2}
     with pytest.raises(NoPolynomial, match="depth"):
         growing(counts, (4, 13), [{(0, 512.0, 0): 1}])
 
@@ -208,11 +208,11 @@ def test_the_command_makes_profiles_for_this_user(
     preferences = TrainSetup(objective="dpo", kernels="liger", micro_batch_seqs=2, seq_len_tokens=512)
 
     def asked(model: ModelSpec, cards: Any = (), plan_request: PlanRequest | None = None) -> Any:
-        own = [setup if plan_request is None or not plan_request.fixed else preferences]
-        return {structure_key(model, GPU, one): (one, GPU) for one in own}
+        setups = [setup if plan_request is None or not plan_request.fixed else preferences]
+        return {structure_key(model, GPU, variant): (variant, GPU) for variant in setups}
 
-    monkeypatch.setattr("probes.tracing.__main__.asked_structures", asked)
-    monkeypatch.setattr("probes.tracing.__main__.asked_programs", lambda *_: {key: (setup, GPU)})
+    monkeypatch.setattr("probes.tracing.__main__.planned_structures", asked)
+    monkeypatch.setattr("probes.tracing.__main__.program_structures", lambda *_: {key: (setup, GPU)})
     few = partial(ProgramBuilder, optimizers=("adamw-fused", "adamw-8bit"))  # Adafactor's step alone takes four seconds
     monkeypatch.setattr("probes.tracing.__main__.ProgramBuilder", few)
     assert main([SMALL]) == main([SMALL, "--objective", "dpo"]) == 0

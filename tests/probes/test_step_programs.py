@@ -12,7 +12,7 @@ from planner.setup import TrainSetup
 from planner.speed.sized import ProgramSpeed
 from planner.speed.step_program import load_programs, save_programs
 from probes.dryrun import DryRunReport, dry_run_report
-from probes.tracing.programs import NoProgram, Primes, ProgramBuilder, asked_programs
+from probes.tracing.programs import NoProgram, Primes, ProgramBuilder, program_structures
 from tests.whole import some
 
 GPU = find_gpu("a100-80gb")
@@ -52,10 +52,10 @@ def test_program_of_one_run_is_every_dry_runs(
     assert isinstance(report, DryRunReport)
     assert report.program is not None
     wanted = run_speed(report.program, GPU, setup)
-    found = ProgramSpeed(model, GPU, setup, programs, program).step_time(setup)
-    assert found.step_time_s == pytest.approx(wanted.step_s, rel=NEAR)
+    speed = ProgramSpeed(model, GPU, setup, programs, program).step_time(setup)
+    assert speed.step_time_s == pytest.approx(wanted.step_s, rel=NEAR)
     for part, seconds in wanted.parts_s.items():
-        assert found.parts_s.get(part, 0.0) == pytest.approx(seconds, abs=2 * NEAR * wanted.step_s), part
+        assert speed.parts_s.get(part, 0.0) == pytest.approx(seconds, abs=2 * NEAR * wanted.step_s), part
 
 
 def test_sizes_are_read_off_their_factors() -> None:
@@ -75,6 +75,6 @@ def test_sizes_are_read_off_their_factors() -> None:
 def test_what_is_asked_has_peoples_own_files_too() -> None:
     model = catalogue.load(SMALL)
     assert model is not None
-    asked = [setup for setup, _ in asked_programs(model, ("a100-80gb",)).values()]
-    assert {setup.kernels for setup in asked} == {"eager", "liger", "fused"}
-    assert not any(setup.activation_offload for setup in asked)
+    setups = [setup for setup, _ in program_structures(model, ("a100-80gb",)).values()]
+    assert {setup.kernels for setup in setups} == {"eager", "liger", "fused"}
+    assert not any(setup.activation_offload for setup in setups)

@@ -69,10 +69,10 @@ def test_record_survives_its_line_and_any_changed_byte_is_noticed() -> None:
         changed = bytearray(line)
         changed[at] ^= 1 << rng.randrange(7)
         try:
-            found = decode_line(bytes(changed))
+            decoded = decode_line(bytes(changed))
         except BadOutcome:
             continue
-        assert found == record()  # a change that JSON does not see (white space) is no damage
+        assert decoded == record()  # a change that JSON does not see (white space) is no damage
 
 
 def test_store_appends_and_a_second_reader_sees_it(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_store_appends_and_a_second_reader_sees_it(tmp_path: Path) -> None:
     assert first.get("a") is None
     first.append(record("a"))
     second.append(record("b", 0.25))
-    assert [one.key for one in first.records()] == ["a", "b"]
+    assert [entry.key for entry in first.records()] == ["a", "b"]
     assert second.get("a") == record("a")
     first.append(record("a", 0.75))
-    found = second.get("a")
-    assert found is not None
-    assert found.outcome == record("a", 0.75).outcome  # the last one holds, whatever its clock says
-    assert [one.key for one in second.latest()] == ["a", "b"]
+    stored = second.get("a")
+    assert stored is not None
+    assert stored.outcome == record("a", 0.75).outcome  # the last one holds, whatever its clock says
+    assert [entry.key for entry in second.latest()] == ["a", "b"]
 
 
 def test_order_is_the_file_s_not_the_clock_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def test_order_is_the_file_s_not_the_clock_s(tmp_path: Path, monkeypatch: pytest
     store = Store(tmp_path / "s.jsonl")
     store.append(replace(record(step_s=1.0), recorded_at=store_module.now_text()))
     store.append(replace(record(step_s=2.0), recorded_at=store_module.now_text()))
-    found = Store(tmp_path / "s.jsonl").get("k")
-    assert found is not None
-    assert found.recorded_at.startswith("2001")
-    assert found.outcome == record(step_s=2.0).outcome
+    stored = Store(tmp_path / "s.jsonl").get("k")
+    assert stored is not None
+    assert stored.recorded_at.startswith("2001")
+    assert stored.outcome == record(step_s=2.0).outcome
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "binary", "json"])
@@ -116,7 +116,7 @@ def test_damaged_line_is_skipped_kept_and_told(damage: str, tmp_path: Path) -> N
     path.write_bytes(lines[0] + bad + lines[2])
     store = Store(path)
     with pytest.warns(StoreWarning, match="1 damaged line"):
-        assert [one.key for one in store.records()] == ["a", "c"]
+        assert [entry.key for entry in store.records()] == ["a", "c"]
     assert store.damaged_path.read_bytes() == bad
     assert len(store.records()) == 2  # told once
     assert path.read_bytes() == lines[0] + bad + lines[2]  # the store itself is never rewritten
@@ -130,21 +130,21 @@ def test_torn_last_line_is_closed_by_the_next_writer(tmp_path: Path) -> None:
     path.write_bytes(encode_line(record("a")) + encode_line(record("b"))[:60])
     store = Store(path)
     with pytest.warns(StoreWarning, match="torn"):
-        assert [one.key for one in store.records()] == ["a"]
+        assert [entry.key for entry in store.records()] == ["a"]
     store.append(record("c"))
-    assert [one.key for one in store.records()] == ["a", "c"]
+    assert [entry.key for entry in store.records()] == ["a", "c"]
     with pytest.warns(StoreWarning):
-        assert [one.key for one in Store(path).records()] == ["a", "c"]
+        assert [entry.key for entry in Store(path).records()] == ["a", "c"]
 
 
 def test_line_that_lacks_only_its_newline_is_read(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(encode_line(record("a")).rstrip(b"\n"))
     store = Store(path)
-    assert [one.key for one in store.records()] == ["a"]
+    assert [entry.key for entry in store.records()] == ["a"]
     store.append(record("b"))
-    assert [one.key for one in store.records()] == ["a", "b"]
-    assert [one.key for one in Store(path).records()] == ["a", "b"]
+    assert [entry.key for entry in store.records()] == ["a", "b"]
+    assert [entry.key for entry in Store(path).records()] == ["a", "b"]
 
 
 WRITER = textwrap.dedent("""
@@ -168,7 +168,7 @@ def test_two_writers_on_one_store_lose_nothing(tmp_path: Path) -> None:
     path, num = tmp_path / "s.jsonl", 60
     for child in [writer(path, "a", num), writer(path, "b", num)]:
         assert child.wait(PATIENCE_S) == 0
-    keys = [one.key for one in Store(path).records()]
+    keys = [entry.key for entry in Store(path).records()]
     assert sorted(keys) == sorted(f"{name}-{index}" for name in "ab" for index in range(num))
 
 
@@ -180,7 +180,7 @@ def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_pa
     for round_ in range(4):
         child = writer(path, f"r{round_}", 100_000)
         deadline = time.monotonic() + PATIENCE_S
-        while not any(one.key.startswith(f"r{round_}") for one in Store(path).records()):
+        while not any(entry.key.startswith(f"r{round_}") for entry in Store(path).records()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.1))
@@ -188,7 +188,7 @@ def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_pa
         child.wait(PATIENCE_S)
     records = Store(path).records()
     for round_ in range(4):
-        numbers = [int(one.key.split("-")[1]) for one in records if one.key.startswith(f"r{round_}-")]
+        numbers = [int(entry.key.split("-")[1]) for entry in records if entry.key.startswith(f"r{round_}-")]
         assert numbers == list(range(len(numbers)))  # no gap: every earlier line is there and whole
         assert numbers
 
@@ -318,8 +318,10 @@ def test_export_and_merge_round_trip(tmp_path: Path) -> None:
     other = Store(tmp_path / "b.jsonl")
     assert other.merge(target) == (2, 0)
     assert other.merge(target) == (0, 2)
-    assert {one.key: one.outcome for one in other.latest()} == {one.key: one.outcome for one in store.latest()}
-    assert store.export(target, keep=lambda one: one.key == "b") == 1
+    assert {entry.key: entry.outcome for entry in other.latest()} == {
+        entry.key: entry.outcome for entry in store.latest()
+    }
+    assert store.export(target, keep=lambda entry: entry.key == "b") == 1
     with pytest.raises(EnvironmentProblem, match="no such file"):
         other.merge(tmp_path / "missing.jsonl")
 
@@ -329,16 +331,16 @@ def test_store_replaced_by_a_shorter_file_is_read_anew(tmp_path: Path) -> None:
     store = Store(path)
     store.extend([record("a"), record("b")])
     path.write_bytes(encode_line(record("z")))
-    assert [one.key for one in store.records()] == ["z"]
+    assert [entry.key for entry in store.records()] == ["z"]
 
 
 def test_fingerprint_names_what_matters_and_nothing_else() -> None:
     environment = read_environment("cpu", None)
-    one = fingerprint(request(), environment)
+    digest = fingerprint(request(), environment)
     same = request(
         limits=Limits(time_s=1.0, measure_s=1.0), seed=7, config={"model_type": "llama", "_name_or_path": "x"}
     )
-    assert fingerprint(same, environment) == one
+    assert fingerprint(same, environment) == digest
     others = [
         fingerprint(request(setup=TrainSetup(micro_batch_seqs=2)), environment),
         fingerprint(request(config={"model_type": "llama", "hidden_size": 3}), environment),
@@ -348,8 +350,8 @@ def test_fingerprint_names_what_matters_and_nothing_else() -> None:
         fingerprint(request(), replace(environment, gpu_name="another")),
         fingerprint(request(), replace(environment, libraries={**environment.libraries, "torch": "9.9"})),
     ]
-    assert len({one, *others}) == len(others) + 1
-    assert fingerprint(request(), replace(environment, python="3.99")) == one
+    assert len({digest, *others}) == len(others) + 1
+    assert fingerprint(request(), replace(environment, python="3.99")) == digest
 
 
 def test_fingerprint_names_driver_libraries_and_the_allocators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +360,7 @@ def test_fingerprint_names_driver_libraries_and_the_allocators_settings(monkeypa
         monkeypatch.delenv(name, raising=False)
     environment = read_environment("cuda:0", None)
     assert environment.settings["allocator"] == "expandable_segments:True"
-    one = fingerprint(request(), environment)
+    digest = fingerprint(request(), environment)
     others = [
         replace(environment, driver="other"),
         *(replace(environment, libraries={**environment.libraries, name: "9.9"}) for name in ("trl", "triton")),
@@ -368,7 +370,7 @@ def test_fingerprint_names_driver_libraries_and_the_allocators_settings(monkeypa
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     others.append(read_environment("cuda:0", None))
     assert others[-1].settings["allocator"] == "max_split_size_mb:64"
-    assert len({one, *(fingerprint(request(), other) for other in others)}) == len(others) + 1
+    assert len({digest, *(fingerprint(request(), other) for other in others)}) == len(others) + 1
 
 
 def test_record_of_a_request_is_stored_under_its_fingerprint() -> None:
@@ -406,7 +408,7 @@ def test_an_outcome_that_nothing_can_measure_costs_itself_only(field: str, value
     bad["outcome"][field] = value
     path = tmp_path / "s.jsonl"
     path.write_bytes(encode_line(record("a")) + line_of(bad) + encode_line(record("b")))
-    assert [one.key for one in Store(path).records()] == ["a", "b"]
+    assert [entry.key for entry in Store(path).records()] == ["a", "b"]
 
 
 def test_a_request_whose_limit_is_no_number_costs_itself_only(tmp_path: Path) -> None:
@@ -416,7 +418,7 @@ def test_a_request_whose_limit_is_no_number_costs_itself_only(tmp_path: Path) ->
         path = tmp_path / "s.jsonl"
         path.write_bytes(line_of(bad) + encode_line(record("a")))
         with pytest.warns(StoreWarning):
-            assert [one.key for one in Store(path).records()] == ["a"]
+            assert [entry.key for entry in Store(path).records()] == ["a"]
         (tmp_path / "s.jsonl.damaged").unlink()
 
 
@@ -428,7 +430,7 @@ def test_importing_a_file_that_no_store_wrote_is_an_error_and_leaves_nothing_bes
         pytest.raises(ConfigError, match="no line that a store wrote"),
     ):
         Store(tmp_path / "s.jsonl").merge(readme)
-    assert [one.name for one in tmp_path.iterdir()] == ["README.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def test_a_store_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,14 +456,14 @@ def test_the_fallback_lies_in_a_folder_of_this_user_alone(
     victim.write_text("mine")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp))
     folder = tmp / f"finetune-planner-{os.getuid()}"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
     store = Store(Path("/dev/null/no/s.jsonl"))
     name = store.fallback_path.name
     folder.rmdir()
-    (elsewhere / name).symlink_to(victim)
+    (outside / name).symlink_to(victim)
     if trap == "link":
-        folder.symlink_to(elsewhere)
+        folder.symlink_to(outside)
     else:
         folder.mkdir()
         folder.chmod(0o777)

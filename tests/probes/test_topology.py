@@ -56,16 +56,16 @@ def seen(monkeypatch: pytest.MonkeyPatch, module: Any, num: int) -> topology.Top
 
 
 def test_nvlink_is_told_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = seen(monkeypatch, driver(nvlinks=18), 4)
-    assert set(found.pairs.values()) == {"NVLink"}
-    assert len(found.pairs) == 6
-    assert found.text() == "NVLink (6 pairs); 18 NVLinks on each"
+    links = seen(monkeypatch, driver(nvlinks=18), 4)
+    assert set(links.pairs.values()) == {"NVLink"}
+    assert len(links.pairs) == 6
+    assert links.text() == "NVLink (6 pairs); 18 NVLinks on each"
 
 
 def test_cards_without_nvlink_are_connected_over_pcie(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = seen(monkeypatch, driver(ancestor=50), 2)
-    assert found.nvlinks == (0, 0)
-    assert found.text() == "PCIe, across processors (1 pair)"
+    links = seen(monkeypatch, driver(ancestor=50), 2)
+    assert links.nvlinks == (0, 0)
+    assert links.text() == "PCIe, across processors (1 pair)"
     assert "several switches" in seen(monkeypatch, driver(), 2).text()
 
 
@@ -80,8 +80,8 @@ def test_what_a_driver_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_doctor_tells_gpus_links_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(monkeypatch, driver(nvlinks=18), 0)
-    facts = {"ranks": {"gloo": True, "nccl": "2.28.9"}, "problems": {}}
-    gpus, nccl, _ = doctor.several_gpus(facts, ("cuda:0", "cuda:1"))
+    report = {"ranks": {"gloo": True, "nccl": "2.28.9"}, "problems": {}}
+    gpus, nccl, _ = doctor.several_gpus(report, ("cuda:0", "cuda:1"))
     assert gpus.text == "2 here: NVLink (1 pair); 18 NVLinks on each"
     assert gpus.facts["connections"] == [["cuda:0", "cuda:1", "NVLink"]]
     assert (nccl.level, nccl.text) == ("ok", "2.28.9, gloo for the CPU")

@@ -54,8 +54,8 @@ def setup(**changes: Any) -> TrainSetup:
     return TrainSetup(**{**values, **changes})
 
 
-def asked(one: TrainSetup, **changes: Any) -> ProbeRequest:
-    return ProbeRequest(model_id="tiny", config=LLAMA, setup=one, device="cpu", **{"limits": LIMITS, **changes})
+def asked(setup: TrainSetup, **changes: Any) -> ProbeRequest:
+    return ProbeRequest(model_id="tiny", config=LLAMA, setup=setup, device="cpu", **{"limits": LIMITS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +64,15 @@ def alone() -> Measurement:
     return measure(asked(setup(num_gpus=1), depths=(0,)), StatusPipe(None))
 
 
-def job(one: TrainSetup, tmp_path: Path, **changes: Any) -> Measurement:
-    outcome = runner.run_probe(asked(one, **changes), work_dir=tmp_path)
+def job(setup: TrainSetup, tmp_path: Path, **changes: Any) -> Measurement:
+    outcome = runner.run_probe(asked(setup, **changes), work_dir=tmp_path)
     if isinstance(outcome, ProbeFailure):
         log = Path(outcome.log_path).read_text()[-3000:] if outcome.log_path else ""
         raise AssertionError(f"{outcome.kind}: {outcome.message}\n{log}")
     assert list(tmp_path.iterdir()) == []
     assert [name for name, _, _ in sorted(outcome.rank_peaks)] == ["rank 0", "rank 1"]
     assert outcome.rank_peaks[0][2] == outcome.peak_device_bytes  # the worst comes first
-    assert outcome.tokens_per_step == one.tokens_per_step == 2 * one.accumulation_steps * 2 * 64
+    assert outcome.tokens_per_step == setup.tokens_per_step == 2 * setup.accumulation_steps * 2 * 64
     return outcome
 
 
@@ -85,11 +85,11 @@ def weight_bytes(alone: Measurement) -> int:
 def test_ddp_is_measured_at_truncated_depth_and_holds_its_buckets(alone: Measurement, tmp_path: Path) -> None:
     """DDP's buckets are as large as the gradients and there from the start: twice the weights after loading. Extended
     from 2 and 4 layers to 8, and held to one device's full depth."""
-    found = job(setup(parallel="ddp", accumulation_steps=2), tmp_path)
-    assert found.layers_measured == (2, 4, 6)
-    assert found.extrapolation_error_fraction == pytest.approx(0.0, abs=TOLERANCE)
-    assert found.phase_peaks_bytes["load"] == pytest.approx(2 * weight_bytes(alone), rel=2 * TOLERANCE)
-    assert found.phase_peaks_bytes["step"] == pytest.approx(
+    measurement = job(setup(parallel="ddp", accumulation_steps=2), tmp_path)
+    assert measurement.layers_measured == (2, 4, 6)
+    assert measurement.extrapolation_error_fraction == pytest.approx(0.0, abs=TOLERANCE)
+    assert measurement.phase_peaks_bytes["load"] == pytest.approx(2 * weight_bytes(alone), rel=2 * TOLERANCE)
+    assert measurement.phase_peaks_bytes["step"] == pytest.approx(
         alone.phase_peaks_bytes["step"] + weight_bytes(alone), rel=2 * TOLERANCE
     )
 
@@ -106,17 +106,17 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     flags = ["--method", "full", "--precision", "fp32", "--optimizer", "adamw", "--seq-len", "64", "--micro-batch", "2"]
     caps = ["--full-depth", "--measure-seconds", "0.5", "--limit", "600", "--store", store, "--json=full"]
     assert run(["probe", str(model), *job_flags, *flags, *caps]) == 0
-    found = json.loads(capsys.readouterr().out)["outcome"]
-    assert found["layers_measured"] == [8]
-    assert found["tokens_per_step"] == 2 * 2 * 64
-    phases = found["phase_peaks_bytes"]
+    outcome = json.loads(capsys.readouterr().out)["outcome"]
+    assert outcome["layers_measured"] == [8]
+    assert outcome["tokens_per_step"] == 2 * 2 * 64
+    phases = outcome["phase_peaks_bytes"]
     assert phases["load"] == pytest.approx(weight_bytes(alone) / 2, rel=2 * TOLERANCE)
     assert phases["step"] < 0.75 * alone.phase_peaks_bytes["step"]
     assert phases["backward"] < alone.phase_peaks_bytes["backward"]
-    assert run(["probe", str(model), *job_flags, *flags, *[one for one in caps if one != "--json=full"]]) == 0
-    told = capsys.readouterr().out  # at once, from the store
-    assert "device peak of each rank: rank" in told
-    assert "(from the store)" in told
+    assert run(["probe", str(model), *job_flags, *flags, *[flag for flag in caps if flag != "--json=full"]]) == 0
+    text = capsys.readouterr().out  # at once, from the store
+    assert "device peak of each rank: rank" in text
+    assert "(from the store)" in text
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -124,16 +124,16 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_zero_is_measured_under_deepspeeds_own_engine(stage: str, alone: Measurement, tmp_path: Path) -> None:
-    found = job(setup(parallel=stage, accumulation_steps=2), tmp_path, depths=(0,))
-    assert found.phase_peaks_bytes["step"] < alone.phase_peaks_bytes["step"] + 2 * weight_bytes(alone)
+    measurement = job(setup(parallel=stage, accumulation_steps=2), tmp_path, depths=(0,))
+    assert measurement.phase_peaks_bytes["step"] < alone.phase_peaks_bytes["step"] + 2 * weight_bytes(alone)
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_deepspeeds_configuration_counts_the_whole_model_and_the_whole_batch(stage: str) -> None:
-    one = setup(parallel=stage, accumulation_steps=3, precision="bf16-mixed")
-    trained = num_trained(LLAMA, one, "sdpa")
+    train_setup = setup(parallel=stage, accumulation_steps=3, precision="bf16-mixed")
+    trained = num_trained(LLAMA, train_setup, "sdpa")
     assert trained == 4 * 8 * 64 * 64 * 3 // 4 + 3 * 8 * 64 * 160 + (2 * 8 + 1) * 64 + 2 * 512 * 64
-    config = zero_config(one, trained)
+    config = zero_config(train_setup, trained)
     assert config["train_batch_size"] == 2 * 3 * 2  # sequences, accumulation, ranks
     assert config["bf16"] == {"enabled": True}
     assert config["zero_optimization"]["stage"] == int(stage[-1])
@@ -164,8 +164,8 @@ def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(
 
     endless = Limits(time_s=600, measure_s=10_000, window_steps=100_000, max_steps=1_000_000)
     monkeypatch.setattr(watch, "RANK_GRACE_S", 600.0)  # however late torchrun is scheduled to tell who was killed
-    one = asked(setup(parallel="ddp"), depths=(0,), limits=endless)
-    outcome = runner.run_probe(one, work_dir=tmp_path, on_progress=kill)
+    request = asked(setup(parallel="ddp"), depths=(0,), limits=endless)
+    outcome = runner.run_probe(request, work_dir=tmp_path, on_progress=kill)
     assert killed
     assert isinstance(outcome, ProbeFailure), outcome
     assert outcome.kind is FailureKind.CRASHED, outcome
@@ -213,27 +213,27 @@ def of_rank(peak_bytes: int, **changes: Any) -> Measurement:
 
 
 def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
-    one = of_rank(100, flags=("unstable",), extrapolation_error_fraction=0.001, copy_bandwidth_bytes_per_s=9.0)
+    first = of_rank(100, flags=("unstable",), extrapolation_error_fraction=0.001, copy_bandwidth_bytes_per_s=9.0)
     two = of_rank(300, notes=("seen",), extrapolation_error_fraction=-0.004, copy_bandwidth_bytes_per_s=7.0)
     three = of_rank(200, flags=("power-capped",), device_peak_is_nvml=False)
-    found = merge([one, two, three])
-    assert found.peak_device_bytes == found.phase_peaks_bytes["load"] == 300
-    assert found.rank_peaks == (("rank 1", 1, 300), ("rank 2", 1, 200), ("rank 0", 1, 100))
-    assert found.flags == ("power-capped", "unstable")
-    assert "seen" in found.notes
-    assert found.extrapolation_error_fraction == -0.004
-    assert found.copy_bandwidth_bytes_per_s == 7.0
-    assert not found.device_peak_is_nvml
-    assert found.step_times_s == (0.5, 0.6)
-    assert outcome_from_dict(evidence_to_dict(found)) == found
-    old = {name: value for name, value in evidence_to_dict(found).items() if name != "rank_peaks"}
-    assert outcome_from_dict(old) == replace(found, rank_peaks=())  # a record of before there were ranks
+    merged = merge([first, two, three])
+    assert merged.peak_device_bytes == merged.phase_peaks_bytes["load"] == 300
+    assert merged.rank_peaks == (("rank 1", 1, 300), ("rank 2", 1, 200), ("rank 0", 1, 100))
+    assert merged.flags == ("power-capped", "unstable")
+    assert "seen" in merged.notes
+    assert merged.extrapolation_error_fraction == -0.004
+    assert merged.copy_bandwidth_bytes_per_s == 7.0
+    assert not merged.device_peak_is_nvml
+    assert merged.step_times_s == (0.5, 0.6)
+    assert outcome_from_dict(evidence_to_dict(merged)) == merged
+    old = {name: value for name, value in evidence_to_dict(merged).items() if name != "rank_peaks"}
+    assert outcome_from_dict(old) == replace(merged, rank_peaks=())  # a record of before there were ranks
 
 
 def test_offloading_is_refused_on_the_cpu() -> None:
-    one = asked(setup(parallel="fsdp2", offload="parameters"))
+    request = asked(setup(parallel="fsdp2", offload="parameters"))
     with pytest.raises(UnsupportedProbe, match="needs a GPU"):
-        measure(one, StatusPipe(None))
+        measure(request, StatusPipe(None))
 
 
 def test_job_started_with_another_number_of_processes_is_refused() -> None:

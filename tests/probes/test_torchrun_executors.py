@@ -37,15 +37,15 @@ def test_a_job_gets_neighbours_and_nobody_elses() -> None:
 def test_a_job_waits_until_enough_neighbours_are_free() -> None:
     pool = DevicePool(FOUR)
     single, pair = pool.take(1), pool.take(2)
-    asked = threading.Event()
+    requested = threading.Event()
 
     def whole() -> tuple[int, ...]:
-        asked.set()
+        requested.set()
         return pool.take(4)
 
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(whole)
-        assert asked.wait(PATIENCE_S)
+        assert requested.wait(PATIENCE_S)
         pool.give_back(single)
         assert not waiting.done()  # two are still taken: it cannot be
         pool.give_back(pair)
@@ -66,9 +66,9 @@ def test_each_device_can_be_waited_for_ahead() -> None:
 
 
 def test_setup_with_more_gpus_than_there_are_is_an_outcome(tmp_path: Path) -> None:
-    asked = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=4, parallel="ddp"), device="cuda:0")
+    request = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=4, parallel="ddp"), device="cuda:0")
     with LocalExecutor(("cuda:0", "cuda:1"), work_dir=tmp_path) as executor:
-        outcome = executor.submit(asked).result(PATIENCE_S)
+        outcome = executor.submit(request).result(PATIENCE_S)
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.UNSUPPORTED
     assert "4 neighbouring GPUs" in outcome.message

@@ -49,7 +49,7 @@ def request(pids: Path, *, time_s: float = PATIENCE_S, **faults: str) -> ProbeRe
 
 def pids_in(folder: Path) -> set[int]:
     """Every rank's process and its agent's."""
-    return {int(pid) for one in folder.glob("[0-9]*") for pid in one.read_text().split()}
+    return {int(pid) for path in folder.glob("[0-9]*") for pid in path.read_text().split()}
 
 
 def alive(pid: int) -> bool:
@@ -73,9 +73,9 @@ def failure(tmp_path: Path, **changes: Any) -> ProbeFailure:
     outcome = runner.run_probe(request(folder, **changes), work_dir=tmp_path / "work", argv=ARGV)
     assert isinstance(outcome, ProbeFailure), outcome
     assert outcome.log_path is not None
-    found = pids_in(folder)
-    assert len(found) >= 2  # an agent and at least the rank at fault; the other may be ended before it wrote its own
-    assert not any(alive(pid) for pid in found), outcome  # the sweep is over when the outcome is there
+    pids = pids_in(folder)
+    assert len(pids) >= 2  # an agent and at least the rank at fault; the other may be ended before it wrote its own
+    assert not any(alive(pid) for pid in pids), outcome  # the sweep is over when the outcome is there
     assert runner.job_processes(str(Path(outcome.log_path).parent)) == []
     return outcome
 
@@ -118,8 +118,8 @@ def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path, clock: 
     """Nobody fails, nobody goes on: the runner's own limit ends the job."""
     folder = tmp_path / "pids"
     both = clock.over_once(lambda text: len(list(folder.glob("[0-9]*"))) == 2)
-    asked = request(folder, rank0="waits", rank1="waits")
-    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV, on_progress=both)
+    probe_request = request(folder, rank0="waits", rank1="waits")
+    outcome = runner.run_probe(probe_request, work_dir=tmp_path / "work", argv=ARGV, on_progress=both)
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.TIMEOUT, outcome
     assert f"no result within {PATIENCE_S:g} s; last seen " in outcome.message
@@ -142,13 +142,13 @@ def test_killed_agent_takes_the_ranks_along(tmp_path: Path) -> None:
     folder, killed = tmp_path / "pids", set()
 
     def kill(text: str, elapsed_s: float) -> None:
-        agents = {int(one.read_text().split()[1]) for one in folder.glob("[0-9]*")}
+        agents = {int(path.read_text().split()[1]) for path in folder.glob("[0-9]*")}
         for agent in agents - killed:
             os.kill(agent, signal.SIGKILL)
         killed.update(agents)
 
-    asked = request(folder, rank0="waits", rank1="waits")
-    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV, on_progress=kill)
+    probe_request = request(folder, rank0="waits", rank1="waits")
+    outcome = runner.run_probe(probe_request, work_dir=tmp_path / "work", argv=ARGV, on_progress=kill)
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.CRASHED, outcome
     assert "killed by SIGKILL" in outcome.message
@@ -157,14 +157,14 @@ def test_killed_agent_takes_the_ranks_along(tmp_path: Path) -> None:
 
 def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     folder = tmp_path / "pids"
-    asked = tmp_path / "request.json"
-    runner.write_json_whole(asked, request(folder, rank0="waits", rank1="waits").to_dict())
+    request_path = tmp_path / "request.json"
+    runner.write_json_whole(request_path, request(folder, rank0="waits", rank1="waits").to_dict())
     script = textwrap.dedent(f"""
         import json
         from pathlib import Path
         from probes.gpu.request import ProbeRequest
         from probes.gpu.runner import run_probe
-        request = ProbeRequest.from_dict(json.loads(Path({str(asked)!r}).read_text()))
+        request = ProbeRequest.from_dict(json.loads(Path({str(request_path)!r}).read_text()))
         run_probe(request, work_dir=Path({str(tmp_path / "work")!r}), argv={ARGV!r})
     """)
     parent = subprocess.Popen([sys.executable, "-c", script])
@@ -273,17 +273,17 @@ def test_a_job_takes_all_its_devices_in_one_order(tmp_path: Path, monkeypatch: p
         taken.append(name)
         return plain(name)
 
-    def status(one: str) -> DeviceStatus:
-        return DeviceStatus(name="GPU", uuid=uuids[one], used_bytes=0, total_bytes=1 << 34, process_ids=())
+    def status(name: str) -> DeviceStatus:
+        return DeviceStatus(name="GPU", uuid=uuids[name], used_bytes=0, total_bytes=1 << 34, process_ids=())
 
     monkeypatch.setattr(device, "_open_lock", open_lock)
     waits: list[bool] = []
-    with device.turns(("cuda:0", "cuda:1"), waits.append, read=status):
+    with device.lease_all(("cuda:0", "cuda:1"), waits.append, read=status):
         assert taken == ["GPU-a", "GPU-b"]
         assert waits == [True, False] * 2
         assert [_is_free(device.lock_path(name)) for name in taken] == [False, False]
     assert [_is_free(device.lock_path(name)) for name in taken] == [True, True]
-    with device.turns(("cpu", "cpu"), waits.append):
+    with device.lease_all(("cpu", "cpu"), waits.append):
         assert len(taken) == 2
 
 

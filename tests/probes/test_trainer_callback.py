@@ -67,10 +67,10 @@ def test_a_run_is_predicted_and_its_receipt_kept(
     assert len(callback.measured.step_times_s) == 4
     assert seen["plan/predicted_peak_device_bytes"] == callback.checked.prediction.peak_device_bytes
     assert seen["plan/measured_tokens_per_s"] > 0
-    told = capsys.readouterr().err
-    assert "fits: " in told
-    assert "taken: " in told
-    assert "held 50% of the tokens" in told
+    text = capsys.readouterr().err
+    assert "fits: " in text
+    assert "taken: " in text
+    assert "held 50% of the tokens" in text
     assert not (tmp_path / "longer.jsonl").exists()
 
 
@@ -79,9 +79,9 @@ def test_what_does_not_fit_is_said_before_the_first_step(tmp_path: Path, stop: b
     callback = PlanCallback("tiny:1GiB:100GB/s:1TFLOPS", stop=stop, seq_len=4_000_000)
     expected = pytest.raises(UsageError) if stop else pytest.warns(PredictedOutOfMemory)
     trainer = trainer_of(tmp_path, callback)
-    with expected as said:
+    with expected as caught:
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-    assert "does not fit: " in str(said.value if stop else said[0].message)
+    assert "does not fit: " in str(caught.value if stop else caught[0].message)
 
 
 def test_no_fault_of_ours_ends_a_training(
@@ -116,22 +116,22 @@ def test_trl_s_arguments_are_read_as_trl_runs_them(tmp_path: Path) -> None:
 def test_keywords_make_what_the_launch_file_says(target: str, plan_request: dict[str, Any], tmp_path: Path) -> None:
     """The classes take them, and the emitted file says the same of each."""
     planned = plan(MODEL, "rtx-4090", dry_run=False, target=target, **plan_request)
-    said = planned.trl() if target == "trl" else planned.hf()
+    keywords = planned.trl() if target == "trl" else planned.hf()
     kind = {"dpo": "DPOConfig", "grpo": "GRPOConfig"}.get(plan_request.get("objective", ""), "SFTConfig")
     made = getattr(trl, kind) if target == "trl" else TrainingArguments
-    args = made(**said | {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "fp16": False})
+    args = made(**keywords | {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "fp16": False})
     assert args.per_device_train_batch_size == planned.chosen.setup.micro_batch_seqs
     (launch,) = planned.write(tmp_path / "plan")
     main = launch.files[0]
     if target == "trl":
         written = yaml.safe_load(main.text)
     else:
-        calls = [one for one in ast.walk(ast.parse(main.text)) if isinstance(one, ast.Call)]
-        (call,) = [one for one in calls if getattr(one.func, "id", "") == "TrainingArguments"]
-        written = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-    init = said.pop("model_init_kwargs", planned.model_kwargs())
-    names = {one.name for one in fields(made)} & set(written) - NOT_THE_TRAINER_S
-    assert said == {name: written[name] for name in names}
+        calls = [node for node in ast.walk(ast.parse(main.text)) if isinstance(node, ast.Call)]
+        (call,) = [node for node in calls if getattr(node.func, "id", "") == "TrainingArguments"]
+        written = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    init = keywords.pop("model_init_kwargs", planned.model_kwargs())
+    names = {field.name for field in fields(made)} & set(written) - NOT_THE_TRAINER_S
+    assert keywords == {name: written[name] for name in names}
     assert init["dtype"] in main.text
     if plan_request["method"] == "full":
         assert planned.peft() == planned.bitsandbytes() == {}

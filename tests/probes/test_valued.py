@@ -52,12 +52,12 @@ def test_a_part_that_is_written_says_nothing_of_the_rest() -> None:
     with tracker, selecting_all():
         unknown = weights(4).long()
         unknown[:2] = torch.tensor([1, 2], device="meta")
-        assert tracker.values.known(unknown) is None
-        known = torch.zeros(4, dtype=torch.int64, device="meta")
-        known[:2] = torch.tensor([1, 2], device="meta")
-        assert known.tolist() == [1, 2, 0, 0]
-        known[2:] = weights(2).long()
-        assert tracker.values.known(known) is None
+        assert tracker.values.real(unknown) is None
+        concrete = torch.zeros(4, dtype=torch.int64, device="meta")
+        concrete[:2] = torch.tensor([1, 2], device="meta")
+        assert concrete.tolist() == [1, 2, 0, 0]
+        concrete[2:] = weights(2).long()
+        assert tracker.values.real(concrete) is None
 
 
 def test_what_dies_is_forgotten() -> None:
@@ -68,4 +68,4 @@ def test_what_dies_is_forgotten() -> None:
             assert made.tolist() == [number] * 3
             del made
             other = weights(3).long()  # may take the dead one's place
-            assert tracker.values.known(other) is None
+            assert tracker.values.real(other) is None

@@ -128,7 +128,7 @@ def make_terms(setup: TrainSetup, scale: float = 1.0) -> tuple[MemoryTerm, ...]:
 
 
 def make_prediction(
-    setup: TrainSetup, rung: Fidelity = Fidelity.FORMULA, *, scale: float = 1.0, **changes: Any
+    setup: TrainSetup, level: Fidelity = Fidelity.FORMULA, *, scale: float = 1.0, **changes: Any
 ) -> Prediction:
     terms = make_terms(setup, scale)
     phase_peaks = {phase: sum(term.size_bytes for term in terms if phase in term.phases) for phase in PHASES}
@@ -136,16 +136,16 @@ def make_prediction(
     at_peak = tuple(term for term in terms if peak_phase in term.phases)
     allocated = phase_peaks[peak_phase]
     speed = 3100.0 * (1 - 0.5 / setup.micro_batch_seqs) * (0.75 if setup.checkpointing else 1.0) - setup.lora_rank
-    known_speed = rung is Fidelity.FORMULA
+    known_speed = level is Fidelity.FORMULA
     values: dict[str, Any] = {
-        "rung": rung,
+        "rung": level,
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": allocated + 412 * MIB,
         "peak_device_bytes": allocated + 412 * MIB + 430 * MIB,
         "peak_phase": peak_phase,
         "phase_peaks_bytes": phase_peaks,
         "terms": at_peak,
-        "memory_band_fraction": 0.08 if rung is Fidelity.FORMULA else 0.015,
+        "memory_band_fraction": 0.08 if level is Fidelity.FORMULA else 0.015,
         "step_time_s": setup.tokens_per_step / speed if known_speed else None,
         "tokens_per_s": speed if known_speed else None,
         "time_band_fraction": 0.2 if known_speed else None,
@@ -199,13 +199,13 @@ def make_setup(**changes: Any) -> TrainSetup:
 
 
 def make_candidate(
-    setup: TrainSetup | None = None, workload: Workload | None = None, *, rung: Fidelity = Fidelity.FORMULA
+    setup: TrainSetup | None = None, workload: Workload | None = None, *, level: Fidelity = Fidelity.FORMULA
 ) -> Candidate:
     """A candidate known up to `rung`."""
     setup, workload = setup or make_setup(), workload or make_workload()
     formula = make_prediction(setup)
-    dry_run = make_prediction(setup, Fidelity.DRY_RUN, scale=1.03) if rung is not Fidelity.FORMULA else None
-    probe = make_measurement(setup, dry_run) if dry_run is not None and rung is Fidelity.PROBE else None
+    dry_run = make_prediction(setup, Fidelity.DRY_RUN, scale=1.03) if level is not Fidelity.FORMULA else None
+    probe = make_measurement(setup, dry_run) if dry_run is not None and level is Fidelity.PROBE else None
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=formula, dry_run=dry_run, probe=probe)
 
 
@@ -249,9 +249,9 @@ def make_walk(budget_bytes: int) -> tuple[Answer, ...]:
     )
 
 
-def make_plan(workload: Workload | None = None, *, rung: Fidelity = Fidelity.FORMULA, **changes: Any) -> Plan:
+def make_plan(workload: Workload | None = None, *, level: Fidelity = Fidelity.FORMULA, **changes: Any) -> Plan:
     workload = workload or make_workload()
-    chosen = make_candidate(make_setup(), workload, rung=rung)
+    chosen = make_candidate(make_setup(), workload, level=level)
     lora = make_setup(method="lora", quantization="none", micro_batch_seqs=2, accumulation_steps=8)
     setups = (
         ("next rank up", make_setup(lora_rank=128), "rank 128 for 64 tokens/s"),
@@ -264,7 +264,10 @@ def make_plan(workload: Workload | None = None, *, rung: Fidelity = Fidelity.FOR
         for label, setup, trade in setups
     )
     ranked = tuple(
-        sorted((chosen, *(one.candidate for one in alternatives if one.candidate.fits)), key=lambda c: -c.tokens_per_s)
+        sorted(
+            (chosen, *(alternative.candidate for alternative in alternatives if alternative.candidate.fits)),
+            key=lambda c: -c.tokens_per_s,
+        )
     )
     values: dict[str, Any] = {
         "workload": workload,

@@ -10,7 +10,10 @@ def make_many(num_candidates: int) -> Plan:
     """A plan with `num_candidates` different ranked candidates, the chosen one and alternatives among them."""
     workload = make_workload(global_batch_seqs=64)
     plan = make_plan(workload)
-    seen = {plan.chosen.setup: plan.chosen, **{one.candidate.setup: one.candidate for one in plan.alternatives}}
+    seen = {
+        plan.chosen.setup: plan.chosen,
+        **{alternative.candidate.setup: alternative.candidate for alternative in plan.alternatives},
+    }
     grid = itertools.product(
         range(8, 8 * 40, 8),
         (1, 2, 4, 8, 16),

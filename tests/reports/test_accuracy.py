@@ -72,7 +72,7 @@ def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Predict
 
 def table_of(rows: list[MeasuredRow], allocated_gib: float = 11.0) -> AccuracyTable:
     return accuracy_table(
-        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=lookup, rung="constant"
+        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=lookup, level="constant"
     )
 
 
@@ -92,7 +92,7 @@ def test_statistics_count_each_configuration_once() -> None:
     assert x.median_error == pytest.approx(0.1875)
     assert x.noise_median == pytest.approx(2.5 / 11)
     assert y.noise_median is None
-    assert [one.name for one in table.exact] == ["expressed fully", "known differences of the stack"]
+    assert [group.name for group in table.exact] == ["expressed fully", "known differences of the stack"]
     assert [case.row.id for case in table.worst(2)] == ["c", "b"]
 
 
@@ -115,7 +115,7 @@ def test_failures_are_listed_not_hidden() -> None:
         )
 
     rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]
-    table = accuracy_table(rows, fail, what="allocated", lookup=lookup, rung="dry run")
+    table = accuracy_table(rows, fail, what="allocated", lookup=lookup, level="dry run")
     assert table.overall is None
     assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))
     text = accuracy_markdown([table], title="T", command="c")
@@ -126,7 +126,7 @@ def test_a_model_that_only_torch_reads_is_a_row_without_a_prediction() -> None:
     def without_torch(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
         raise UnknownModelError("its module tree cannot be read: torch not installed")
 
-    table = accuracy_table([a_row()], lambda *_: None, what="allocated", lookup=without_torch, rung="formula")
+    table = accuracy_table([a_row()], lambda *_: None, what="allocated", lookup=without_torch, level="formula")
     assert table.not_predicted == (("x-1", "its module tree cannot be read: torch not installed"),)
 
 
@@ -164,11 +164,11 @@ def test_csv_and_json_hold_every_case() -> None:
 
 def test_scatter_is_the_same_file_twice(tmp_path: Path) -> None:
     table = table_of([a_row(id="a"), a_row(id="b", group="y", allocated_bytes=5 * GIB)])
-    one, two = tmp_path / "one.svg", tmp_path / "two.svg"
-    scatter_svg(table, one)
+    first, two = tmp_path / "one.svg", tmp_path / "two.svg"
+    scatter_svg(table, first)
     scatter_svg(table, two)
-    assert one.read_bytes() == two.read_bytes()
-    text = one.read_text()
+    assert first.read_bytes() == two.read_bytes()
+    text = first.read_text()
     assert "measured, GiB" in text
     assert "x (1)" in text
     assert "y (1)" in text

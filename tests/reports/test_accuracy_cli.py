@@ -32,7 +32,7 @@ def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture
     assert table["overall"]["median_error"] <= 0.08
     assert table["fit"]["false_fit_fraction"] <= 0.02
     assert table["fit"]["num_out_of_memory"] >= 70
-    expressed = next(one for one in table["exact"] if one["name"] == "expressed fully")
+    expressed = next(group for group in table["exact"] if group["name"] == "expressed fully")
     assert expressed["median_error"] <= 0.02
 
 
@@ -64,7 +64,7 @@ def test_out_writes_markdown_csv_and_charts_and_the_pages_hold_them(
 def test_one_source_only(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json")
     assert code == 0
-    assert [one["name"] for one in json.loads(out)[0]["groups"]] == ["peft_metamathqa"]
+    assert [group["name"] for group in json.loads(out)[0]["groups"]] == ["peft_metamathqa"]
 
 
 @pytest.mark.parametrize(

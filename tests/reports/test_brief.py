@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Data
@@ -77,10 +77,10 @@ def test_a_refusal_begins_with_the_verdict_and_says_what_would_make_it_fit(name:
 
 
 def test_what_only_should_fit_is_no_green() -> None:
-    one = make_plan().chosen
-    peak = one.formula.peak_device_bytes
+    candidate = make_plan().chosen
+    peak = candidate.formula.peak_device_bytes
     for room, style in ((1.5, "bold green"), (1.001, "bold yellow"), (0.9, "bold red")):
-        assert verdict_style(replace(one, budget_bytes=int(room * peak))) == style
+        assert verdict_style(replace(candidate, budget_bytes=int(room * peak))) == style
 
 
 def test_risks_stand_before_what_holds_of_every_plan() -> None:
@@ -88,7 +88,9 @@ def test_risks_stand_before_what_holds_of_every_plan() -> None:
     notes = notes_of(plan)
     assert notes[0].startswith("SDPA falls back to its math kernel")
     assert notes[-1].startswith("merging the adapter")
-    learned = replace(plan, notes=(*plan.notes, found("measured on this GPU: 3 measurements correct its prediction")))
+    learned = replace(
+        plan, notes=(*plan.notes, measured("measured on this GPU: 3 measurements correct its prediction"))
+    )
     assert notes_of(learned)[0].startswith("measured on this GPU")
     assert any("SDPA falls back" in line for line in shown(plan))
 

@@ -53,13 +53,18 @@ def test_comparison_and_which_gpu_markdown_golden() -> None:
 
 def test_rank_gpus_smallest_that_fits_first_and_places() -> None:
     choices = rank_gpus(answers())
-    assert [one.gpu.key for one in choices] == ["rtx-4090", "l40s", "h200", "t4"]
-    assert sorted(one.speed_place for one in choices if one.fits) == [1, 2, 3]
-    assert {one.gpu.key: one.cost_place for one in choices} == {"rtx-4090": 1, "h200": 2, "l40s": None, "t4": None}
+    assert [choice.gpu.key for choice in choices] == ["rtx-4090", "l40s", "h200", "t4"]
+    assert sorted(choice.speed_place for choice in choices if choice.fits) == [1, 2, 3]
+    assert {choice.gpu.key: choice.cost_place for choice in choices} == {
+        "rtx-4090": 1,
+        "h200": 2,
+        "l40s": None,
+        "t4": None,
+    }
 
 
 def test_rank_gpus_by_cost_puts_unpriced_cards_last_of_those_that_fit() -> None:
-    assert [one.gpu.key for one in rank_gpus(answers(), sort="cost")] == ["rtx-4090", "h200", "l40s", "t4"]
+    assert [choice.gpu.key for choice in rank_gpus(answers(), sort="cost")] == ["rtx-4090", "h200", "l40s", "t4"]
 
 
 def test_rank_gpus_refuses_an_unknown_order() -> None:
@@ -101,10 +106,10 @@ def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:
 
     def beside(label: str, tokens_per_s: float, **changes: Any) -> Alternative:
         formula = replace(plan.chosen.formula, tokens_per_s=tokens_per_s)
-        one = Candidate(
+        candidate = Candidate(
             setup=plan.chosen.setup.replace(**changes), budget_bytes=plan.chosen.budget_bytes, formula=formula
         )
-        return Alternative(label=label, candidate=one, trade="")
+        return Alternative(label=label, candidate=candidate, trade="")
 
     lora = {"method": "lora", "quantization": "none"}
     others = (
@@ -112,6 +117,6 @@ def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:
         beside("room to spare", 300.0, **lora),
         beside(Node.EIGHT_BIT.words, 1.0, quantization="int8"),
     )
-    found = best_by_method(replace(plan, alternatives=others))
-    assert found == {"qlora": plan.chosen, "lora": others[0].candidate}
+    by_method = best_by_method(replace(plan, alternatives=others))
+    assert by_method == {"qlora": plan.chosen, "lora": others[0].candidate}
     assert best_by_method(make_no_plan()) == {}

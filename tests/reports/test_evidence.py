@@ -13,7 +13,7 @@ def test_timeline_of_finds_the_peak_and_the_largest_tensors() -> None:
     timeline = timeline_of([(0, 100), (5, 300), (9, 200)], groups, "4 of 28 layers")
     assert timeline is not None
     assert (timeline.peak_event, timeline.peak_bytes) == (5, 300)
-    assert [one.name for one in timeline.tensors] == ["base", "logits"]
+    assert [tensor.name for tensor in timeline.tensors] == ["base", "logits"]
     assert timeline.depth == "4 of 28 layers"
 
 
@@ -26,7 +26,7 @@ def test_timeline_of_nothing_is_none_and_many_tensors_are_cut() -> None:
 
 
 def test_search_values_say_what_fits_and_why_not() -> None:
-    probed = make_candidate(rung=Fidelity.PROBE)
+    probed = make_candidate(level=Fidelity.PROBE)
     assert probed.probe is not None
     failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="")
     setup = make_setup()

@@ -17,7 +17,7 @@ from reports import html
 from reports.charts import accuracy_rows, memory_bars, pareto_front, search_history, speed_memory
 from reports.extras import Extras
 from reports.html import ECHARTS_VERSION, Entry, report_html
-from reports.rows import beside
+from reports.rows import chosen_and_alternatives
 from tests.reports.factories import make_candidate, make_model, make_no_plan, make_plan, make_setup, make_workload
 from tests.reports.many import make_many
 
@@ -68,9 +68,9 @@ def test_echarts_is_the_published_file() -> None:
     assert f'version="{ECHARTS_VERSION}"'.encode() in data
 
 
-@pytest.mark.parametrize("rung", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
-def test_page_is_well_formed_and_self_contained(rung: Fidelity) -> None:
-    page = report_html([Entry(plan=make_plan(rung=rung))])
+@pytest.mark.parametrize("level", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
+def test_page_is_well_formed_and_self_contained(level: Fidelity) -> None:
+    page = report_html([Entry(plan=make_plan(level=level))])
     checker = checked(page)
     assert all(address.startswith(("#", "data:")) for address in checker.addresses)
     assert {address[1:] for address in checker.addresses if address.startswith("#")} <= set(checker.ids)
@@ -107,8 +107,8 @@ def test_script_in_chart_data_cannot_end_the_script_element() -> None:
 
 
 def test_memory_bars_add_up_to_the_device_peak_of_one_rung() -> None:
-    plan = make_plan(rung=Fidelity.PROBE)
-    chart = memory_bars([(label, one) for label, one, _ in beside(plan)], 1, 1)
+    plan = make_plan(level=Fidelity.PROBE)
+    chart = memory_bars([(label, candidate) for label, candidate, _ in chosen_and_alternatives(plan)], 1, 1)
     sums = [sum(values) for values in zip(*(series["bytes"] for series in chart["series"]), strict=True)]
     assert sums == chart["device_bytes"]
     assert chart["measured_bytes"][1:] == [None] * 4
@@ -122,20 +122,20 @@ def test_pareto_front_is_what_brute_force_finds() -> None:
     candidates = list(make_many(300).ranked)
     front = pareto_front(candidates)
     expected = [
-        one
-        for one in candidates
+        candidate
+        for candidate in candidates
         if not any(
-            other.memory_evidence.peak_device_bytes <= one.memory_evidence.peak_device_bytes
-            and other.tokens_per_s >= one.tokens_per_s
+            other.memory_evidence.peak_device_bytes <= candidate.memory_evidence.peak_device_bytes
+            and other.tokens_per_s >= candidate.tokens_per_s
             and (other.memory_evidence.peak_device_bytes, other.tokens_per_s)
-            != (one.memory_evidence.peak_device_bytes, one.tokens_per_s)
+            != (candidate.memory_evidence.peak_device_bytes, candidate.tokens_per_s)
             for other in candidates
         )
     ]
-    places = {(one.memory_evidence.peak_device_bytes, one.tokens_per_s) for one in expected}
-    assert {(one.memory_evidence.peak_device_bytes, one.tokens_per_s) for one in front} == places
+    places = {(candidate.memory_evidence.peak_device_bytes, candidate.tokens_per_s) for candidate in expected}
+    assert {(candidate.memory_evidence.peak_device_bytes, candidate.tokens_per_s) for candidate in front} == places
     assert len(front) == len(places)
-    peaks = [one.memory_evidence.peak_device_bytes for one in front]
+    peaks = [candidate.memory_evidence.peak_device_bytes for candidate in front]
     assert peaks == sorted(peaks)
 
 
@@ -149,7 +149,7 @@ def test_speed_memory_names_each_candidate_once() -> None:
 
 def test_accuracy_rows_only_where_something_was_measured() -> None:
     assert accuracy_rows(make_plan()) == []
-    plan = make_plan(rung=Fidelity.PROBE)
+    plan = make_plan(level=Fidelity.PROBE)
     rows = accuracy_rows(plan)
     assert [row["rung"] for row in rows] == ["formula ±8 %", "dry run ±1.5 %"]
     for row in rows:
@@ -158,8 +158,8 @@ def test_accuracy_rows_only_where_something_was_measured() -> None:
 
 
 def test_accuracy_rows_count_a_measured_ranked_candidate_once() -> None:
-    chosen = make_candidate(rung=Fidelity.PROBE)
-    other = make_candidate(make_setup(lora_rank=8), rung=Fidelity.PROBE)
+    chosen = make_candidate(level=Fidelity.PROBE)
+    other = make_candidate(make_setup(lora_rank=8), level=Fidelity.PROBE)
     rows = accuracy_rows(make_plan(chosen=chosen, alternatives=(), ranked=(chosen, other)))
     assert [row["label"] for row in rows] == ["chosen", "chosen", "ranked 2", "ranked 2"]
 

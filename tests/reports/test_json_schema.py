@@ -59,14 +59,14 @@ def validator() -> jsonschema.Draft202012Validator:
 def problems(validator: jsonschema.Draft202012Validator, document: Any) -> list[str]:
     """What speaks against a document, by the branch for its own kind."""
     if isinstance(document, list):
-        return [problem for one in document if "kind" in one for problem in problems(validator, one)]
+        return [problem for entry in document if "kind" in entry for problem in problems(validator, entry)]
     whole = {"plan": "Plan", "no_plan": "NoPlan"} if "workload" in document else NAMES
     name = whole.get(document["kind"], "BriefPlan")
-    own = validator.evolve(schema={**validator.schema, "anyOf": [{"$ref": f"#/$defs/{name}"}]})
+    branch_validator = validator.evolve(schema={**validator.schema, "anyOf": [{"$ref": f"#/$defs/{name}"}]})
     return [
         f"{'.'.join(map(str, leaf.absolute_path))}: {leaf.message:.300}"
-        for error in own.iter_errors(document)
-        for leaf in (error, *error.context, *(deep for one in error.context for deep in one.context))
+        for error in branch_validator.iter_errors(document)
+        for leaf in (error, *error.context, *(deep for child in error.context for deep in child.context))
     ]
 
 
@@ -93,7 +93,7 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
     assert len(text.encode()) <= MAX_BYTES + 1
     if written:
         assert problems(validator, json.loads(Path("plan", "plan.json").read_text())) == []
-        assert any(one["files"] for one in short.get("launch", ())) == (code == 0)
+        assert any(launch["files"] for launch in short.get("launch", ())) == (code == 0)
     if "workload" in whole:
         assert problems(validator, whole) == []
         whole = whole["chosen" if whole["kind"] == "plan" else "nearest"]
@@ -106,11 +106,11 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda one: one.pop("chosen"),
-        lambda one: one["chosen"].update(fits="yes"),
-        lambda one: one["chosen"]["formula"].update(peak_device_bytes="8 GiB"),
-        lambda one: one["workload"].update(colour="red"),
-        lambda one: one.update(schema_version=0),
+        lambda document: document.pop("chosen"),
+        lambda document: document["chosen"].update(fits="yes"),
+        lambda document: document["chosen"]["formula"].update(peak_device_bytes="8 GiB"),
+        lambda document: document["workload"].update(colour="red"),
+        lambda document: document.update(schema_version=0),
     ],
 )
 def test_what_is_no_answer_is_refused(harm: Any, validator: jsonschema.Draft202012Validator) -> None:

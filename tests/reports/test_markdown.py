@@ -36,7 +36,7 @@ def full_extras() -> Extras:
 PAGES: dict[str, Callable[[], str]] = {
     "plan_formula.md": lambda: plan_markdown(make_plan()),
     "plan_probe_extras.md": lambda: plan_markdown(
-        make_plan(make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Fidelity.PROBE),
+        make_plan(make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), level=Fidelity.PROBE),
         full_extras(),
     ),
     "no_plan.md": lambda: plan_markdown(make_no_plan()),
@@ -49,7 +49,7 @@ def test_markdown_golden(name: str) -> None:
 
 
 def test_markdown_is_the_same_from_plan_json() -> None:
-    plan = make_plan(rung=Fidelity.DRY_RUN)
+    plan = make_plan(level=Fidelity.DRY_RUN)
     assert plan_markdown(plan_from_dict(plan_to_dict(plan))) == plan_markdown(plan)
 
 
@@ -61,12 +61,12 @@ def test_markdown_tables_have_one_width_and_as_many_cells_as_columns() -> None:
 
 
 def test_markdown_figures_are_plan_json_figures() -> None:
-    plan = make_plan(rung=Fidelity.PROBE)
+    plan = make_plan(level=Fidelity.PROBE)
     document = plan_to_dict(plan)
     page = plan_markdown(plan)
-    for rung in ("formula", "dry_run", "probe"):
-        values = document["chosen"][rung]
-        row = next(line for line in page.splitlines() if line.startswith(f"| {rung.replace('_', ' ')}"))
+    for level in ("formula", "dry_run", "probe"):
+        values = document["chosen"][level]
+        row = next(line for line in page.splitlines() if line.startswith(f"| {level.replace('_', ' ')}"))
         for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
             assert gib(values[key]) in row
 

@@ -26,7 +26,7 @@ from reports.extras import (
     sensitivity,
 )
 from reports.plan_json import (
-    RUNG_KEYS,
+    LEVEL_KEYS,
     candidate_from_dict,
     candidate_to_dict,
     plan_from_dict,
@@ -48,10 +48,10 @@ def through_json(document: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-@pytest.mark.parametrize("rung", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
-def test_plan_json_round_trip(rung: Fidelity) -> None:
+@pytest.mark.parametrize("level", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
+def test_plan_json_round_trip(level: Fidelity) -> None:
     workload = make_workload(fixed={"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora")})
-    plan = make_plan(workload, rung=rung, search={"trials": [1, 2], "stop": "budget"})
+    plan = make_plan(workload, level=level, search={"trials": [1, 2], "stop": "budget"})
     back = plan_from_dict(through_json(plan_to_dict(plan)))
     assert isinstance(back, Plan)
     for name in ("workload", "chosen", "alternatives", "tree", "space", "notes"):
@@ -64,7 +64,7 @@ def test_plan_json_round_trip(rung: Fidelity) -> None:
 
 def test_plan_json_keeps_what_a_probe_measured_beside_its_peaks() -> None:
     """The rate of a copy tells a throttled card, the ranks' peaks an uneven job; plans of before have neither."""
-    plain = make_candidate(rung=Fidelity.PROBE)
+    plain = make_candidate(level=Fidelity.PROBE)
     assert isinstance(plain.probe, Measurement)
     peaks = (("rank 1", 1, 9_000), ("rank 0", 1, 8_000))
     candidate = replace(plain, probe=replace(plain.probe, copy_bandwidth_bytes_per_s=3.9e12, rank_peaks=peaks))
@@ -81,15 +81,15 @@ def test_no_plan_json_round_trip() -> None:
 
 
 def test_plan_json_same_keys_on_every_rung_and_for_failures() -> None:
-    known = make_candidate(rung=Fidelity.PROBE)
+    probed = make_candidate(level=Fidelity.PROBE)
     failed = make_candidate().__class__(
-        setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
+        setup=probed.setup, budget_bytes=probed.budget_bytes, formula=probed.formula, dry_run=make_failed_dry_run()
     )
-    for candidate in (known, failed):
+    for candidate in (probed, failed):
         values = candidate_to_dict(candidate, "m", "g")
         assert set(values) == {"setup", "fits", "budget_bytes", "formula", "dry_run", "trace", "probe", "run"}
-        for rung in ("formula", "dry_run", "trace", "probe", "run"):
-            assert values[rung] is None or tuple(values[rung]) == RUNG_KEYS
+        for level in ("formula", "dry_run", "trace", "probe", "run"):
+            assert values[level] is None or tuple(values[level]) == LEVEL_KEYS
         assert candidate_to_dict(candidate_from_dict(through_json(values)), "m", "g") == values
 
 
@@ -166,7 +166,7 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), s
 @given(data=st.data())
 def test_plan_from_dict_damaged_anywhere_is_a_config_error_or_still_a_plan(data: st.DataObject) -> None:
     """Any value of the document replaced by junk: a ConfigError (or SetupError), never another exception."""
-    document = through_json(plan_to_dict(make_plan(rung=Fidelity.PROBE)))
+    document = through_json(plan_to_dict(make_plan(level=Fidelity.PROBE)))
     node: Any = document
     while True:
         key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))

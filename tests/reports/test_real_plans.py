@@ -45,9 +45,9 @@ def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str,
     back = plan_from_dict(document)
     assert back.workload == plan_request
     assert back.workload.model.num_params == model.num_params
-    again = report_files([entry_of(document)])
-    assert again["report.md"] == texts["report.md"]
-    assert again["report.html"] == texts["report.html"]
+    rewritten = report_files([entry_of(document)])
+    assert rewritten["report.md"] == texts["report.md"]
+    assert rewritten["report.html"] == texts["report.html"]
     stream = io.StringIO()
     console = Console(file=stream, width=80)
     render_plan(plan, console)

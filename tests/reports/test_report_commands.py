@@ -136,17 +136,17 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     words = ("which-gpu", "gpt2", "--method", "full", "--dataset", str(data))
     rows = {row["gpu"]: row for row in json.loads(call(app, *words, "--json").stdout)["cards"]}
     (stats, lengths), card = measured(str(data)), rows["mi300x"]
-    asked = plan_request(
+    workload = plan_request(
         "gpt2", "mi300x", fixed={"method": ("full",), "packing": (lengths.packing,)}, seq_len=lengths.seq_len_tokens,
         data=Data(
             epoch_tokens=lengths.epoch_tokens, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq,
             real_fractions=lengths.real_fractions, kind=stats.columns,
         ),
     )  # fmt: skip
-    plan = plan_workload(asked)
+    plan = plan_workload(workload)
     assert isinstance(plan, Plan)
-    assert card["duration_s"] == pytest.approx(job_s(asked, plan.chosen))
-    assert card["duration_s"] != pytest.approx(asked.epochs * lengths.epoch_tokens / card["tokens_per_s"])  # padding
+    assert card["duration_s"] == pytest.approx(job_s(workload, plan.chosen))
+    assert card["duration_s"] != pytest.approx(workload.epochs * lengths.epoch_tokens / card["tokens_per_s"])  # padding
     assert card["cost_usd"] == pytest.approx(card["duration_s"] / 3600 * card["usd_per_hour"])
     assert card["price_date"][:5] == "2026-"
     assert card["price_date"] in card["price_source"]
@@ -154,7 +154,7 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     by_time = sorted(rows.values(), key=lambda row: row["duration_s"])
     assert [row["speed_place"] for row in by_time] == list(range(1, len(rows) + 1))
     shown = call(app, *words).stdout
-    assert f"chats.jsonl, {asked.epochs:g} epochs" in " ".join(shown.split())
+    assert f"chats.jsonl, {workload.epochs:g} epochs" in " ".join(shown.split())
     assert "cards without a known price" in shown
     assert "Prices of 2026-" in shown
 

@@ -98,13 +98,13 @@ def test_ranks_that_differ_are_listed(pipeline: Candidate) -> None:
 
 
 def test_plan_json_comes_back_the_same(plan: Plan, pipeline: Candidate) -> None:
-    for one in (plan, replace(plan, chosen=pipeline)):
-        back = plan_from_dict(json.loads(json.dumps(plan_to_dict(one))))
+    for original in (plan, replace(plan, chosen=pipeline)):
+        back = plan_from_dict(json.loads(json.dumps(plan_to_dict(original))))
         assert isinstance(back, Plan)
-        assert back.workload.cluster == one.workload.cluster
-        assert back.chosen == one.chosen
-        assert back.tree == one.tree
-        assert back.alternatives == one.alternatives
+        assert back.workload.cluster == original.workload.cluster
+        assert back.chosen == original.chosen
+        assert back.tree == original.tree
+        assert back.alternatives == original.alternatives
 
 
 def test_no_plan_comes_back_and_is_told() -> None:

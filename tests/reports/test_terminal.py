@@ -45,9 +45,12 @@ HOSTILE = "evil/[bold red]x[/]\x1b[2J\x07\n<script>alert(1)</script>"
 
 
 def failed_candidate() -> Candidate:
-    known = make_candidate(rung=Fidelity.FORMULA)
+    candidate = make_candidate(level=Fidelity.FORMULA)
     return Candidate(
-        setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
+        setup=candidate.setup,
+        budget_bytes=candidate.budget_bytes,
+        formula=candidate.formula,
+        dry_run=make_failed_dry_run(),
     )
 
 
@@ -56,14 +59,14 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "plan_probe": lambda console: render_plan(
         make_plan(
             make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69, price_source="RunPod 2026-11"),
-            rung=Fidelity.PROBE,
+            level=Fidelity.PROBE,
         ),
         console,
         next_command="plan confirm my-plan",
     ),
     "no_plan": lambda console: render_plan(make_no_plan(), console),
     "estimate_probe": lambda console: render_estimate(
-        make_candidate(rung=Fidelity.PROBE), make_model(), make_gpu(), console
+        make_candidate(level=Fidelity.PROBE), make_model(), make_gpu(), console
     ),
     "estimate_failed": lambda console: render_estimate(failed_candidate(), make_model(), make_gpu(), console),
     "gpus": lambda console: render_gpus([make_gpu(), make_gpu("t4", "T4", 14.56, bf16_flops_per_s=None)], console),
@@ -135,10 +138,10 @@ def test_terminal_hostile_model_name_is_only_text() -> None:
 def test_terminal_every_alternative_and_its_figures_are_shown() -> None:
     plan = make_plan()
     shown = page(lambda console: render_plan(plan, console), 120)
-    for one in plan.alternatives:
-        line = next(line for line in shown.splitlines() if line.startswith(f"{one.label}  "))
-        assert f"{one.candidate.tokens_per_s:,.0f}" in line
-        assert gib(one.candidate.memory_evidence.peak_device_bytes) in line
+    for alternative in plan.alternatives:
+        line = next(line for line in shown.splitlines() if line.startswith(f"{alternative.label}  "))
+        assert f"{alternative.candidate.tokens_per_s:,.0f}" in line
+        assert gib(alternative.candidate.memory_evidence.peak_device_bytes) in line
 
 
 def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
@@ -164,8 +167,8 @@ def test_next_command_repeats_every_wish() -> None:
         "packing": (False,),
         "attention": ("sdpa",),
     }
-    said = {"min_rank": 32, "min_rank_reason": MIN_RANK_GIVEN, "price_per_hour": 0.5, "price_source": PRICE_GIVEN}
-    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, data=Data(epoch_tokens=5_000_000), **said)
+    options = {"min_rank": 32, "min_rank_reason": MIN_RANK_GIVEN, "price_per_hour": 0.5, "price_source": PRICE_GIVEN}
+    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, data=Data(epoch_tokens=5_000_000), **options)
     words = default_next_command(make_plan(workload))
     assert words == (
         "plan Qwen/Qwen2.5-7B --gpu rtx-4090 --seq-len 2048 --global-batch 16 --method lora --method qlora --rank 64 "
@@ -177,12 +180,16 @@ def test_next_command_repeats_every_wish() -> None:
     words = default_next_command(
         make_plan(make_workload(fixed=other, prefer="speed", num_epochs=2.0, learning_rate=1e-4, targets=("axolotl",)))
     )
-    asked = "--quantize-experts --no-selective-checkpointing --num-generations 4 --completion-len 256 --generator vllm"
-    assert f"{asked} --reference" in words
+    flags = "--quantize-experts --no-selective-checkpointing --num-generations 4 --completion-len 256 --generator vllm"
+    assert f"{flags} --reference" in words
     assert words.endswith("--prefer speed --epochs 2 --lr 0.0001 --target axolotl --out my-plan")
     made: Any = get_command(build_app([MAIN_COMMAND]))
-    parameters = {word for one in made.commands[MAIN_COMMAND].params for word in (*one.opts, *one.secondary_opts)}
-    assert not {one for one in words.split() if one.startswith("--")} - parameters
+    parameters = {
+        word
+        for parameter in made.commands[MAIN_COMMAND].params
+        for word in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert not {word for word in words.split() if word.startswith("--")} - parameters
     usual = make_workload(headroom_bytes=default_headroom_bytes(workload.memory_bytes), memory_bytes=20 * GIB)
     assert "--headroom" not in default_next_command(make_plan(usual))
 
@@ -195,8 +202,8 @@ def test_next_command_is_read_as_the_same_wish() -> None:
     words = default_next_command(plan, ("--revision", "v1.1", "--dataset", "who/what")).split()
     assert "--rank" not in words
     assert words[-6:-2] == ["--revision", "v1.1", "--dataset", "who/what"]
-    said = {option: float(words[words.index(option) + 1]) for option in ("--price", "--lr", "--epochs")}
-    assert said == {"--price": 0.123456789, "--lr": 0.00012345678, "--epochs": 2.0}
+    values = {option: float(words[words.index(option) + 1]) for option in ("--price", "--lr", "--epochs")}
+    assert values == {"--price": 0.123456789, "--lr": 0.00012345678, "--epochs": 2.0}
     read = memory_and_headroom(
         plan.workload.gpu, *(float(words[words.index(option) + 1]) for option in ("--memory-gib", "--headroom"))
     )
@@ -205,12 +212,12 @@ def test_next_command_is_read_as_the_same_wish() -> None:
 
 def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
     """A plan whose chosen setup does not fit is never recommended, by none of the reports."""
-    known = make_candidate(rung=Fidelity.DRY_RUN)
+    candidate = make_candidate(level=Fidelity.DRY_RUN)
     refuted = Candidate(
-        setup=known.setup,
-        budget_bytes=known.formula.peak_device_bytes + 1,
-        formula=known.formula,
-        dry_run=known.dry_run,
+        setup=candidate.setup,
+        budget_bytes=candidate.formula.peak_device_bytes + 1,
+        formula=candidate.formula,
+        dry_run=candidate.dry_run,
     )
     plan = make_plan(chosen=refuted)
     assert not refuted.fits
@@ -234,8 +241,8 @@ def test_terminal_plan_without_walk_alternatives_or_notes() -> None:
 
 def test_breakdown_slices_join_and_fill_the_card() -> None:
     workload = make_workload()
-    for rung in (Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE):
-        candidate = make_candidate(workload=workload, rung=rung)
+    for level in (Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE):
+        candidate = make_candidate(workload=workload, level=level)
         for max_terms in (None, 3, 20):
             parts = breakdown(candidate, workload.memory_bytes, max_terms=max_terms)
             position = 0
@@ -248,7 +255,7 @@ def test_breakdown_slices_join_and_fill_the_card() -> None:
 
 
 def test_alternative_of_another_rung_names_both_rungs() -> None:
-    chosen = make_candidate(rung=Fidelity.PROBE)
+    chosen = make_candidate(level=Fidelity.PROBE)
     other = Alternative(label="same, predicted", candidate=make_candidate(), trade="")
     shown = page(lambda console: render_plan(make_plan(chosen=chosen, alternatives=(other,)), console))
     assert "probe ±0.4 %" in shown
@@ -275,7 +282,7 @@ def test_a_narrow_table_of_gpus_cuts_no_key() -> None:
 
 def test_alternatives_are_compared_on_one_rung_and_differ_as_their_figures_do() -> None:
     """A dry-run choice of 17.66 GiB beside a rank at 18.40 GiB by formula was once called 0.17 GiB smaller."""
-    plan = make_plan(rung=Fidelity.DRY_RUN)
+    plan = make_plan(level=Fidelity.DRY_RUN)
     rows = compared(replace(plan, alternatives=with_trades(plan.chosen, plan.alternatives)))
     assert plan.chosen.memory_evidence.rung is Fidelity.DRY_RUN
     assert {row.peak.rung for row in rows} == {row.speed.rung for row in rows} == {Fidelity.FORMULA}
@@ -291,7 +298,7 @@ def test_a_trade_says_no_zero_percent() -> None:
 
 
 def test_what_the_formula_noted_survives_the_rungs_above_it() -> None:
-    plan = make_plan(rung=Fidelity.DRY_RUN)
+    plan = make_plan(level=Fidelity.DRY_RUN)
     formula = replace(plan.chosen.formula, notes=("54 GiB of the experts stay 16-bit",))
     noted = replace(plan, chosen=replace(plan.chosen, formula=formula))
     assert "54 GiB of the experts stay 16-bit" in page(lambda console: render_plan(noted, console), 120)

@@ -47,20 +47,20 @@ def rank() -> int:
     def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
         folder, setup = Path(os.environ[FOLDER]), request.setup
         log = folder / "log"
-        found = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
+        outcome = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
         if rank_info_of().rank == 1:
             if setup.parallel == "ddp":
                 while not (log.exists() and key_of(setup) in log.read_text()):
                     time.sleep(0.01)  # torchrun would end rank 0 before its line stands in the log
                 os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return outcome
         line = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(line, f"start {os.getpid()} {key_of(setup)}\n".encode())
         os.close(line)
         started = len(log.read_text().splitlines())
         while setup.parallel == "ddp" or (folder / f"hold-{started}").exists():
             time.sleep(0.01)  # torchrun ends this rank when the other is dead, the test when it has seen enough
-        return found
+        return outcome
 
     return worker.main(measure=answer)
 

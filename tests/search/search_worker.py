@@ -35,8 +35,8 @@ def main(name: str, storage: str, log: str, gates: str, max_probes: str, margin:
         handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, line.encode())
         os.close(handle)
-        lines = [known for known in Path(log).read_text().splitlines(keepends=True) if known.startswith(word)]
-        return max(number for number, known in enumerate(lines, start=1) if known == line)
+        lines = [entry for entry in Path(log).read_text().splitlines(keepends=True) if entry.startswith(word)]
+        return max(number for number, entry in enumerate(lines, start=1) if entry == line)
 
     def evaluate(setup: TrainSetup) -> Evidence:
         gate = Path(gates) / f"hold-{write('start', setup)}"

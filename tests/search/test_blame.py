@@ -22,21 +22,21 @@ def attribution() -> FailureAttribution:
 
 
 def test_a_failure_costs_others_the_share_of_the_blame_that_they_share() -> None:
-    known = attribution()
-    known.failed_trial(FailedTrial(row=0))
+    blame = attribution()
+    blame.failed_trial(FailedTrial(row=0))
     total = ATTENTION + PRECISION + PAIR
-    assert known.chance()[1:] == pytest.approx([1 - ATTENTION / total, 1 - PRECISION / total, 1.0])
+    assert blame.chance()[1:] == pytest.approx([1 - ATTENTION / total, 1 - PRECISION / total, 1.0])
 
 
 def test_what_ran_and_was_slow_blames_the_pair_more_than_its_values() -> None:
-    known = attribution()
-    known.failed_trial(FailedTrial(row=0, pairs_only=True))
+    blame = attribution()
+    blame.failed_trial(FailedTrial(row=0, pairs_only=True))
     total = 0.3 * (ATTENTION + PRECISION) + PAIR
-    assert known.chance()[1:] == pytest.approx([1 - 0.3 * ATTENTION / total, 1 - 0.3 * PRECISION / total, 1.0])
+    assert blame.chance()[1:] == pytest.approx([1 - 0.3 * ATTENTION / total, 1 - 0.3 * PRECISION / total, 1.0])
 
 
 def test_a_failure_whose_every_suspect_ran_elsewhere_costs_little() -> None:
-    known = attribution()
-    known.failed_trial(FailedTrial(row=0))
-    known.went_well(0)
-    assert known.chance() == pytest.approx([1 - CLEARED, 1 - CLEARED / 2, 1 - CLEARED / 2, 1.0])
+    blame = attribution()
+    blame.failed_trial(FailedTrial(row=0))
+    blame.succeeded(0)
+    assert blame.chance() == pytest.approx([1 - CLEARED, 1 - CLEARED / 2, 1 - CLEARED / 2, 1.0])

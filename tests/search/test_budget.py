@@ -62,8 +62,8 @@ def tuned(folder: Path, seconds: float, **changes: object) -> tuple[Plan, float]
         storage=folder,
         budget=Budget(max_probes=1, seconds=seconds),
     )
-    found = tune_plan(made_plan(), replace(how, **changes))
-    return found, time.monotonic() - begun
+    plan = tune_plan(made_plan(), replace(how, **changes))
+    return plan, time.monotonic() - begun
 
 
 @pytest.mark.parametrize("child", CHILDREN.values(), ids=CHILDREN)
@@ -91,14 +91,14 @@ def test_a_search_ends_with_its_budget_whatever_a_child_does(
 
 def tuned_again(folder: Path) -> tuple[list[TrainSetup], Plan]:
     """(what the next call of a study measures, its plan)."""
-    asked: list[TrainSetup] = []
+    measured: list[TrainSetup] = []
 
     def evaluate(setup: TrainSetup) -> Evidence:
-        asked.append(setup)
+        measured.append(setup)
         return measurement(setup, 1000.0, 2**30)
 
     how = Tuning(dry_run=False, storage=folder, budget=Budget(max_probes=1))
-    return asked, tune_plan(made_plan(), how, evaluate=evaluate)
+    return measured, tune_plan(made_plan(), how, evaluate=evaluate)
 
 
 def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
@@ -118,7 +118,7 @@ def test_the_least_time_of_a_probe_grows_with_its_work() -> None:
     plan = made_plan()
     model, gpu = plan.workload.model, plan.workload.gpu
     setup = TrainSetup(method="full", lora_rank=0, micro_batch_seqs=1, accumulation_steps=1, seq_len_tokens=64)
-    least_s = [least_probe_s(model, gpu, setup.replace(micro_batch_seqs=one), 1e9) for one in (1, 2, 4)]
+    least_s = [least_probe_s(model, gpu, setup.replace(micro_batch_seqs=micro_batch), 1e9) for micro_batch in (1, 2, 4)]
     assert least_s[1] - least_s[0] == pytest.approx((least_s[2] - least_s[1]) / 2)
     products = 6 * 64 * (106.2e6 * 6 / 30 + 2 * 576 * 49152)
     assert least_s[1] - least_s[0] == pytest.approx(4 * products / 1e9, rel=0.03)  # attention is beside it

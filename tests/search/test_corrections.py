@@ -78,12 +78,12 @@ def test_another_models_errors_move_the_prediction_part_of_the_way() -> None:
     """Ten observations of one other model, all 20 % slower than predicted: shrunk, never beyond what was seen."""
     candidates = small_candidates()
     learned = corrections(candidates, observed(10, speed_error=log(0.8)), "mine")
-    fitting = [one for one, candidate in zip(learned, candidates, strict=True) if candidate.fits]
-    mean = sum(log(one.speed_factor) for one in fitting) / len(fitting)
+    fitting = [correction for correction, candidate in zip(learned, candidates, strict=True) if candidate.fits]
+    mean = sum(log(correction.speed_factor) for correction in fitting) / len(fitting)
     assert log(0.8) < mean < 0.2 * log(0.8)
-    own = corrections(candidates, (), "mine")
-    assert all(one.speed_factor == 1.0 and one.memory_factor == 1.0 for one in own)
-    assert fitting[0].speed_sd < own[0].speed_sd
+    prior = corrections(candidates, (), "mine")
+    assert all(correction.speed_factor == 1.0 and correction.memory_factor == 1.0 for correction in prior)
+    assert fitting[0].speed_sd < prior[0].speed_sd
 
 
 def test_several_gpus_learn_from_one_but_never_the_other_way_round(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_several_gpus_learn_from_one_but_never_the_other_way_round(tmp_path: Pat
     assert place_of("test", None) == "test"
     assert place_of("test", make_cluster(card, 2, interconnect="pcie")) not in (two, four)
     store = CorrectionStore(tmp_path / "corrections.json")
-    one = observed(3, speed_error=-0.1, model="mine")
-    store.add(one)
+    observations = observed(3, speed_error=-0.1, model="mine")
+    store.add(observations)
     store.add([replace(item, gpu=two) for item in observed(2, speed_error=0.4, model="mine")])
     store.add([replace(item, gpu="test-2, 2 GPUs") for item in observed(1, speed_error=9.0)])  # another card
     assert [item.gpu for item in store.load("test")] == ["test"] * 3
@@ -120,10 +120,10 @@ def test_learned_corrections_save_probes_on_another_model() -> None:
     with_knowledge = without = 0
     for seed in range(8):
         first = search(problem("1b-24g"), SyntheticGpu.of(scenario("1b-24g"), seed), budget=Budget(max_probes=8))
-        known = observations_of(first.candidates, gpu="test", model="1b", formula_version="1")
+        observations = observations_of(first.candidates, gpu="test", model="1b", formula_version="1")
         gpu = SyntheticGpu.of(BY_NAME["8b-24g"], seed)
         without += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20)).num_probes
-        transfer = as_transfer_observations(known, "8b")
+        transfer = as_transfer_observations(observations, "8b")
         with_knowledge += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20), transfer=transfer).num_probes
     assert with_knowledge < without
 
@@ -131,12 +131,12 @@ def test_learned_corrections_save_probes_on_another_model() -> None:
 def test_observations_come_from_probes_only() -> None:
     candidate = small_candidates()[0]
     assert observations_of([candidate], gpu="g", model="m", formula_version="1") == ()
-    (one,) = observations_of(
+    (observation,) = observations_of(
         [with_evidence(candidate, exact(candidate, speed_error=0.5))], gpu="g", model="m", formula_version="1"
     )
     assert isinstance(exact(candidate), Measurement)
-    assert one.speed_error == pytest.approx(0.5)
-    assert exp(one.memory_error) == pytest.approx(1.0, abs=1e-6)
+    assert observation.speed_error == pytest.approx(0.5)
+    assert exp(observation.memory_error) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_file_holds_plain_facts(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def mortal(death: Death) -> Iterator[None]:
         yield
 
 
-def run(folder: Path, death: Death, told: list[str]) -> SearchResult | None:
+def run(folder: Path, death: Death, ended: list[str]) -> SearchResult | None:
     """The result; None when it died. `told`: the probes that ended, in order."""
     gpu = SyntheticGpu.of(scenario(), 3)
 
     def evaluate(setup: TrainSetup) -> Evidence:
-        told.append(key_of(setup))
+        ended.append(key_of(setup))
         return gpu(setup)
 
     try:
@@ -116,13 +116,13 @@ def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(tmp
     assert count.num_writes > 30
     for at in range(0, count.num_writes, STEP):
         folder = empty_study(tmp_path / "study")
-        told: list[str] = []
-        assert run(folder, Death(at=at), told) is None
+        ended: list[str] = []
+        assert run(folder, Death(at=at), ended) is None
         make_old(folder)
-        result = run(folder, Death(), told)
+        result = run(folder, Death(), ended)
         assert result is not None
         assert result.num_probes == NUM_PROBES
-        assert len(told) - len(set(told)) <= 1  # only what the dead one had not told
-        assert {key_of(t.setup) for t in result.trials if t.probed} == set(told)
+        assert len(ended) - len(set(ended)) <= 1  # only what the dead one had not told
+        assert {key_of(t.setup) for t in result.trials if t.probed} == set(ended)
         assert not [trial for trial in result.trials if not trial.state.is_finished()]
         shutil.rmtree(folder)

@@ -65,9 +65,11 @@ def test_two_workers_share_a_search(scheduler: str, tmp_path: Path) -> None:
     with ExitStack() as workers:
         started = []
         for words, more in workers_of(scheduler):
-            said = workers.enter_context((tmp_path / f"said-{len(started)}").open("w"))
+            output = workers.enter_context((tmp_path / f"said-{len(started)}").open("w"))
             given = {**environment, **more}
-            worker = subprocess.Popen(words, cwd=tmp_path, env=given, stdout=said, stderr=said, start_new_session=True)
+            worker = subprocess.Popen(
+                words, cwd=tmp_path, env=given, stdout=output, stderr=output, start_new_session=True
+            )
             workers.callback(_end, worker)
             started.append(worker)
         codes = [worker.wait(PATIENCE_S) for worker in started]

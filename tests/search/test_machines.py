@@ -14,9 +14,9 @@ from search.run import search
 from search.stopping import Budget
 
 
-@pytest.mark.parametrize("one", SCENARIOS, ids=lambda one: one.name)
-def test_scenarios_have_a_fitting_plan_and_excluded_setups(one: object) -> None:
-    candidates = all_candidates(one.name)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("case", SCENARIOS, ids=lambda case: case.name)
+def test_scenarios_have_a_fitting_plan_and_excluded_setups(case: object) -> None:
+    candidates = all_candidates(case.name)  # type: ignore[attr-defined]
     whole = Problem(candidates=candidates)
     assert 1500 < len(candidates) < 4000
     assert any(candidate.fits for candidate in candidates)
@@ -62,32 +62,35 @@ def test_prior_memory_grows_with_the_micro_batch() -> None:
         assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("one", LAYOUT_SCENARIOS, ids=lambda one: one.name)
-def test_scenarios_of_several_gpus_have_a_choice_of_spreads(one: Scenario) -> None:
-    candidates = one.candidates()
+@pytest.mark.parametrize("case", LAYOUT_SCENARIOS, ids=lambda case: case.name)
+def test_scenarios_of_several_gpus_have_a_choice_of_spreads(case: Scenario) -> None:
+    candidates = case.candidates()
     whole = Problem(candidates=candidates)  # checks that tokens per step are equal
     fitting = [candidate.setup for candidate in candidates if candidate.fits]
     assert 500 < len(candidates) < 4000
-    assert {setup.num_gpus for setup in fitting} == {one.num_gpus}
+    assert {setup.num_gpus for setup in fitting} == {case.num_gpus}
     assert len({(setup.parallel, setup.reshard_after_forward) for setup in fitting}) >= 4
     assert sum(bool(whole.exclusion(candidate)) for candidate in candidates) > 50
 
 
 def test_links_and_shards_do_what_they_should() -> None:
     """Slower links cost most where weights are sent; whole states need more memory than parts of them."""
-    one = next(one for one in LAYOUT_SCENARIOS if one.name == "8b-full-8x80g-nvlink")
-    slow = replace(one.nominal, link_bytes_per_s=one.nominal.link_bytes_per_s / 20)
-    found = {}
-    for setup in one.setups():
+    case = next(case for case in LAYOUT_SCENARIOS if case.name == "8b-full-8x80g-nvlink")
+    slow = replace(case.nominal, link_bytes_per_s=case.nominal.link_bytes_per_s / 20)
+    by_spread = {}
+    for setup in case.setups():
         if setup.micro_batch_seqs == 2 and setup.checkpointing == 1 and setup.loss == "liger":
-            fast_s, slow_s = (one.predict(setup, machine).step_time_s for machine in (one.nominal, slow))
+            fast_s, slow_s = (case.predict(setup, machine).step_time_s for machine in (case.nominal, slow))
             assert fast_s is not None
             assert slow_s is not None
             assert slow_s > fast_s
-            found[setup.parallel, setup.reshard_after_forward] = slow_s / fast_s, one.predict(setup).peak_device_bytes
-    assert found["zero3", True][0] > found["ddp", True][0]
-    assert found["fsdp2", True][0] > found["fsdp2", False][0]
-    sizes = [found[name, True][1] for name in ("ddp", "zero1", "zero2", "fsdp2")]
+            by_spread[setup.parallel, setup.reshard_after_forward] = (
+                slow_s / fast_s,
+                case.predict(setup).peak_device_bytes,
+            )
+    assert by_spread["zero3", True][0] > by_spread["ddp", True][0]
+    assert by_spread["fsdp2", True][0] > by_spread["fsdp2", False][0]
+    sizes = [by_spread[name, True][1] for name in ("ddp", "zero1", "zero2", "fsdp2")]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -102,12 +105,12 @@ def test_several_gpus_leave_one_gpus_machines_as_they_are() -> None:
 
 
 def test_search_over_spreads_ends_with_what_fits_and_runs() -> None:
-    one = next(one for one in LAYOUT_SCENARIOS if one.name == "1b-full-4x24g-pcie")
-    candidates = one.candidates()
+    case = next(case for case in LAYOUT_SCENARIOS if case.name == "1b-full-4x24g-pcie")
+    candidates = case.candidates()
     for seed in (3, 4):
-        gpu = SyntheticGpu.of(one, seed)
+        gpu = SyntheticGpu.of(case, seed)
         result = search(Problem(candidates=candidates), gpu, budget=Budget(max_probes=6))
         assert result.best is not None
         evidence = gpu(result.best.setup)
         assert isinstance(evidence, Measurement)
-        assert evidence.peak_device_bytes <= one.budget_bytes
+        assert evidence.peak_device_bytes <= case.budget_bytes

@@ -52,7 +52,7 @@ def told(name: str, transfer: Sequence[TransferObservation] = ()) -> tuple[dict[
         "steps": steps,
         "reason": result.reason,
         "best": None if result.best is None else setup_to_dict(result.best.setup),
-        "pareto": [one.tokens_per_s for one in result.pareto],
+        "pareto": [candidate.tokens_per_s for candidate in result.pareto],
         "excluded": [trial.excluded for trial in result.trials if trial.excluded][:3],
     }
     return ended, result
@@ -71,9 +71,9 @@ def found() -> dict[str, Any]:
 def flat(value: Any, path: str = "") -> dict[str, Any]:
     """Leaves by path."""
     if isinstance(value, dict):
-        return {at: leaf for key, one in value.items() for at, leaf in flat(one, f"{path}/{key}").items()}
+        return {at: leaf for key, child in value.items() for at, leaf in flat(child, f"{path}/{key}").items()}
     if isinstance(value, list):
-        return {at: leaf for key, one in enumerate(value) for at, leaf in flat(one, f"{path}/{key}").items()}
+        return {at: leaf for key, child in enumerate(value) for at, leaf in flat(child, f"{path}/{key}").items()}
     return {path: value}
 
 

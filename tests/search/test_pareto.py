@@ -34,11 +34,11 @@ def test_pareto_set_is_what_nothing_dominates(values: list[tuple[int, int, int]]
     candidates = [made(*value) for value in values]
     fitting = {figures(candidate) for candidate in candidates if candidate.fits}
     expected = {
-        one
-        for one in fitting
-        if not any(other != one and all(b >= a for a, b in zip(one, other, strict=True)) for other in fitting)
+        point
+        for point in fitting
+        if not any(other != point and all(b >= a for a, b in zip(point, other, strict=True)) for other in fitting)
     }
-    found = [figures(candidate) for candidate in pareto_set(candidates)]
-    assert set(found) == expected
-    assert len(found) == len(expected)
-    assert found == sorted(found, key=lambda one: -one[0])
+    front = [figures(candidate) for candidate in pareto_set(candidates)]
+    assert set(front) == expected
+    assert len(front) == len(expected)
+    assert front == sorted(front, key=lambda point: -point[0])

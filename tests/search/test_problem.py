@@ -24,14 +24,14 @@ def changed(**formula: object) -> tuple[Problem, Candidate]:
 
 @pytest.mark.parametrize(("beyond_bytes", "feasible"), [(-1, True), (0, True), (1, False), (GIB, False)])
 def test_feasible_is_within_the_budget_not_within_the_card(beyond_bytes: int, feasible: bool) -> None:
-    one, candidate = changed()
-    evidence = measurement(candidate.setup, 1000.0, one.budget_bytes + beyond_bytes)
-    assert one.feasible(candidate.setup, evidence) is feasible
+    search_problem, candidate = changed()
+    evidence = measurement(candidate.setup, 1000.0, search_problem.budget_bytes + beyond_bytes)
+    assert search_problem.feasible(candidate.setup, evidence) is feasible
 
 
 def test_feasible_is_as_fast_as_wished() -> None:
-    one, candidate = changed()
-    wished = replace(one, min_tokens_per_s=1000.0)
+    search_problem, candidate = changed()
+    wished = replace(search_problem, min_tokens_per_s=1000.0)
     for tokens_per_s, feasible in ((999.0, False), (1000.0, True)):
         evidence = measurement(candidate.setup, tokens_per_s, 1.0 * GIB)
         assert wished.feasible(candidate.setup, evidence) is feasible
@@ -42,19 +42,19 @@ def test_excluded_is_what_two_bands_below_its_prediction_still_does_not_fit(
     share: float, band: float, out: bool
 ) -> None:
     """Two bands of 10 %: 1.25 x 0.8 = 1."""
-    one, _ = changed()
-    peak = int(share * one.budget_bytes)
-    one, candidate = changed(peak_device_bytes=peak, memory_band_fraction=band)
-    assert bool(one.too_large(candidate)) is out
-    assert bool(one.exclusion(candidate)) is out
+    search_problem, _ = changed()
+    peak = int(share * search_problem.budget_bytes)
+    search_problem, candidate = changed(peak_device_bytes=peak, memory_band_fraction=band)
+    assert bool(search_problem.too_large(candidate)) is out
+    assert bool(search_problem.exclusion(candidate)) is out
 
 
 def test_a_dry_runs_band_counts_where_there_is_one() -> None:
-    one, candidate = changed(peak_device_bytes=problem().budget_bytes * 2, memory_band_fraction=0.0)
-    assert one.too_large(candidate)
-    fits = replace(candidate.formula, peak_device_bytes=one.budget_bytes)
+    search_problem, candidate = changed(peak_device_bytes=problem().budget_bytes * 2, memory_band_fraction=0.0)
+    assert search_problem.too_large(candidate)
+    fits = replace(candidate.formula, peak_device_bytes=search_problem.budget_bytes)
     assert isinstance(fits, Prediction)
-    assert not one.too_large(replace(candidate, dry_run=fits))
+    assert not search_problem.too_large(replace(candidate, dry_run=fits))
 
 
 SCORES = {"tokens": (0.0, log(2)), "cost": (-log(4), log(2)), "memory": (0.0, 0.0)}
@@ -63,16 +63,19 @@ SCORES = {"tokens": (0.0, log(2)), "cost": (-log(4), log(2)), "memory": (0.0, 0.
 
 @pytest.mark.parametrize("objective", SCORES)
 def test_what_is_best_is_scored_by_its_own_figure(objective: str) -> None:
-    one, candidate = changed()
-    one, four = replace(one, objective=objective), candidate.setup.replace(num_gpus=4, parallel="ddp")
+    search_problem, candidate = changed()
+    search_problem, four = (
+        replace(search_problem, objective=objective),
+        candidate.setup.replace(num_gpus=4, parallel="ddp"),
+    )
     evidence = measurement(candidate.setup, 1000.0, 1.0 * GIB)
     faster = measurement(candidate.setup, 2000.0, 1.0 * GIB)
-    score = one.score(candidate, evidence)
-    on_four = one.score(replace(candidate, setup=four), evidence)
-    assert (on_four - score, one.score(candidate, faster) - score) == pytest.approx(SCORES[objective])
+    score = search_problem.score(candidate, evidence)
+    on_four = search_problem.score(replace(candidate, setup=four), evidence)
+    assert (on_four - score, search_problem.score(candidate, faster) - score) == pytest.approx(SCORES[objective])
 
 
 @pytest.mark.parametrize("kind", [Problem, Result, TransferObservation, Budget])
 def test_values_are_given_by_name(kind: type) -> None:
     """Two of one type could change places unnoticed: seconds and GPU seconds, speed and memory errors."""
-    assert all(one.kw_only for one in fields(kind))
+    assert all(field.kw_only for field in fields(kind))

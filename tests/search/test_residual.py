@@ -28,8 +28,8 @@ def test_kernel_is_a_covariance(target: str) -> None:
 
 
 def test_kernel_column_agrees_with_block() -> None:
-    one = kernel()
-    np.testing.assert_allclose(one.column(7), one.block(np.arange(60))[7], atol=TOLERANCE)
+    error_kernel = kernel()
+    np.testing.assert_allclose(error_kernel.column(7), error_kernel.block(np.arange(60))[7], atol=TOLERANCE)
 
 
 def test_setups_of_another_model_are_less_alike() -> None:
@@ -39,14 +39,14 @@ def test_setups_of_another_model_are_less_alike() -> None:
 
 
 def test_posterior_equals_dense_gaussian_process() -> None:
-    one = kernel()
-    residual = Residual(one)
+    error_kernel = kernel()
+    residual = Residual(error_kernel)
     random = np.random.default_rng(3)
     rows = random.choice(60, size=12, replace=False)
     values = random.normal(0.0, 0.2, size=12)
     for row, value in zip(rows, values, strict=True):
         residual.observe(int(row), float(value), 0.02)
-    block = one.block(np.arange(60))
+    block = error_kernel.block(np.arange(60))
     inverse = np.linalg.inv(block[np.ix_(rows, rows)] + 0.02**2 * np.eye(12))
     mean = block[:, rows] @ inverse @ values
     covariance = block - block[:, rows] @ inverse @ block[rows]
@@ -59,14 +59,14 @@ def test_posterior_equals_dense_gaussian_process() -> None:
 
 
 def test_order_of_measurements_does_not_matter() -> None:
-    one, other = Residual(kernel()), Residual(kernel())
+    in_order, other = Residual(kernel()), Residual(kernel())
     points = [(3, 0.1), (20, -0.2), (41, 0.05)]
     for row, value in points:
-        one.observe(row, value, 0.01)
+        in_order.observe(row, value, 0.01)
     for row, value in reversed(points):
         other.observe(row, value, 0.01)
-    np.testing.assert_allclose(one.mean, other.mean, atol=TOLERANCE)
-    np.testing.assert_allclose(one.variance, other.variance, atol=TOLERANCE)
+    np.testing.assert_allclose(in_order.mean, other.mean, atol=TOLERANCE)
+    np.testing.assert_allclose(in_order.variance, other.variance, atol=TOLERANCE)
 
 
 def test_out_of_memory_moves_the_setup_to_the_truncated_normal() -> None:
@@ -75,7 +75,7 @@ def test_out_of_memory_moves_the_setup_to_the_truncated_normal() -> None:
     threshold = 0.05
     z = (threshold - mean) / sqrt(variance)
     hazard = exp(-0.5 * z * z) / sqrt(2 * pi) / (0.5 * (1 - erf(z / sqrt(2))))
-    residual.observe_above(5, threshold)
+    residual.observe_censored(5, threshold)
     assert residual.mean[5] == pytest.approx(mean + sqrt(variance) * hazard)
     assert residual.variance[5] == pytest.approx(variance * (1 - hazard * (hazard - z)))
     assert residual.mean[5] > threshold
@@ -84,7 +84,7 @@ def test_out_of_memory_moves_the_setup_to_the_truncated_normal() -> None:
 def test_out_of_memory_that_was_certain_teaches_nothing() -> None:
     residual = Residual(kernel("memory"))
     before = residual.mean.copy()
-    residual.observe_above(5, -50.0)
+    residual.observe_censored(5, -50.0)
     np.testing.assert_allclose(residual.mean, before, atol=1e-6)
 
 
@@ -92,7 +92,7 @@ def test_pretended_measurement_keeps_means_and_lowers_doubt() -> None:
     residual = Residual(kernel())
     residual.observe(3, 0.2, 0.01)
     view = residual.copy()
-    view.pretend(30, 0.01)
+    view.fantasize(30, 0.01)
     np.testing.assert_allclose(view.mean, residual.mean, atol=TOLERANCE)
     assert view.variance[30] < 0.05 * residual.variance[30]
     assert residual.variance[30] > view.variance[30]  # the copy is independent

@@ -78,14 +78,14 @@ def test_a_spoiled_speed_never_wins_and_teaches_nothing(flag: str) -> None:
     by_setup = {candidate.setup: candidate for candidate in candidates}
 
     def evaluate(setup: TrainSetup) -> Evidence:
-        found = exact(by_setup[setup])
-        faster = replace(found, step_times_s=tuple(time / 4 for time in found.step_times_s), flags=(flag,))
-        return faster if setup == plan else found
+        measured = exact(by_setup[setup])
+        faster = replace(measured, step_times_s=tuple(time / 4 for time in measured.step_times_s), flags=(flag,))
+        return faster if setup == plan else measured
 
     result = search(problem(), evaluate, plan=plan, budget=FEW)
     assert result.best is not None
     assert result.best.setup != plan
-    spoiled = next(one for one in result.candidates if one.setup == plan)
+    spoiled = next(candidate for candidate in result.candidates if candidate.setup == plan)
     assert spoiled.tokens_per_s == spoiled.formula.tokens_per_s
     assert spoiled.fits
     (learned,) = observations_of([spoiled], gpu="h200", model="m", formula_version="1")
@@ -107,7 +107,7 @@ def test_a_fault_of_the_machine_ends_the_search_and_blames_no_setup(tmp_path: Pa
     counting = Counting(truth(candidates))
     result = search(problem(), counting, storage=tmp_path, plan=plan, budget=FEW)
     assert counting.calls[0] == plan
-    assert not [one for one in result.trials if isinstance(one.evidence, ProbeFailure)]
+    assert not [trial for trial in result.trials if isinstance(trial.evidence, ProbeFailure)]
 
 
 def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
@@ -128,9 +128,9 @@ def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: 
     assert result.reason == "the budget of 6 probes is spent"
     assert result.best is not None
     assert result.best.fits
-    again = Counting(gpu())
-    resumed = search(problem(), again, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
-    assert again.calls == []
+    replay = Counting(gpu())
+    resumed = search(problem(), replay, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
+    assert replay.calls == []
     assert resumed.best == result.best
 
 
@@ -256,10 +256,10 @@ def test_an_empty_space_after_exclusions_ends_at_once() -> None:
 def test_cost_objective_counts_gpus() -> None:
     setup = TrainSetup(micro_batch_seqs=1, accumulation_steps=8)
     base = next(c for c in small_candidates() if c.fits)
-    one = replace(base, setup=setup, formula=replace(base.formula, tokens_per_s=1000.0))
+    single = replace(base, setup=setup, formula=replace(base.formula, tokens_per_s=1000.0))
     two_setup = setup.replace(num_gpus=2, parallel="ddp", accumulation_steps=4)
     two = replace(base, setup=two_setup, formula=replace(base.formula, tokens_per_s=1800.0))
-    pair = (one, two)
+    pair = (single, two)
     fastest = search(Problem(candidates=pair), truth(pair), budget=Budget(max_probes=2))
     cheapest = search(Problem(candidates=pair, objective="cost"), truth(pair), budget=Budget(max_probes=2))
     assert fastest.best is not None
@@ -404,9 +404,9 @@ def test_the_recommendation_meets_every_wish(
         assert result.best.probe.peak_device_bytes <= int(budget_gib * GIB)
         assert result.best.probe.tokens_per_s >= floor
         assert key_of(result.best.setup) in {key_of(setup) for setup in counting.calls}
-    known = {key_of(setup) for setup in counting.calls}
+    probed_keys = {key_of(setup) for setup in counting.calls}
     finished = [trial for trial in result.trials if trial.state.is_finished()]
-    assert all(trial.excluded for trial in finished if key_of(trial.setup) not in known)
+    assert all(trial.excluded for trial in finished if key_of(trial.setup) not in probed_keys)
 
 
 @pytest.mark.parametrize("excess", [0.001, 0.05])

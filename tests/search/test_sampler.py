@@ -240,7 +240,7 @@ def test_among_hopeless_candidates_the_likelier_improvement_decides() -> None:
     added = acquisition(posterior, np.array([True, True])) - MIN_PROBABILITY * expected_improvement(
         mean, sd, best + WORTH
     )
-    likely = [0.5 * (1 + erf((one - best) / 0.5 / sqrt(2))) for one in mean]
+    likely = [0.5 * (1 + erf((value - best) / 0.5 / sqrt(2))) for value in mean]
     assert added / 1e-12 == pytest.approx(likely, rel=1e-3)
 
 

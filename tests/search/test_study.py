@@ -117,7 +117,7 @@ def test_answers_come_in_the_order_in_which_they_came(study: Study, order: tuple
     """Of probes at the same time the last begun may be answered first; whoever resumes learns as the first did."""
     for candidate in problem().candidates[:3]:
         study.enqueue(candidate, "test")
-    taken = [one for _ in range(3) if (one := study.claim()) is not None]
+    taken = [claimed for _ in range(3) if (claimed := study.claim()) is not None]
     assert [number for number, _ in taken] == [0, 1, 2]
     for place in order:
         number, setup = taken[place]
@@ -134,12 +134,12 @@ def test_claims_stop_at_the_probe_limit(study: Study) -> None:
 
 
 def test_two_workers_never_hold_the_same_candidate(folder: Path) -> None:
-    one, two = study_in(folder), study_in(folder)
+    first, two = study_in(folder), study_in(folder)
     for candidate in problem().candidates[:6]:
-        one.enqueue(candidate, "a")
+        first.enqueue(candidate, "a")
         two.enqueue(candidate, "b")
     keys = []
-    while claimed := one.claim() or two.claim():
+    while claimed := first.claim() or two.claim():
         keys.append(key_of(claimed[1]))
         other = two.claim()
         if other is not None:
@@ -203,10 +203,10 @@ def test_what_this_call_cannot_measure_waits_and_counts_no_try(study: Study) -> 
 
 def test_exclusions_are_completed_by_whoever_ends_and_counted_once(folder: Path) -> None:
     excluded = [(c, reason) for c in problem().candidates if (reason := problem().exclusion(c))][:4]
-    one, two = study_in(folder), study_in(folder)
-    assert one.exclude(excluded[:2]) == 2  # and then it dies
+    first, two = study_in(folder), study_in(folder)
+    assert first.exclude(excluded[:2]) == 2  # and then it dies
     assert two.exclude(excluded) == 2
-    one.study.add_trial(one.study.get_trials()[0])  # what a second worker that began in the same moment wrote
+    first.study.add_trial(first.study.get_trials()[0])  # what a second worker that began in the same moment wrote
     assert [record.setup for record in two.records()] == [candidate.setup for candidate, _ in excluded]
 
 
@@ -237,10 +237,21 @@ def test_a_storage_that_cannot_be_meant_is_an_error_without_the_password(url: st
 
 
 def test_every_dimension_holds_its_least_value() -> None:
-    low = {name: one.low for name, one in SPACE.items() if isinstance(one, optuna.distributions.IntDistribution)}
+    low = {
+        name: distribution.low
+        for name, distribution in SPACE.items()
+        if isinstance(distribution, optuna.distributions.IntDistribution)
+    }
     none = dict.fromkeys(("lora_rank", "checkpointing", "shard_degree"), 0)
-    one = ("micro_batch_seqs", "num_gpus", "tensor_degree", "context_degree", "expert_degree", "pipeline_degree")
-    assert low == {**none, **dict.fromkeys(one, 1)}
+    at_least_one = (
+        "micro_batch_seqs",
+        "num_gpus",
+        "tensor_degree",
+        "context_degree",
+        "expert_degree",
+        "pipeline_degree",
+    )
+    assert low == {**none, **dict.fromkeys(at_least_one, 1)}
 
 
 def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:

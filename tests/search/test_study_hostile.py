@@ -76,8 +76,8 @@ def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) 
     with pytest.raises(UsageError, match=r"measured 'llama on a 4090', this search is about qwen on a 4090") as caught:
         search(problem(subject="qwen on a 4090"), measure, storage=tmp_path, budget=BUDGET)
     assert "--study" in caught.value.hint
-    again = search(problem(subject="llama on a 4090"), measure, storage=tmp_path, budget=BUDGET)
-    assert [trial.state for trial in again.trials if trial.probed] == [TrialState.COMPLETE] * 2  # nothing came in
+    resumed = search(problem(subject="llama on a 4090"), measure, storage=tmp_path, budget=BUDGET)
+    assert [trial.state for trial in resumed.trials if trial.probed] == [TrialState.COMPLETE] * 2  # nothing came in
 
 
 def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:

@@ -16,7 +16,7 @@ from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import PREFERENCE_FRACTION
+from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
@@ -36,8 +36,8 @@ def made_plan() -> Plan:
         "optimizer": ("adamw-fused",),
         "lora_targets": ("all-linear",),
     }
-    asked = PlanRequest(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
-    plan_request = asked.workload(model, find_gpu("rtx-4090"))
+    request = PlanRequest(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
+    plan_request = request.workload(model, find_gpu("rtx-4090"))
     plan = plan_workload(plan_request)
     assert isinstance(plan, Plan)
     return plan
@@ -108,14 +108,14 @@ def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
 def test_a_search_walks_every_space_that_a_plan_is_chosen_from(
     model: str, memory_gib: float, fixed: dict[str, tuple[Any, ...]], has: dict[str, Any]
 ) -> None:
-    asked = PlanRequest(fixed=fixed, memory_gib=memory_gib).probed(("axolotl",))
-    plan_request = asked.workload(catalogue.load(model), find_gpu("h100-sxm"))
+    request = PlanRequest(fixed=fixed, memory_gib=memory_gib).probed(("axolotl",))
+    plan_request = request.workload(catalogue.load(model), find_gpu("h100-sxm"))
     plan = plan_workload(plan_request)
     assert isinstance(plan, Plan)
     mine = plan.chosen.setup
     assert {name: getattr(mine, name) for name in has} == has
-    own = mine.attention, mine.loss, mine.optimizer, mine.micro_batch_seqs
-    assert any(point[1:5] == own and point.setup == mine for point in tuning._walked(plan))
+    chosen_values = mine.attention, mine.loss, mine.optimizer, mine.micro_batch_seqs
+    assert any(point[1:5] == chosen_values and point.setup == mine for point in tuning._walked(plan))
 
 
 def test_trial_lines_say_what_happened() -> None:
@@ -134,7 +134,7 @@ def test_a_tuned_plan_takes_the_simplest_of_what_was_measured_as_fast() -> None:
     """Pure bf16 was measured 2 % faster: autocast is taken, as in a plan; 5 % faster is taken."""
     plan = made_plan()
     plain, pure = (plan.chosen.setup.replace(precision=name) for name in ("bf16-autocast", "bf16-pure"))
-    made = {one.setup: one for one in made_candidates()}
+    made = {candidate.setup: candidate for candidate in made_candidates()}
     for faster, chosen in ((1.02, plain), (1.05, pure)):
         speeds = {plain: 1000.0, pure: 1000.0 * faster}
         probed = [replace(made[setup], probe=measurement(setup, speed, 8 * GIB)) for setup, speed in speeds.items()]

@@ -72,7 +72,7 @@ def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
     first = command(sys.executable, model, tmp_path)
     try:
         until(lambda: len(starts(tmp_path)) == 2, "no second trial", first)
-        held_pid, held = starts(tmp_path)[1]
+        held_pid, held_key = starts(tmp_path)[1]
     finally:
         first.kill()
         first.communicate()
@@ -87,15 +87,15 @@ def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
     assert second.returncode == 0, errors
     assert not alive(held_pid)
 
-    found = json.loads(output)
-    rows = [row for row in found["search"]["trials"] if row["rung"] == "probe"]
+    answer = json.loads(output)
+    rows = [row for row in answer["search"]["trials"] if row["rung"] == "probe"]
     assert rows[0]["setup"]["parallel"] == "ddp"
     assert "rank 1 of 2: killed by SIGKILL" in rows[0]["reason"]
     assert [row["feasible"] for row in rows[1:]] == [True] * (MAX_PROBES - 1)
     jobs = [key for _, key in starts(tmp_path)]
-    assert jobs.count(held) == 2  # the probe in flight, and nothing else, runs again
+    assert jobs.count(held_key) == 2  # the probe in flight, and nothing else, runs again
     assert len(jobs) == MAX_PROBES + 1 == len(set(jobs)) + 1
     assert {row["setup"]["parallel"] for row in rows[1:]} == {"fsdp2"}
-    assert any("rehearsed on this machine's CPU" in note for note in found["notes"])
-    assert found["chosen"]["probe"] is None  # a CPU's figures say nothing of the plan's GPU
+    assert any("rehearsed on this machine's CPU" in note for note in answer["notes"])
+    assert answer["chosen"]["probe"] is None  # a CPU's figures say nothing of the plan's GPU
     assert "tokens/s" in errors  # every answer is told as it comes

@@ -103,8 +103,8 @@ def test_every_spread_that_a_probe_can_run_is_searched_and_of_the_others_one_set
     assert len({setup.tokens_per_step for setup in setups}) == 1
     assert {setup.method for setup in setups} == {"full"}
     assert {(setup.parallel, setup.reshard_after_forward) for setup in probed} >= {("fsdp2", True), ("fsdp2", False)}
-    told = [setup for setup in setups if no_deepspeed(setup) and setup != plan.chosen.setup]
-    names = [(setup.parallel, setup.tensor_degree, setup.pipeline_degree) for setup in told]
+    unprobed = [setup for setup in setups if no_deepspeed(setup) and setup != plan.chosen.setup]
+    names = [(setup.parallel, setup.tensor_degree, setup.pipeline_degree) for setup in unprobed]
     assert {"zero1", "zero2", "zero3"} <= {name for name, _, _ in names}
     assert len(names) == len(set(names))
     assert not any(setup.offload != "none" for setup in setups)
@@ -126,10 +126,10 @@ def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predic
     rows = tuned.search["trials"]
     assert isinstance(rows, list)
     assert any("killed by SIGKILL" in row["reason"] for row in rows if row["rung"] == "probe")
-    told = tuned.search["not_probed"]
-    assert isinstance(told, list)
-    assert {"ZeRO-1", "ZeRO-2", "ZeRO-3"} <= {row["spread"] for row in told}
-    for row in told:
+    not_probed = tuned.search["not_probed"]
+    assert isinstance(not_probed, list)
+    assert {"ZeRO-1", "ZeRO-2", "ZeRO-3"} <= {row["spread"] for row in not_probed}
+    for row in not_probed:
         assert row["reason"] in ("DeepSpeed is not installed", "not probed")
         assert row["predicted_tokens_per_s"] > 0
         (trial,) = [each for each in rows if each["setup"] == row["setup"]]
@@ -144,7 +144,7 @@ def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predic
 def test_study_of_several_gpus_keeps_predictions_of_what_it_cannot_probe(tmp_path: Path) -> None:
     tuned_plan(tmp_path, budget=Budget(max_probes=1))
     trials = trials_of(tmp_path, f"plan-{NUM_GPUS}-gpus")
-    (zero3,) = [one for one in trials if one.user_attrs["setup"]["parallel"] == "zero3"]
+    (zero3,) = [trial for trial in trials if trial.user_attrs["setup"]["parallel"] == "zero3"]
     assert zero3.state is TrialState.PRUNED
     assert zero3.values is None
     assert zero3.user_attrs["excluded"] == "DeepSpeed is not installed"
@@ -181,12 +181,12 @@ def test_a_home_that_cannot_be_written_costs_no_plan(tmp_path: Path, capsys: pyt
 
 def test_one_gpus_study_and_corrections_know_nothing_of_several(tmp_path: Path) -> None:
     tuned_plan(tmp_path, budget=Budget(max_probes=3))
-    kept = CorrectionStore(tmp_path / "corrections.json")
+    store = CorrectionStore(tmp_path / "corrections.json")
     cluster = make_cluster(GPU, NUM_GPUS)
-    learned = kept.load(place_of("rtx-4090", cluster))
+    learned = store.load(place_of("rtx-4090", cluster))
     assert learned
     assert {item.setup.num_gpus for item in learned} == {NUM_GPUS}
-    assert kept.load("rtx-4090") == ()
+    assert store.load("rtx-4090") == ()
     assert [term.name for term in learned[0].formula.terms] != [term.category for term in learned[0].formula.terms]
     assert study_name(made_plan().workload) != "plan"
     with pytest.raises(KeyError):
@@ -221,11 +221,11 @@ def test_trial_lines_name_the_spread() -> None:
 def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
+    spreads: list[str] = []
 
     def dry_run(model: object, gpu: object, setup: TrainSetup) -> ProbeFailure:
-        asked.append(setup.parallel)
-        if len(asked) == 1:
+        spreads.append(setup.parallel)
+        if len(spreads) == 1:
             raise ZeroDivisionError("float division by zero")
         return ProbeFailure(
             rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread"
@@ -234,7 +234,7 @@ def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
     monkeypatch.setattr(climb, "dry_run_setup", dry_run)
     monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
     tuned = tuned_plan(tmp_path, dry_run=True, budget=Budget(max_probes=3))
-    assert len(asked) == 3
+    assert len(spreads) == 3
     rows = tuned.search["trials"]
     assert isinstance(rows, list)
     assert sum(row["rung"] == "probe" for row in rows) == 3

@@ -118,8 +118,8 @@ def end(job: dict[str, Any]) -> None:
     code: Any = 0
     try:
         run(Path(sys.argv[2]), job)
-    except SystemExit as asked:
-        code = asked.code or 0
+    except SystemExit as exit_error:
+        code = exit_error.code or 0
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1

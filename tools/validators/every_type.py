@@ -212,8 +212,8 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     if not TOOLS[tool].chooses_attention:
         assert attention in NAMES[runs.attention], f"{attention} runs, not {runs.attention}"
     routers = tool == "axolotl" and any("trains the routers" in note for note in launch.notes)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    num = sum(one.numel() for one in trained)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num = sum(parameter.numel() for parameter in trained)
     if setup.lora_rank:
         planned = num_lora_params(tiny_spec(kind), setup.lora_targets, RANK)
         assert num == planned, f"{num} parameters train, not {planned} ({setup.lora_targets})"
@@ -222,13 +222,21 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     if tool == "llamafactory":  # casts them as it prepares training, not while it loads
         return ""
     dtype = runs.resolved_adapter_dtype if setup.lora_rank else runs.weight_dtype
-    said = [one for name, one in model.named_parameters() if routers and name.endswith(".gate.weight")]
-    assert {str(one.dtype) for one in said} <= {DTYPES["fp32"]}, "the routers are not in fp32, as the file says"
-    dtypes = {str(one.dtype) for one in trained if not any(one is router for router in said)}
+    router_weights = [
+        parameter for name, parameter in model.named_parameters() if routers and name.endswith(".gate.weight")
+    ]
+    assert {str(weight.dtype) for weight in router_weights} <= {DTYPES["fp32"]}, (
+        "the routers are not in fp32, as the file says"
+    )
+    dtypes = {
+        str(parameter.dtype) for parameter in trained if not any(parameter is router for router in router_weights)
+    }
     assert dtypes == {DTYPES[dtype]}, f"{dtypes}, not {dtype}"
-    classes = {type(getattr(one, "base_layer", one)).__name__ for one in model.modules() if hasattr(one, "lora_A")}
+    classes = {
+        type(getattr(module, "base_layer", module)).__name__ for module in model.modules() if hasattr(module, "lora_A")
+    }
     matrix = {"none": "Linear", "int8": "Linear8bitLt"}.get(runs.quantization, "Linear4bit")
-    wrong = [one for one in classes if "Linear" in one and not one.endswith(matrix)]  # FalconLinear
+    wrong = [name for name in classes if "Linear" in name and not name.endswith(matrix)]  # FalconLinear
     assert not wrong, f"{wrong}, not {matrix}"
     return ""
 
@@ -256,23 +264,23 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", metavar="TYPE")
     parser.add_argument("--kept", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    kept = arguments.kept.resolve() if arguments.kept else Path(os.devnull)
+    record_file = arguments.kept.resolve() if arguments.kept else Path(os.devnull)
     kinds = arguments.kinds or sorted(TYPES)
-    lines = kept.read_text().splitlines() if kept.is_file() else []
+    lines = record_file.read_text().splitlines() if record_file.is_file() else []
     rows = {row["kind"]: row for row in map(json.loads, lines)}
     load = TOOLS[arguments.tool].load()
     say_that_flash_attention_is_installed()
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder, kept.open("a") as out:
+    with tempfile.TemporaryDirectory() as folder, record_file.open("a") as out:
         os.chdir(folder)
         for kind in kinds:
             if kind not in rows:
                 rows[kind] = of_type(arguments.tool, load, kind)
                 print(json.dumps(rows[kind]), file=out, flush=True)
-    found = [rows[kind] for kind in kinds]
-    accepted = sum(row["accepted"] for row in found)
-    failures = [one for row in found for one in row["failures"]]
-    refused = Counter(one for row in found for one in row["refused"])
+    outcomes = [rows[kind] for kind in kinds]
+    accepted = sum(row["accepted"] for row in outcomes)
+    failures = [message for row in outcomes for message in row["failures"]]
+    refused = Counter(message for row in outcomes for message in row["refused"])
     words = f"{accepted} accepted, {len(failures)} refused by the tool, {refused.total()} not expressible"
     print(f"{arguments.tool}, {len(kinds)} model types: {words}")
     for reason, num in refused.items():

@@ -18,8 +18,8 @@ def write(folder: Path) -> None:
     from planner.frameworks.exporters.jobs import SCHEDULERS, Scheduler
     from planner.hardware.gpus import find_gpu
 
-    def has(one: Scheduler, card: str, gpus: int) -> bool:
-        return bool(one.card(find_gpu(card), min(gpus, 8))) and (one.several_nodes or gpus <= 8)
+    def has(scheduler: Scheduler, card: str, gpus: int) -> bool:
+        return bool(scheduler.card(find_gpu(card), min(gpus, 8))) and (scheduler.several_nodes or gpus <= 8)
 
     for model in MODELS:
         for card in CARDS:
@@ -39,7 +39,12 @@ def write(folder: Path) -> None:
                 ]
                 run(
                     words
-                    + [word for one in SCHEDULERS.values() if has(one, card, gpus) for word in ("--job", one.name)]
+                    + [
+                        word
+                        for scheduler in SCHEDULERS.values()
+                        if has(scheduler, card, gpus)
+                        for word in ("--job", scheduler.name)
+                    ]
                 )
 
 
@@ -58,9 +63,9 @@ def dstack(text: str) -> None:
     from dstack._internal.core.models.configurations import parse_apply_configuration
 
     task = parse_apply_configuration(yaml.safe_load(text))
-    known = {gpu.name for gpu in (*gpuhunt.KNOWN_NVIDIA_GPUS, *gpuhunt.KNOWN_AMD_GPUS)}
+    names = {gpu.name for gpu in (*gpuhunt.KNOWN_NVIDIA_GPUS, *gpuhunt.KNOWN_AMD_GPUS)}
     assert task.type == "task"
-    assert set(task.resources.gpu.name) <= known
+    assert set(task.resources.gpu.name) <= names
 
 
 def kubernetes(text: str) -> None:

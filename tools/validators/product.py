@@ -67,7 +67,7 @@ def mlx(file: Path) -> None:
     args = {**lora.CONFIG_DEFAULTS, **values, "iters": steps, "steps_per_report": steps, "val_batches": 1}
     lora.get_reporting_callbacks = lambda *_, **__: Told()  # `run` takes no other
     lora.run(SimpleNamespace(**args))
-    state = {"log_history": [{"loss": one} for one in losses]}
+    state = {"log_history": [{"loss": loss} for loss in losses]}
     Path("outputs/trainer_state.json").write_text(json.dumps(state))
 
 
@@ -109,12 +109,12 @@ def train(case: Case, place: Path, out: Path) -> str:
 def chosen(tool: str) -> list[Case]:
     """The tool's cases; of MLX-LM, which is planned on two cards alone, every model and form of data on one."""
     if tool != "mlx":
-        return [one for one in cases() if one.target == tool]
-    return [*dict.fromkeys(one._replace(card=MAC) for one in cases() if one.target == tool)]
+        return [case for case in cases() if case.target == tool]
+    return [*dict.fromkeys(case._replace(card=MAC) for case in cases() if case.target == tool)]
 
 
 def main(tool: str) -> int:
-    found: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     failures = []
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as where:
@@ -123,13 +123,13 @@ def main(tool: str) -> int:
             write(place if name == "who/what" else place / name)
         for number, case in enumerate(chosen(tool)[::STEP]):
             try:
-                found[train(case, place, place / f"out-{number}")] += 1
+                reasons[train(case, place, place / f"out-{number}")] += 1
             except (Exception, SystemExit) as error:
                 failures.append(f"{' | '.join(case)}: {type(error).__name__}: {str(error)[:400]}")
                 print(failures[-1], flush=True)
         os.chdir(ROOT)
-    print(f"{tool}: {found.pop('', 0)} cases of the product trained a step, {len(failures)} did not")
-    for reason, num in found.items():
+    print(f"{tool}: {reasons.pop('', 0)} cases of the product trained a step, {len(failures)} did not")
+    for reason, num in reasons.items():
         print(f"  not planned ({num}): {reason}")
     return 1 if failures else 0
 

@@ -64,7 +64,7 @@ def llamafactory() -> tuple[str, list[str]]:
     from llamafactory.hparams.training_args import TrainingArguments
 
     classes = (ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments)
-    return version("llamafactory"), sorted({field.name for one in classes for field in fields(one)})
+    return version("llamafactory"), sorted({field.name for owner in classes for field in fields(owner)})
 
 
 def accelerate() -> tuple[str, list[str]]:
@@ -79,7 +79,7 @@ def deepspeed() -> tuple[str, list[str]]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
-    return version("deepspeed"), sorted({*fields, *(str(one.alias) for one in fields.values() if one.alias)})
+    return version("deepspeed"), sorted({*fields, *(str(field.alias) for field in fields.values() if field.alias)})
 
 
 def torchtitan() -> tuple[str, list[str]]:
@@ -92,7 +92,7 @@ def torchtitan() -> tuple[str, list[str]]:
     from torchtitan.config import JobConfig
 
     tables = {table.name: table.default_factory() for table in fields(JobConfig)}
-    return version("torchtitan"), [f"{name}.{one.name}" for name, table in tables.items() for one in fields(table)]
+    return version("torchtitan"), [f"{name}.{field.name}" for name, table in tables.items() for field in fields(table)]
 
 
 def unsloth() -> tuple[str, list[str]]:

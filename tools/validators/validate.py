@@ -52,8 +52,8 @@ def axolotl() -> Check:
         values = yaml.safe_load(file_of(launch, folder).read_text())
         config = DictDefault(values)
         prepare_plugins(config)
-        known = set(merge_input_args()[1].model_fields)
-        unknown = set(values) - known - {"liger_fused_linear_cross_entropy"}
+        fields = set(merge_input_args()[1].model_fields)
+        unknown = set(values) - fields - {"liger_fused_linear_cross_entropy"}
         assert not unknown, f"unknown settings {unknown}"
         capabilities = {
             "bf16": True, "fp8": False, "tf32": True, "n_gpu": setup.num_gpus, "n_node": 1,
@@ -88,14 +88,14 @@ def data_of(name: str, target: str, loss_on: str = "answers") -> Iterator[tuple[
         data_formats.FORMATS[name](folder / name)
         path = folder / name
         kind = measure(path).columns
-        asked = request(
+        export_request = request(
             TrainSetup(seq_len_tokens=256, loss="full"),
             model_id="./model",
             dataset=DatasetChoice(path=name, columns=kind, local=True),
             loss_on=loss_on,
         )
-        launch = EXPORTERS[target](asked)
-        for file in (*launch.files, prepare.file(asked)):
+        launch = EXPORTERS[target](export_request)
+        for file in (*launch.files, prepare.file(export_request)):
             (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
             (folder / "launch" / file.path).write_text(file.text)
         tiny_models.tokenizer().save_pretrained(folder / "model")
@@ -117,20 +117,20 @@ LOADED = LOCAL if os.environ.get("TESTS_WHOLE") else LOCAL[::6]
 def learned(rows: Any) -> list[str]:
     """What the labels of rows say."""
     tokenizer = tiny_models.tokenizer()
-    return sorted(tokenizer.decode([one for one in row["labels"] if one != -100]) for row in rows)
+    return sorted(tokenizer.decode([token for token in row["labels"] if token != -100]) for row in rows)
 
 
 def shown(tool: str, name: str, loss_on: str, rows: Any) -> None:
     """Holds what a tool made of one form of data against what it says."""
-    said, found = data_formats.answers_of(name), learned(rows)
-    assert len(found) >= len(said) - 2, (name, len(found))  # some are held out
+    answers, texts = data_formats.answers_of(name), learned(rows)
+    assert len(texts) >= len(answers) - 2, (name, len(texts))  # some are held out
     if loss_on == "answers" and name not in data_formats.TEXTS:
-        wanted = {re.sub(r"\s|<\|end\|>", "", "".join(one)) for one in said}
-        assert {re.sub(r"\s|<\|end\|>", "", one) for one in found} <= wanted, (tool, name, found[:3])
-        assert all(one.rstrip().endswith("<|end|>") for one in found), (tool, name, found[:3])
+        wanted = {re.sub(r"\s|<\|end\|>", "", "".join(answer)) for answer in answers}
+        assert {re.sub(r"\s|<\|end\|>", "", text) for text in texts} <= wanted, (tool, name, texts[:3])
+        assert all(text.rstrip().endswith("<|end|>") for text in texts), (tool, name, texts[:3])
     else:
         assert all(row["labels"][1:] == row["input_ids"][1:] for row in rows), (tool, name)
-    print(f"{tool}: {name}, loss on {loss_on}: {len(found)} rows, the first teaches {found[0]!r:.60}")
+    print(f"{tool}: {name}, loss on {loss_on}: {len(texts)} rows, the first teaches {texts[0]!r:.60}")
 
 
 def llamafactory_reads_the_data() -> None:
@@ -146,13 +146,13 @@ def llamafactory_reads_the_data() -> None:
             model, data, training, tuning, _ = get_train_args(yaml.safe_load(file_of(launch, folder).read_text()))
             module = load_tokenizer(model)
             template = get_template_and_fix_tokenizer(module["tokenizer"], data)
-            found = get_dataset(template, model, data, training, stage=tuning.stage, **module)
-            assert ("eval_dataset" in found) == (training.eval_strategy != "no")
+            datasets = get_dataset(template, model, data, training, stage=tuning.stage, **module)
+            assert ("eval_dataset" in datasets) == (training.eval_strategy != "no")
             if tuning.stage == "pt":  # one row of many tokens, which are their own labels
-                assert len(found["train_dataset"])
+                assert len(datasets["train_dataset"])
                 print(f"llamafactory: {name}: texts are read by its stage pt")
             else:
-                shown("llamafactory", name, loss_on, found["train_dataset"])
+                shown("llamafactory", name, loss_on, datasets["train_dataset"])
 
 
 def axolotl_reads_the_data() -> None:
@@ -236,9 +236,9 @@ def starts(values: dict[str, object]) -> None:
         deepspeed.init_distributed(dist_backend="gloo")
     model = torch.nn.Linear(8, 8)
     # Accelerate hands over DeepSpeed's own Adam where states are offloaded, which is compiled for the machine
-    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    overrides = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**values, **own}
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**values, **overrides}
     )
     stage = values["zero_optimization"]["stage"]  # type: ignore[index]
     assert (engine.zero_optimization_stage(), type(optimizer).__name__[:13]) == (stage, "DeepSpeedZero")
@@ -256,7 +256,7 @@ def deepspeed() -> Check:
         assert replicas == setup.num_gpus
         alone = {**values, "train_batch_size": values["train_batch_size"] // replicas}  # one process
         read = DeepSpeedConfig(alone)
-        settings = json.dumps({name: one for name, one in values.items() if name not in BATCH}, sort_keys=True)
+        settings = json.dumps({name: value for name, value in values.items() if name not in BATCH}, sort_keys=True)
         if settings not in started and setup.compute_dtype != "fp16":  # which DeepSpeed has on GPUs alone
             starts(alone)
             started.add(settings)
@@ -337,7 +337,7 @@ def same_models() -> None:
         launch = EXPORTERS["torchtitan"](request(setup, model=model))
         if launch.refused:
             continue
-        mixture = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
+        mixture = any(linear.is_stack for layer in model.layer_kinds for linear in layer.linears)
         if mixture:
             launch = EXPORTERS["torchtitan"](request(setup.replace(expert_degree=8), model=model))
         with tempfile.TemporaryDirectory() as name:
@@ -350,7 +350,7 @@ def same_models() -> None:
         arguments.update_from_config(read)
         with torch.device("meta"):
             built = spec.model_cls(arguments)
-        num = sum(one.numel() for one in built.parameters())
+        num = sum(parameter.numel() for parameter in built.parameters())
         assert num == model.num_params, f"{entry.model_id}: {num}, not {model.num_params}"
         print(f"torchtitan {read.model.name} {read.model.flavor}: {num:,} parameters, as planned")
 

@@ -44,8 +44,8 @@ def trl() -> Check:
         values = yaml.safe_load(text)
         kind = DPOConfig if "beta" in values else SFTConfig
         classes = (ScriptArguments, kind, ModelConfig, DatasetMixtureConfig)
-        known = {field.name for one in classes for field in fields(one)}
-        values = {key: value for key, value in values.items() if key in known or key in WRITTEN}  # wrappers add some
+        names = {field.name for owner in classes for field in fields(owner)}
+        values = {key: value for key, value in values.items() if key in names or key in WRITTEN}  # wrappers add some
         parser = TrlParser(classes)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(yaml.safe_dump(values))
@@ -98,13 +98,13 @@ def python() -> Check:
     import transformers
     import trl
 
-    known: dict[str, set[str]] = {}
+    by_class: dict[str, set[str]] = {}
 
     def keywords(name: str) -> set[str]:
-        if name not in known:
-            found = getattr(trl, name, None) or getattr(transformers, name, None)
-            known[name] = set(inspect.signature(found).parameters) if found is not None else set()
-        return known[name]
+        if name not in by_class:
+            config_class = getattr(trl, name, None) or getattr(transformers, name, None)
+            by_class[name] = set(inspect.signature(config_class).parameters) if config_class is not None else set()
+        return by_class[name]
 
     def check(text: str) -> None:
         for node in ast.walk(ast.parse(text)):
@@ -113,7 +113,7 @@ def python() -> Check:
                 fields = (
                     keywords(name) if name in ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments") else set()
                 )
-                strangers = {one.arg for one in node.keywords if one.arg} - fields if fields else set()
+                strangers = {keyword.arg for keyword in node.keywords if keyword.arg} - fields if fields else set()
                 if strangers:
                     raise TypeError(f"{name} takes no {sorted(strangers)}")
 
@@ -145,17 +145,17 @@ def main() -> None:
     tool, folder = sys.argv[1], Path(sys.argv[2])
     check = {"trl": trl, "axolotl": axolotl, "llamafactory": llamafactory, "python": python}[tool]()
     lines = [json.loads(line) for line in (folder / "fixed.jsonl").read_text().splitlines()]
-    mine = [one for one in lines if one["validator"] == tool]
+    mine = [line for line in lines if line["validator"] == tool]
     wrong = before = 0
-    for one in mine:
-        after = refusal(check, text_of(folder / one["fixed"]))
-        if after and (old := refusal(check, text_of(folder / one["original"]))):
+    for line in mine:
+        after = refusal(check, text_of(folder / line["fixed"]))
+        if after and (old := refusal(check, text_of(folder / line["original"]))):
             same = old == after
             before, wrong = before + same, wrong + (not same)
-            print(f"{'refused as before' if same else f'REFUSED otherwise than {old}'}: {one['file']}: {after}")
+            print(f"{'refused as before' if same else f'REFUSED otherwise than {old}'}: {line['file']}: {after}")
         elif after:
             wrong += 1
-            print(f"REFUSED: {one['file']}: {after}")
+            print(f"REFUSED: {line['file']}: {after}")
     accepted = len(mine) - wrong - before
     print(f"{tool}: {len(mine)} rewritten, {accepted} accepted, {before} refused as their originals are, {wrong} wrong")
     sys.exit(1 if wrong else 0)

@@ -58,8 +58,8 @@ class Target:
             return "adapters beside experts in 4 bits, or in the host's memory, are Loggetta's: use --target loggetta"
         if self.name not in OF_TARGETS.get(setup.attention, (self.name,)):
             return f"{setup.attention} is planned for {' and '.join(OF_TARGETS[setup.attention])} alone"
-        if self.name not in setup.aim.targets:
-            others = ", ".join(setup.aim.targets)
+        if self.name not in setup.objective_spec.targets:
+            others = ", ".join(setup.objective_spec.targets)
             return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"
         if setup.images is not None and self.name not in IMAGE_TARGETS:
             return f"{self.name} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
@@ -96,8 +96,9 @@ class Target:
         """Its files for one request."""
         setup, room = request.setup, self.room
         reason = self._unlike(setup, request.gpu)
-        if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
-            reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
+        objective = setup.objective_spec
+        if not reason and setup.micro_batch_seqs < objective.least_samples:
+            reason = f"{setup.objective} needs a micro-batch of at least {objective.least_samples} {objective.sample}s"
         runs = self.as_run(setup, request.model, request.gpu)
         reason = reason or rollouts.refusal(setup) or (runs if isinstance(runs, str) else "")
         if reason := reason or prepare.refusal(request, self.name):

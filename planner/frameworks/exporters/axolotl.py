@@ -2,7 +2,7 @@
 
 from planner.core.units import gib
 from planner.frameworks.exporters import common, deepspeed, prepare, several_gpus, slurm
-from planner.frameworks.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
 from planner.memory.states import layer_numbers
@@ -109,7 +109,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     if request.num_nodes > 1:
         notes.append(several_gpus.PER_NODE)
     files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
-    title = "Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}"
+    title = "Axolotl" if setup.objective_spec.supervised else f"Axolotl {setup.objective_spec.title}"
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
     return Draft(
         title=title,
@@ -145,17 +145,17 @@ def _sections(request: ExportRequest) -> list[Section]:
         _datasets(request),
         section(
             "batch",
-            said(AXOLOTL, setup, "seq_len_tokens"),
-            said(AXOLOTL, setup, "packing"),
+            setting_line(AXOLOTL, setup, "seq_len_tokens"),
+            setting_line(AXOLOTL, setup, "packing"),
             Line("pad_to_sequence_len", setup.packing),
-            said(AXOLOTL, setup, "micro_batch_seqs"),
-            said(AXOLOTL, setup, "accumulation_steps"),
+            setting_line(AXOLOTL, setup, "micro_batch_seqs"),
+            setting_line(AXOLOTL, setup, "accumulation_steps"),
         ),
         section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
         section("several GPUs", *_sharding(setup)),
         section(
             "optimization",
-            said(AXOLOTL, setup, "optimizer"),
+            setting_line(AXOLOTL, setup, "optimizer"),
             common.tuned("learning_rate", hyper, "learning_rate"),
             common.tuned("lr_scheduler", hyper, "lr_schedule"),
             common.tuned("warmup_ratio", hyper, "warmup_fraction"),
@@ -194,7 +194,9 @@ def _model(request: ExportRequest) -> list[Line | None]:
         Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
         if dequantizing
         else None,
-        said(AXOLOTL, setup, "attention", "for cards before Ampere") if xformers else common.attention_line(request),
+        setting_line(AXOLOTL, setup, "attention", "for cards before Ampere")
+        if xformers
+        else common.attention_line(request),
         Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 
@@ -205,9 +207,9 @@ def _method(request: ExportRequest) -> list[Line]:
         return [_unfrozen(setup, request.model)] if setup.trained_layers and request.model is not None else []
     lines = [
         Line("adapter", "qlora" if setup.four_bit else "lora"),
-        said(AXOLOTL, setup, "lora_rank"),
+        setting_line(AXOLOTL, setup, "lora_rank"),
         common.tuned("lora_alpha", hyper, "lora_alpha"),
-        said(AXOLOTL, setup, "lora_dropout"),
+        setting_line(AXOLOTL, setup, "lora_dropout"),
     ]
     targets = common.target_modules(setup, request.model)
     if setup.trained_layers and request.model is not None:
@@ -235,7 +237,7 @@ def _unfrozen(setup: TrainSetup, model: ModelSpec) -> Line:
 
 def _datasets(request: ExportRequest) -> Section:
     dataset = request.dataset
-    if prepare.needed(request) and request.setup.aim.supervised:
+    if prepare.needed(request) and request.setup.objective_spec.supervised:
         entry: dict[str, object] = {"path": prepare.folder(request, TARGET), "split": "train", "type": None}
         words = f"tokens made by launch/{prepare.NAME}, the loss is on {prepare.loss_words(request)}"
         template = "of the saved tokenizer: a base model's may have none"
@@ -301,11 +303,11 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("selective_checkpointing", True, "attention is kept"))
     if setup.activation_offload:
         lines.append(Line("activation_offloading", "hidden_states", "checkpoints in host memory"))
-    if setup.loss == "chunked" and setup.aim.supervised:
+    if setup.loss == "chunked" and setup.objective_spec.supervised:
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)
     if setup.compile:
-        lines.append(said(AXOLOTL, setup, "compile"))
+        lines.append(setting_line(AXOLOTL, setup, "compile"))
     return lines
 
 

@@ -61,7 +61,7 @@ def _tokenizer_files(model_id: str) -> list[bool] | None:
 
 def chats(request: ExportRequest) -> bool:
     """Whether the data are chats, or may be: the placeholder says nothing."""
-    return request.columns == "messages" or (request.dataset is None and not request.setup.aim.supervised)
+    return request.columns == "messages" or (request.dataset is None and not request.setup.objective_spec.supervised)
 
 
 def brought_along(request: ExportRequest) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from planner.frameworks.exporters import prepare
 from planner.frameworks.exporters.install import HUB_FLASH, from_hub
-from planner.frameworks.exporters.text import Line, constant, one_line, said, shown_path
+from planner.frameworks.exporters.text import Line, constant, one_line, setting_line, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.frameworks.hyperparameters import ADAM_BETA2, Hyperparameters
 from planner.frameworks.tools import Tool
@@ -114,10 +114,10 @@ def batch_lines(tool: Tool, setup: TrainSetup) -> list[Line]:
     """Sequences of a micro-batch, in training and in evaluation, and micro-batches of a step, as transformers says
     them."""
     return [
-        said(tool, setup, "micro_batch_seqs"),
+        setting_line(tool, setup, "micro_batch_seqs"),
         Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
         Line("eval_accumulation_steps", 1, METRICS_REASON),
-        said(tool, setup, "accumulation_steps"),
+        setting_line(tool, setup, "accumulation_steps"),
     ]
 
 
@@ -230,7 +230,7 @@ def data_constants(request: ExportRequest, target: str = "hf") -> str:
     dataset, model = request.dataset, constant("MODEL", shown_path(request.model_id))
     if prepare.needed(request):
         made = constant("DATASET", prepare.folder(request, target), f"made by launch/{prepare.NAME} of your data set")
-        return model + made + (constant("SPLIT", "train") if not request.setup.aim.supervised else "")
+        return model + made + (constant("SPLIT", "train") if not request.setup.objective_spec.supervised else "")
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     return (
         model

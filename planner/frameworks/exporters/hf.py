@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
 from planner.frameworks.exporters.install import checkpointing_key, versions
-from planner.frameworks.exporters.text import Code, Line, call, constant, said, shown_path
+from planner.frameworks.exporters.text import Code, Line, call, constant, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
 from planner.memory.states import scaled_inputs, tuned_norms
@@ -81,7 +81,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, setup.kernels, *(difference.runs_as for difference in differences)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
-    title = "Plain transformers + peft" + ("" if setup.aim.supervised else f": {setup.aim.title}")
+    title = "Plain transformers + peft" + ("" if setup.objective_spec.supervised else f": {setup.objective_spec.title}")
     main = LaunchFile(path=FILE, text=_script(request, differences))
     return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes))
 
@@ -131,7 +131,7 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
-    scored = setup.aim.head == "score"
+    scored = setup.objective_spec.head == "score"
     parts.append((ROWS + "\n" + LABELLED + "\n") * scored + _model(request))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
@@ -168,9 +168,9 @@ def constants(request: ExportRequest) -> str:
     setup = request.setup
     return (
         common.data_constants(request)
-        + (setup.aim.head == "score") * constant("TEXT_FIELD", "text")
+        + (setup.objective_spec.head == "score") * constant("TEXT_FIELD", "text")
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
-        + (setup.aim.head != "none") * constant("PACKING", setup.packing)
+        + (setup.objective_spec.head != "none") * constant("PACKING", setup.packing)
         + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
     )
 
@@ -181,7 +181,7 @@ def has_audio(model: ModelSpec | None) -> bool:
 
 
 def _auto_class(setup: TrainSetup) -> str:
-    return "AutoModelForSequenceClassification" if setup.aim.head == "score" else "AutoModelForCausalLM"
+    return "AutoModelForSequenceClassification" if setup.objective_spec.head == "score" else "AutoModelForCausalLM"
 
 
 def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
@@ -205,10 +205,10 @@ def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
 def _model(request: ExportRequest) -> str:
     setup = request.setup
     parts, lines = loading(request)
-    labels = Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None
+    labels = Line("num_labels", Code("len(LABELS)")) if setup.objective_spec.head == "score" else None
     parts.append(call("model", f"{_auto_class(setup)}.from_pretrained", [labels, *lines], first="MODEL"))
     parts.append("model.config.use_cache = False\n")
-    if setup.aim.head == "score":
+    if setup.objective_spec.head == "score":
         parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
     return "".join(parts)
 
@@ -249,7 +249,7 @@ def _adapters(request: ExportRequest) -> str:
     if setup.adapter == "loftq":
         parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
     parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{DTYPES[setup.resolved_adapter_dtype]}")))
-    if setup.aim.head == "score":  # whose input has the weights' type without autocast
+    if setup.objective_spec.head == "score":  # whose input has the weights' type without autocast
         parts.append('for name, parameter in model.named_parameters():\n    if "lora_" in name:\n')
     else:
         parts.append("for parameter in model.parameters():\n    if parameter.requires_grad:\n")
@@ -266,13 +266,13 @@ TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACT
 def adapter_lines(request: ExportRequest) -> list[Line | None]:
     """What peft's configuration of the setup's adapter is given."""
     setup, hyper = request.setup, request.hyper
-    row, task = setup.kind, None if has_audio(request.model) else Line("task_type", TASKS[setup.aim.head])
+    row, task = setup.kind, None if has_audio(request.model) else Line("task_type", TASKS[setup.objective_spec.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":
         return [
             task,
-            said(SCRIPT, setup, "lora_rank"),
+            setting_line(SCRIPT, setup, "lora_rank"),
             common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             targets,
@@ -325,13 +325,13 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
             "fsdp_activation_checkpointing does it" if sharded else "",
         ),
         Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
-        said(SCRIPT, setup, "optimizer"),
+        setting_line(SCRIPT, setup, "optimizer"),
         *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
         *common.kernels_lines(setup, request.model),
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         *several_gpus.sync_lines(setup),
         *_ulysses(setup),
-        said(SCRIPT, setup, "compile") if setup.compile else None,
+        setting_line(SCRIPT, setup, "compile") if setup.compile else None,
         Line("seed", hyper.seed),
         Line("logging_steps", request.logging_steps),
         Line("report_to", "none"),

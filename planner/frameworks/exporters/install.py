@@ -72,7 +72,7 @@ def packages_of(runs: TrainSetup) -> dict[str, bool]:
         "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
         LIGER: "liger" in (runs.loss, runs.kernels),
         "deepspeed": runs.zero,
-        VLLM: runs.aim.rolls_out and runs.rolls.by_vllm,
+        VLLM: runs.objective_spec.rolls_out and runs.rollout_settings.by_vllm,
     }
 
 

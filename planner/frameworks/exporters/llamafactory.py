@@ -4,7 +4,7 @@ import json
 
 from planner.frameworks.exporters import chat, common, deepspeed, prepare, slurm
 from planner.frameworks.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
-from planner.frameworks.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 from planner.memory.attention_kernels import flash_refusal, left_unnamed
@@ -30,7 +30,9 @@ VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that LLaMA-Factory runs otherwise than the setup says."""
-    with_liger = setup.aim.supervised and setup.loss != "full" and setup.kernels == "eager" and setup.images is None
+    with_liger = (
+        setup.objective_spec.supervised and setup.loss != "full" and setup.kernels == "eager" and setup.images is None
+    )
     runs: dict[str, tuple[object, str]] = {
         "precision": _precision_run(setup),
         "kbit_fp32_cast": (False, "LLaMA-Factory does not call prepare_model_for_kbit_training"),
@@ -45,7 +47,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         ),
         "loss": _loss_run(setup),
         "lora_dropout": (  # of pairs there is none of Liger's
-            setup.lora_dropout if setup.aim.supervised else 0.0,
+            setup.lora_dropout if setup.objective_spec.supervised else 0.0,
             "its trainer switches every dropout off (disable_dropout)",
         ),
         "kernels": (
@@ -73,7 +75,7 @@ def _precision_run(setup: TrainSetup) -> tuple[str, str]:
 def _loss_run(setup: TrainSetup) -> tuple[str, str]:
     """(loss, why): its one Liger switch takes loss and kernels together, and only in supervised training."""
     if setup.loss == "chunked":
-        if not setup.aim.supervised:
+        if not setup.objective_spec.supervised:
             return "full", "its DPO makes the logits of policy and reference, and their log-softmax"
         if setup.images is not None:
             return (
@@ -81,7 +83,7 @@ def _loss_run(setup: TrainSetup) -> tuple[str, str]:
                 "no chunked loss, and its Liger switch is not planned with images: the logits are held in full",
             )
         return "liger", "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
-    if setup.loss == "full" and setup.kernels == "liger" and setup.aim.supervised:
+    if setup.loss == "full" and setup.kernels == "liger" and setup.objective_spec.supervised:
         return "liger", "its one Liger switch takes the loss with the layers' kernels"
     return setup.loss, ""
 
@@ -99,7 +101,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if setup.objective == "dpo" and setup.method == "full":
         return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
-    if not setup.aim.supervised and setup.kernels != "eager":
+    if not setup.objective_spec.supervised and setup.kernels != "eager":
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
@@ -115,7 +117,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := common.model_refusal(setup, model, "llamafactory"):
         return reason
-    with_liger = setup.aim.supervised and setup.images is None
+    with_liger = setup.objective_spec.supervised and setup.images is None
     if with_liger and (reason := common.liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
@@ -199,15 +201,15 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             _loss(request),
             _template(request),
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
-            said(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
-            said(LLAMAFACTORY, setup, "packing"),
+            setting_line(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            setting_line(LLAMAFACTORY, setup, "packing"),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
         section("batch", *common.batch_lines(LLAMAFACTORY, setup)),
         section("memory and speed", *_memory(setup, runs)),
         section(
             "optimization",
-            said(LLAMAFACTORY, setup, "optimizer"),
+            setting_line(LLAMAFACTORY, setup, "optimizer"),
             *common.step_lines(hyper, common.tuned("warmup_ratio", hyper, "warmup_fraction")),
             Line("seed", hyper.seed),
         ),
@@ -240,14 +242,14 @@ def _template(request: ExportRequest) -> Line | None:
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
         text = model.config.get("text_config", {}).get("model_type", "")
         return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
-    if request.columns == "prompt-completion" and request.setup.aim.supervised:
+    if request.columns == "prompt-completion" and request.setup.objective_spec.supervised:
         return Line("template", "empty", "a text and how it goes on, no chat")
     return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
 
 
 def _stage(request: ExportRequest) -> str:
     """Its name of what is trained: texts without questions are no samples of its "sft"."""
-    objective = request.setup.aim
+    objective = request.setup.objective_spec
     return "pt" if objective.supervised and request.columns == "text" else objective.targets[TARGET]
 
 
@@ -287,14 +289,14 @@ def _memory(setup: TrainSetup, runs: TrainSetup) -> list[Line | None]:
         Line("use_reentrant_gc", False) if setup.checkpointing else None,
         Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
         Line("enable_liger_kernel", True) if "liger" in (runs.loss, runs.kernels) else None,
-        said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
+        setting_line(LLAMAFACTORY, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
     ]
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
-    if setup.aim.supervised:
+    if setup.objective_spec.supervised:
         return []
     loss = "sigmoid" if setup.objective == "dpo" else setup.objective
     return [section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
@@ -324,9 +326,9 @@ def _method(request: ExportRequest) -> list[Line]:
         ]
     return [
         Line("finetuning_type", "lora"),
-        said(LLAMAFACTORY, setup, "lora_rank"),
+        setting_line(LLAMAFACTORY, setup, "lora_rank"),
         common.tuned("lora_alpha", hyper, "lora_alpha"),
-        said(LLAMAFACTORY, setup, "lora_dropout"),
+        setting_line(LLAMAFACTORY, setup, "lora_dropout"),
         Line("lora_target", ",".join(_targets(setup, request.model))),
         *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),
     ]
@@ -349,7 +351,7 @@ def _dataset_info(request: ExportRequest, runs: TrainSetup) -> LaunchFile:
         entry["file_name"] = "../../" + shown_path(dataset.path).removeprefix("./")
     else:
         entry["hf_hub_url"] = shown_path(dataset.path) if dataset is not None else PLACEHOLDER_DATASET
-    if not setup.aim.supervised:
+    if not setup.objective_spec.supervised:
         entry["ranking"] = True
         entry["columns"] = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     elif _stage(request) == "pt":

@@ -6,7 +6,7 @@ Field names of mlx-lm 0.32. A base in 4 bits is made by `mlx_lm.convert`, once, 
 import shlex
 
 from planner.frameworks.exporters import chat, common, prepare
-from planner.frameworks.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.mlx import MLX
 from planner.models.spec import ModelSpec
@@ -132,12 +132,12 @@ def _sections(request: ExportRequest) -> list[Section]:
             "dataset",
             Line("data", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}"),
             Line("mask_prompt", answers, prepare.loss_words(request)),
-            said(MLX, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            setting_line(MLX, setup, "seq_len_tokens", "tokens; longer samples are cut"),
         ),
         section(
             "batch",
-            said(MLX, setup, "micro_batch_seqs"),
-            said(MLX, setup, "accumulation_steps"),
+            setting_line(MLX, setup, "micro_batch_seqs"),
+            setting_line(MLX, setup, "accumulation_steps"),
             Line("iters", iters, "micro-batches"),
         ),
         section("memory and speed", Line("grad_checkpoint", setup.checkpointing > 0)),

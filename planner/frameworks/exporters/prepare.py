@@ -38,14 +38,14 @@ def needed(request: ExportRequest) -> bool:
     setup, dataset = request.setup, request.dataset
     if setup.images is not None or (request.model is not None and request.model.front_end is not None):
         return False
-    if setup.aim.supervised:
+    if setup.objective_spec.supervised:
         return True
     return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
 
 
 def form(request: ExportRequest, target: str) -> str:
     """What a target reads."""
-    if not request.setup.aim.supervised:
+    if not request.setup.objective_spec.supervised:
         return "rows"
     if target == "llamafactory":
         return "text" if request.columns == "text" else "chats"
@@ -69,7 +69,7 @@ def command(request: ExportRequest, target: str) -> str:
 def refusal(request: ExportRequest, target: str) -> str:
     """Why a target cannot train on such data, "" where it can."""
     answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
-    if target == "torchtitan" and answered and request.setup.aim.supervised:
+    if target == "torchtitan" and answered and request.setup.objective_spec.supervised:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
     if target in ("mlx", "loggetta") and answered and request.columns == "prompt-completion":
         title = TARGET_ROWS[target].title
@@ -94,7 +94,7 @@ def file(request: ExportRequest) -> LaunchFile:
         f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
     )
     placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"
-    kinds = list(SUPERVISED) if setup.aim.supervised else list(setup.aim.data)
+    kinds = list(SUPERVISED) if setup.objective_spec.supervised else list(setup.objective_spec.data)
     held_out = "None: a share of the samples" if request.held_out is None else "samples to evaluate on"
     lines = [
         constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, placeholder),

@@ -11,9 +11,9 @@ BETA = 0.04
 
 def refusal(setup: TrainSetup) -> str:
     """Why TRL cannot generate as the setup says, "" when it can."""
-    if not setup.aim.rolls_out:
+    if not setup.objective_spec.rolls_out:
         return ""
-    roll, batch = setup.rolls, setup.generation_seqs
+    roll, batch = setup.rollout_settings, setup.generation_seqs
     at_once = setup.micro_batch_seqs * setup.data_degree
     if batch % roll.num_generations or batch % at_once:
         return (
@@ -25,7 +25,7 @@ def refusal(setup: TrainSetup) -> str:
 
 def sections(setup: TrainSetup) -> list[Section]:
     """The rollout as the settings of GRPOConfig or RLOOConfig."""
-    roll = setup.rolls
+    roll = setup.rollout_settings
     reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
     beta = 0.05 if setup.objective == "rloo" else BETA  # RLOOConfig's own
     engine = [

@@ -39,7 +39,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     main = LaunchFile(path=FILE, text=_script(request, runs))
-    return Draft(title=f"sentence-transformers: {setup.aim.title}", main=main, command=command, notes=notes)
+    return Draft(title=f"sentence-transformers: {setup.objective_spec.title}", main=main, command=command, notes=notes)
 
 
 def _script(request: ExportRequest, runs: TrainSetup) -> str:

@@ -43,7 +43,7 @@ class Section:
     lines: tuple[Line, ...]
 
 
-def said(tool: Tool, setup: TrainSetup, of: str, comment: str = "") -> Line:
+def setting_line(tool: Tool, setup: TrainSetup, of: str, comment: str = "") -> Line:
     """The setting that says a field of the setup, by the tool's table."""
     return Line(*tool.setting(setup, of), comment)
 
@@ -176,7 +176,8 @@ def header(
         f"{title}: {shown_path(request.model_id)}{where}",
         f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
         f"{setup.accumulation_steps} x {setup.data_degree} {copies} = "
-        f"{setup.global_batch_seqs} {setup.aim.sample}s of {setup.seqs_per_sample * setup.seq_len_tokens} tokens.",
+        f"{setup.global_batch_seqs} {setup.objective_spec.sample}s of "
+        f"{setup.seqs_per_sample * setup.seq_len_tokens} tokens.",
         *request.about,
         f"{LAUNCH}{command}",
         f"Validated: {versions}",

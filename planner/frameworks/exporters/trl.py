@@ -4,7 +4,7 @@ names of TRL 1.16 on transformers 5.23."""
 from planner.core.shipped import DATA
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, rollouts, several_gpus, slurm
 from planner.frameworks.exporters.install import checkpointing_key, versions
-from planner.frameworks.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, checkpointing_kwargs
 from planner.frameworks.tools.trl import TRL
@@ -41,19 +41,19 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
     elif setup.parallel == "zero3":
         adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
-    loss = "chunked" if "chunked" in setup.aim.losses else setup.loss
+    loss = "chunked" if "chunked" in setup.objective_spec.losses else setup.loss
     runs: dict[str, tuple[object, str]] = {
         "loss": (loss, "TRL 1.16 always computes the loss in chunks and never holds full logits"),
         "kbit_fp32_cast": (False, "TRL does not call prepare_model_for_kbit_training"),
         "adapter_dtype": adapters,
     }
-    of_objective = () if setup.aim.supervised else _objective_differences(setup)
+    of_objective = () if setup.objective_spec.supervised else _objective_differences(setup)
     return (*deepspeed.differences(setup), *common.differing(setup, runs), *of_objective)
 
 
 def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
-    objective = setup.aim
+    objective = setup.objective_spec
     phase = "generation" if objective.rolls_out else "the reference's forward"
     every_layer = (setup.has_reference or objective.rolls_out) and setup.checkpointing > 1
     runs: dict[str, tuple[object, str]] = {
@@ -81,7 +81,7 @@ def shipped(path: str, name: str) -> LaunchFile:
 
 def file_of(setup: TrainSetup) -> str:
     """The configuration's path below `launch/`."""
-    return f"trl/trl-{setup.aim.targets[TARGET]}.yaml"
+    return f"trl/trl-{setup.objective_spec.targets[TARGET]}.yaml"
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -122,13 +122,13 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`trl-sft.yaml`, or of another command, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    file, spoken = file_of(setup), setup.aim.targets[TARGET]
+    file, spoken = file_of(setup), setup.objective_spec.targets[TARGET]
     command = f"trl {spoken} --config launch/{file}"
     files = []
     if setup.objective == "orpo":  # no command of TRL 1.16 trains it
         files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
-    if setup.aim.rolls_out:
+    if setup.objective_spec.rolls_out:
         files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
@@ -142,7 +142,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
-    title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
+    title = "TRL supervised fine-tuning" if setup.objective_spec.supervised else f"TRL {setup.objective_spec.title}"
     main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
     return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
 
@@ -161,8 +161,8 @@ def _notes(request: ExportRequest) -> list[str]:
     templates = setup.objective in TEMPLATED
     if not templates and chat.chats(request) and request.lacks_template is not False:
         notes.append(
-            f"`trl {setup.aim.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base model's "
-            "often has none) write the data as plain text, or save a template with the model first."
+            f"`trl {setup.objective_spec.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base "
+            "model's often has none) write the data as plain text, or save a template with the model first."
         )
     if templates and chat.chats(request) and request.lacks_template is None:
         notes.append(
@@ -218,7 +218,7 @@ def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]
         *_objective(setup),
         section(
             "optimization",
-            said(TRL, setup, "optimizer"),
+            setting_line(TRL, setup, "optimizer"),
             *common.step_lines(hyper, warmup, hyper.reasons.get("weight_decay", "")),
             Line("seed", hyper.seed),
         ),
@@ -238,9 +238,11 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
         Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
         Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
         *_checkpointing(setup),
-        Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
+        Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
+        if setup.objective_spec.supervised
+        else None,
         *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
-        said(TRL, setup, "compile") if setup.compile else None,
+        setting_line(TRL, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         *several_gpus.sync_lines(setup),
     ]
@@ -248,28 +250,32 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:
     pieces = Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
-    if setup.aim.supervised:
+    if setup.objective_spec.supervised:
         return [
-            said(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
-            said(TRL, setup, "packing"),
+            setting_line(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            setting_line(TRL, setup, "packing"),
             Line("packing_strategy", "bfd") if setup.packing else None,
             pieces if setup.context_degree > 1 else None,
         ]
-    if setup.aim.rolls_out:
+    if setup.objective_spec.rolls_out:
         why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
-        return [Line("max_completion_length", setup.rolls.completion_tokens, why)]
-    each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
-    return [said(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
+        return [Line("max_completion_length", setup.rollout_settings.completion_tokens, why)]
+    each = (
+        f"tokens of each half of a {setup.objective_spec.sample}"
+        if setup.objective_spec.seqs_per_sample > 1
+        else "tokens"
+    )
+    return [setting_line(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
     """What the objective's own trainer is told."""
-    if setup.aim.rolls_out:
+    if setup.objective_spec.rolls_out:
         return rollouts.sections(setup)
     beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
     if setup.objective == "orpo":
         return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
-    if not setup.aim.reference:
+    if not setup.objective_spec.reference:
         return []
     loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
     reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
@@ -320,12 +326,15 @@ def _method(request: ExportRequest) -> list[Line]:
     targets = common.target_modules(setup, request.model)
     return [
         Line("use_peft", True),
-        said(TRL, setup, "lora_rank"),
+        setting_line(TRL, setup, "lora_rank"),
         common.tuned("lora_alpha", hyper, "lora_alpha"),
-        said(TRL, setup, "lora_dropout"),
+        setting_line(TRL, setup, "lora_dropout"),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
         *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
-        *([Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (setup.aim.head == "score")),
+        *(
+            [Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")]
+            * (setup.objective_spec.head == "score")
+        ),
     ]
 
 
@@ -334,7 +343,7 @@ def _dataset(request: ExportRequest) -> Section:
 
     Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
     """
-    dataset, images, objective = request.dataset, request.setup.images, request.setup.aim
+    dataset, images, objective = request.dataset, request.setup.images, request.setup.objective_spec
     if prepare.needed(request):
         made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
         return section("dataset", made, Line("dataset_train_split", "train"))
@@ -354,7 +363,7 @@ def _dataset(request: ExportRequest) -> Section:
 
 def _labels(request: ExportRequest) -> str:
     """What the labels in the prepared rows say."""
-    return f", the loss is on {prepare.loss_words(request)}" if request.setup.aim.supervised else ""
+    return f", the loss is on {prepare.loss_words(request)}" if request.setup.objective_spec.supervised else ""
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:

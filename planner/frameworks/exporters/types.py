@@ -81,7 +81,7 @@ class ExportRequest:
     @property
     def columns(self) -> str:
         """The data set's columns; where nobody said, those that the objective trains on."""
-        kinds = self.setup.aim.data
+        kinds = self.setup.objective_spec.data
         columns = self.dataset.columns if self.dataset is not None else kinds[0]
         return columns if columns in kinds else kinds[0]
 
@@ -91,7 +91,7 @@ class ExportRequest:
         setup = self.setup
         seen = setup.images is None and not (self.model is not None and self.model.front_end is not None)
         whole = setup.context_degree == 1 and setup.pipeline_degree == 1
-        return setup.aim.supervised and seen and whole and self.held_out != 0
+        return setup.objective_spec.supervised and seen and whole and self.held_out != 0
 
     @property
     def gpus_per_node(self) -> int:

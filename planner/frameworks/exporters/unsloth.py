@@ -1,7 +1,7 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
 from planner.frameworks.exporters import chat, common
-from planner.frameworks.exporters.text import Code, Line, call, said, shown_path
+from planner.frameworks.exporters.text import Code, Line, call, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.unsloth import SCRIPT, own_kernels
 from planner.models.spec import ModelSpec
@@ -160,7 +160,7 @@ def _config(request: ExportRequest) -> str:
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),
             Line("fp16", setup.autocast_dtype == "fp16"),
-            said(SCRIPT, setup, "optimizer"),
+            setting_line(SCRIPT, setup, "optimizer"),
             *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),

@@ -1,8 +1,8 @@
 """Existing configs in, setups out: one module per format, the inverse of `planner.frameworks.exporters`. Nothing is
 executed."""
 
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import FORMATS
-from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.read import read_config, read_text
 from planner.frameworks.readers.types import ReadConfig, canonical
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotPlanned
 from planner.frameworks.readers import common, partial, schema
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -50,7 +50,7 @@ def read(settings: Settings) -> ReadConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
     """
-    settings.note_unknown(schema.known(FORMAT), AXOLOTL)
+    settings.note_unknown(schema.known_settings(FORMAT), AXOLOTL)
     if settings.raw("rl") and settings.raw("rl") not in PAIRED:
         raise NotPlanned(
             f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
@@ -63,7 +63,7 @@ def read(settings: Settings) -> ReadConfig:
     adapter = settings.raw("adapter")
     if adapter and adapter not in ADAPTERS:
         raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
-    fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
+    fields = settings_fields(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
     fields |= {
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
@@ -130,7 +130,7 @@ PAIRED = ("dpo", "ipo")
 def _accumulation(settings: Settings, micro: int) -> int:
     if not settings.has("gradient_accumulation_steps") and settings.has("batch_size"):
         return max(1, settings.integer("batch_size", micro, at_least=1) // micro)
-    steps: int = said(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
+    steps: int = settings_fields(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
     return steps
 
 
@@ -163,7 +163,7 @@ def _method(settings: Settings) -> dict[str, Any]:
     return {
         "method": "qlora" if quantization != "none" else "lora",
         "quantization": quantization,
-        **said(settings, AXOLOTL, "lora_rank", "lora_dropout"),
+        **settings_fields(settings, AXOLOTL, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, names),
         "quantize_experts": _quantizes_experts(settings, quantization),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.frameworks.readers.program import Known, Made
+from planner.frameworks.readers.program import CallResult, Constant
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.memory.around import DEFAULT_EVAL_SEQS
@@ -60,7 +60,7 @@ def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
     return str(when).lower().rpartition(".")[2] not in NEVER
 
 
-def of_program(trainer: Made | None, arguments: Settings, *, measured: bool) -> int:
+def of_program(trainer: CallResult | None, arguments: Settings, *, measured: bool) -> int:
     """Sequences that a program's trainer evaluates at once, 0 where none; where that is not known it is asked for.
 
     `measured`: the program itself calls its `evaluate` or `predict`.
@@ -79,13 +79,13 @@ def of_program(trainer: Made | None, arguments: Settings, *, measured: bool) -> 
     return sequences("hf-script", values)
 
 
-def keeps_logits(trainer: Made | None, arguments: Settings) -> bool:
+def keeps_logits(trainer: CallResult | None, arguments: Settings) -> bool:
     """Whether the evaluation's logits are kept for metrics, as they come; one that generates keeps tokens."""
     generates = arguments.values.get("predict_with_generate") is True
     return not generates and given(trainer, "compute_metrics") and not given(trainer, "preprocess_logits_for_metrics")
 
 
-def given(trainer: Made | None, name: str) -> bool:
+def given(trainer: CallResult | None, name: str) -> bool:
     """Whether a trainer is handed something under a name."""
     value = trainer.argument(name) if trainer is not None else None
-    return value is not None and not (isinstance(value, Known) and value.data is None)
+    return value is not None and not (isinstance(value, Constant) and value.data is None)

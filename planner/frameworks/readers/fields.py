@@ -10,7 +10,7 @@ from planner.frameworks.tools import Tool
 from planner.options.adapters import ADAPTERS
 
 
-def said(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
+def settings_fields(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
     """Fields of a setup that one setting each says; the tool's default, and a note, where the file says nothing.
 
     Args:

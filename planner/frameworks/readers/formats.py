@@ -7,11 +7,11 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import (
     axolotl,
+    generic,
     hydra,
     litgpt,
     llamafactory,
     mlx,
-    own,
     schema,
     shell,
     swift,
@@ -30,7 +30,7 @@ FORMATS = (
 READERS: dict[str, Callable[[Settings], ReadConfig]] = {
     reader.FORMAT: reader.read
     for reader in (
-        trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, own,
+        trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, generic,
     )
 }  # fmt: skip
 OTHER_TOOLS = {
@@ -76,8 +76,8 @@ def detect(values: dict[str, Any]) -> str:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())
     if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
-        foreign = len(keys - schema.known(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
-        return axolotl.FORMAT if not foreign else own.FORMAT if own.is_training(values) else ""
+        foreign = len(keys - schema.known_settings(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
+        return axolotl.FORMAT if not foreign else generic.FORMAT if generic.is_training(values) else ""
     if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
         return axolotl.FORMAT
     if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
@@ -95,20 +95,20 @@ def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
     """Whose settings these are, of the tools and programs that take transformers' names."""
     others = keys - schema.accepted(trl.FORMAT)
     of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
-    if not keys & {"stage", "finetuning_type"} and own.is_training(values):
+    if not keys & {"stage", "finetuning_type"} and generic.is_training(values):
         strange = len(keys - schema.accepted(llamafactory.FORMAT))
         of_llamafactory = of_llamafactory and strange <= max(2, MAX_STRANGERS * len(keys))
-    if of_llamafactory and ("model_name_or_path" in keys or not own.is_training(values)):
+    if of_llamafactory and ("model_name_or_path" in keys or not generic.is_training(values)):
         return llamafactory.FORMAT
-    if others & own.SPOKEN and own.is_training(values):
-        return own.FORMAT  # another program's names, no slips of the pen
+    if others & generic.SPOKEN and generic.is_training(values):
+        return generic.FORMAT  # another program's names, no slips of the pen
     strangers = len(others)
-    if keys <= schema.accepted("transformers") and own.is_training(values):
-        return own.FORMAT  # the Trainer's arguments alone: of what, the program says that reads them
+    if keys <= schema.accepted("transformers") and generic.is_training(values):
+        return generic.FORMAT  # the Trainer's arguments alone: of what, the program says that reads them
     if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
         return trl.FORMAT
-    if own.is_training(values):
-        return own.FORMAT
+    if generic.is_training(values):
+        return generic.FORMAT
     return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
 from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect
-from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import ASKED, tool_of
@@ -84,7 +84,7 @@ class Launches:
             written={**around.written, **command.written},
         ).below(command.folder)
         if command.tool == "script":
-            text = inside.by_end(command.target) if around.depth < MAX_SCRIPTS else None
+            text = inside.read_by_suffix(command.target) if around.depth < MAX_SCRIPTS else None
             if text is None:
                 raise NotATraining(f"{name} starts {command.target}, which is not beside it", hint="give that script")
             inner = replace(self, name=command.target.rpartition("/")[2])
@@ -119,15 +119,15 @@ class Launches:
         if target == "torchtitan/train.py":
             module = shell.flags(command.arguments).get("module")
             places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
-            target = next((place for place in places if inside.beside(place) is not None), target)
+            target = next((place for place in places if inside.read_relative(place) is not None), target)
         if target.endswith(llamafactory.PROGRAMS) and (
             reading := self._of_words(command, inside, (llamafactory.FORMAT,))
         ):
             return reading
-        text = inside.by_end(target)
+        text = inside.read_by_suffix(target)
         if text is None and target.endswith(".py"):  # `python -m package`
             inner = f"{target.removesuffix('.py')}/__main__.py"
-            text, target = inside.by_end(inner), target if inside.by_end(inner) is None else inner
+            text, target = inside.read_by_suffix(inner), target if inside.read_by_suffix(inner) is None else inner
         problem: ConfigError | None = None
         if text is not None:
             try:
@@ -153,7 +153,7 @@ class Launches:
     def _of_words(self, command: shell.Command, inside: FileContext, tools: tuple[str, ...] = ()) -> ReadConfig | None:
         """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
         config = next(iter(command.arguments), "")
-        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
+        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.read_by_suffix(config)) is not None:
             reading = self._read(text, config, command, inside)
             return reading if not tools or reading.format in tools else None
         values = shell.flags(command.arguments)
@@ -164,7 +164,7 @@ class Launches:
         return self._of_flags(command, kind, inside) if sufficient else None
 
     def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
-        launcher = inside.by_end(command.launcher) if command.launcher else None
+        launcher = inside.read_by_suffix(command.launcher) if command.launcher else None
         if command.layout:
             launcher = json.dumps(dict(command.layout))
         return self.read(text, path.rpartition("/")[2], inside, launcher)
@@ -190,7 +190,7 @@ def with_segments(reading: ReadConfig, command: shell.Command, around: FileConte
     if command.tool == "script":
         return reading  # that script's own launch has said it
     given = {**around.environment, **dict(command.environment)}
-    program = around.below(command.folder).by_end(command.target) if command.target else None
+    program = around.below(command.folder).read_by_suffix(command.target) if command.target else None
     text = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
     return replace(reading, setup=reading.setup.replace(expandable_segments="expandable_segments:True" in text))
 
@@ -201,7 +201,7 @@ def with_launcher(reading: ReadConfig, command: shell.Command, around: FileConte
     missing: dict[str, str] = {}
     if command.open_gpus:
         missing["num_gpus"] = f"{command.open_gpus}: known to the machine or the shell alone"
-    if command.launcher and around.below(command.folder).by_end(command.launcher) is None:
+    if command.launcher and around.below(command.folder).read_by_suffix(command.launcher) is None:
         why = f"{command.launcher}, Accelerate's config, is not beside it"
         missing |= {"parallel": why} | ({} if command.num_gpus else {"num_gpus": why})
         if reading.setup.autocast_dtype is None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import config, said
+from planner.frameworks.readers.fields import config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -39,7 +39,7 @@ def read(settings: Settings) -> ReadConfig:
     if not train.has("max_seq_length"):
         settings.ask("seq_len_tokens", ": no train.max_seq_length: litgpt takes the longest sample")
     settings.approximate("litgpt's own model code is counted as transformers'")
-    fields = {**_method(settings), **said(train, LITGPT, "micro_batch_seqs")}
+    fields = {**_method(settings), **settings_fields(train, LITGPT, "micro_batch_seqs")}
     per_step = train.integer("global_batch_size", 16, at_least=1)
     fields |= {
         "precision": PRECISIONS[word],
@@ -69,6 +69,6 @@ def _method(settings: Settings) -> dict[str, Any]:
     return {
         "method": "lora" if word == "none" else "qlora",
         "quantization": QUANTIZATIONS.get(word, "none"),
-        **said(settings, LITGPT, "lora_rank", "lora_dropout"),
+        **settings_fields(settings, LITGPT, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, tuple(targets)),
     }

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, schema
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -44,7 +44,9 @@ def read(settings: Settings) -> ReadConfig:
     settings.note_unknown(schema.accepted(FORMAT), LLAMAFACTORY)
     objective = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
-    fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
+    fields = settings_fields(
+        settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile"
+    )
     fields |= {**_method(settings), "objective": objective}
     whole = settings.flag("disable_gradient_checkpointing", False)
     fields |= {
@@ -143,7 +145,7 @@ def _method(settings: Settings) -> dict[str, Any]:
     return {
         "method": "lora" if quantization == "none" else "qlora",
         "quantization": quantization,
-        **said(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
+        **settings_fields(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, settings.names("lora_target") or ("all",)),
         "modules_to_save": _saved(settings),
         "adapter_dtype": "fp32",

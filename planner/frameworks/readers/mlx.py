@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import config, said
+from planner.frameworks.readers.fields import config, settings_fields
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.mlx import MLX
@@ -48,7 +48,7 @@ def read(settings: Settings) -> ReadConfig:
         )
     quantization = "none" if kind == "full" else "nf4" if four else "int8" if eight else "none"
     fields: dict[str, Any] = {
-        **said(settings, MLX, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens"),
+        **settings_fields(settings, MLX, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens"),
         "method": "full" if kind == "full" else "lora" if quantization == "none" else "qlora",
         "quantization": quantization,
         "precision": "bf16-pure",
@@ -65,7 +65,7 @@ def read(settings: Settings) -> ReadConfig:
         block = settings.block("lora_parameters")
         keys = tuple(key.rpartition(".")[2] for key in block.names("keys"))
         fields |= {
-            **said(block, MLX, "lora_rank", "lora_dropout"),
+            **settings_fields(block, MLX, "lora_rank", "lora_dropout"),
             "lora_targets": common.targets(block, keys) if keys else "all-linear",
             "adapter_dtype": "fp32",
             "adapter": kind,

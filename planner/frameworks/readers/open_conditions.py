@@ -27,26 +27,28 @@ Read = Callable[[Mapping[str, bool]], ReadConfig]
 
 
 @dataclass(slots=True)
-class _Settling:
-    """`found`: the reading with the conditions decided that `kept` says; `asked`: what they leave open."""
+class _ConditionSearch:
+    """`reading`: with the conditions decided that `decided` says; `open_fields`: what they leave open."""
 
-    found: ReadConfig
+    reading: ReadConfig
     read: Read
     places: Mapping[str, str]
-    kept: dict[str, bool] = field(default_factory=dict)
-    asked: dict[str, Missing] = field(default_factory=dict)
+    decided: dict[str, bool] = field(default_factory=dict)
+    open_fields: dict[str, Missing] = field(default_factory=dict)
     evaluated: tuple[int, bool] = (0, False)
-    said: str = ""
+    note: str = ""
 
     def ways(self, tests: Sequence[str], reason: str = "") -> dict[bool, ReadConfig]:
         """The readings where all of these hold and where none does, as far as something trains there."""
         readings: dict[bool, ReadConfig] = {}
         for truth in (True, False):
             try:
-                readings[truth] = self.read({**self.kept, **dict.fromkeys(tests, truth)})
+                readings[truth] = self.read({**self.decided, **dict.fromkeys(tests, truth)})
             except NotPlanned as error:
                 if reason:
-                    self.asked.setdefault("objective", Missing(field="objective", reason=f"{reason}: {error.message}"))
+                    self.open_fields.setdefault(
+                        "objective", Missing(field="objective", reason=f"{reason}: {error.message}")
+                    )
             except ConfigError:
                 pass
         return readings
@@ -56,7 +58,7 @@ class _Settling:
         them, and the other is held against it."""
         if len(tests) > MAX_ALONE:
             together = self.ways(tests)
-            if len(together) == 2 and all(_alike(self.found, reading) for reading in together.values()):
+            if len(together) == 2 and all(_alike(self.reading, reading) for reading in together.values()):
                 return
             self.settle(tests[: len(tests) // 2])
             self.settle(tests[len(tests) // 2 :])
@@ -66,19 +68,19 @@ class _Settling:
             ways = self.ways([test], reason)
             if ways:
                 best = min(ways, key=lambda truth: (ways[truth].setup.method == "full", len(ways[truth].missing)))
-                self.kept[test], self.found = best, ways[best]
+                self.decided[test], self.reading = best, ways[best]
             self.hold_against(ways, reason)
 
     def hold_against(self, ways: Mapping[bool, ReadConfig], reason: str) -> None:
         """Asks for what other readings make different."""
         for other in ways.values():
-            open_fields = {*self.asked, *(entry.field for entry in self.found.missing)}
-            self.asked |= {entry.field: entry for entry in other.missing if entry.field not in open_fields}
-            for name in differing(self.found, other):
-                self.asked.setdefault(name, Missing(field=name, reason=reason))
+            open_fields = {*self.open_fields, *(entry.field for entry in self.reading.missing)}
+            self.open_fields |= {entry.field: entry for entry in other.missing if entry.field not in open_fields}
+            for name in differing(self.reading, other):
+                self.open_fields.setdefault(name, Missing(field=name, reason=reason))
             if (other.eval_seqs, other.eval_logits) > self.evaluated:
                 self.evaluated = other.eval_seqs, other.eval_logits
-                self.said = f"it evaluates where a condition holds that is not known: counted ({reason})"
+                self.note = f"it evaluates where a condition holds that is not known: counted ({reason})"
 
 
 def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> ReadConfig:
@@ -92,18 +94,20 @@ def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> Re
         return reading
     # a length that one way leaves to the data would be taken from a name there
     questions = {entry.field: entry for entry in reading.missing if entry.field == "seq_len_tokens"}
-    settling = _Settling(reading, read, conditions, asked=questions, evaluated=(reading.eval_seqs, reading.eval_logits))
+    settling = _ConditionSearch(
+        reading, read, conditions, open_fields=questions, evaluated=(reading.eval_seqs, reading.eval_logits)
+    )
     settling.settle(tests)
-    if len(settling.kept) > 1:  # what holds where none of several does
-        settling.hold_against(settling.ways([*settling.kept]), EVERY.format(len(settling.kept)))
-    missing = {entry.field: entry for entry in settling.found.missing} | settling.asked
+    if len(settling.decided) > 1:  # what holds where none of several does
+        settling.hold_against(settling.ways([*settling.decided]), EVERY.format(len(settling.decided)))
+    missing = {entry.field: entry for entry in settling.reading.missing} | settling.open_fields
     eval_seqs, eval_logits = settling.evaluated
     return replace(
-        settling.found,
+        settling.reading,
         missing=tuple(missing.values()),
         eval_seqs=eval_seqs,
         eval_logits=eval_logits,
-        assumptions=(*settling.found.assumptions, *filter(None, [settling.said])),
+        assumptions=(*settling.reading.assumptions, *filter(None, [settling.note])),
     )
 
 

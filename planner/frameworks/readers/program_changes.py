@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 
 from planner.frameworks.readers import common
-from planner.frameworks.readers.program import Known, Made, Program, Unknown, own_steps, plain
+from planner.frameworks.readers.program import CallResult, Constant, Program, Unknown, custom_trainer, plain
 from planner.frameworks.readers.program.objects import trainer_of
 from planner.frameworks.readers.program.source import tree_of
-from planner.frameworks.readers.program.values import Instance, Items, Value
+from planner.frameworks.readers.program.values import Instance, ListValue, Value
 from planner.frameworks.readers.training import Training, loads_model, named_model, trained_times
 from planner.frameworks.readers.values import Settings
 from planner.options.objectives import OBJECTIVES
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 def cast(training: Training) -> str:
     """The data type to which the model is cast after loading ("bf16"), "" where it is not."""
-    for model in training.touched:
+    for model in training.model_calls:
         moved = model.called.get("to")
         given = [] if moved is None else [*moved.positional, moved.argument("dtype")]
         words = [word for word in map(plain, given) if isinstance(word, str)]
@@ -51,28 +51,28 @@ def cast(training: Training) -> str:
 
 def compiled(training: Training) -> bool:
     """Whether what the trainer gets went through `torch.compile`."""
-    return any((call.owner, call.name) == ("torch", "compile") for call in training.touched)
+    return any((call.owner, call.name) == ("torch", "compile") for call in training.model_calls)
 
 
 def liger(training: Training, program: Program) -> bool:
     """Whether the program itself puts Liger's kernels into the model."""
-    patched = any(call.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for call in program.made)
+    patched = any(call.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for call in program.calls)
     return patched or (training.loader is not None and training.loader.owner.startswith("AutoLigerKernel"))
 
 
-def optimizer(trainer: Made | None) -> Value | None:
+def optimizer(trainer: CallResult | None) -> Value | None:
     """transformers' name of the optimizer that is handed to a trainer as an object or class; None: none is."""
     pair = None
     for key in ("optimizers", "optimizer_cls_and_kwargs"):
         pair = pair or (trainer.argument(key) if trainer is not None else None)
-    first = pair.items[0] if isinstance(pair, Items) and pair.items else pair
-    if first is None or (isinstance(first, Known) and first.data is None):
+    first = pair.items[0] if isinstance(pair, ListValue) and pair.items else pair
+    if first is None or (isinstance(first, Constant) and first.data is None):
         return None
-    name = first.name if isinstance(first, Made) else plain(first)
+    name = first.name if isinstance(first, CallResult) else plain(first)
     optimizer_name = OPTIMIZERS.get(name) if isinstance(name, str) else None
     where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
     return (
-        Known(optimizer_name, where)
+        Constant(optimizer_name, where)
         if optimizer_name
         else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
     )
@@ -80,7 +80,7 @@ def optimizer(trainer: Made | None) -> Value | None:
 
 def attention(text: str, program: Program) -> str:
     """The attention that the program sets on a loaded model or its configuration, "" where it sets none."""
-    for made in program.made:
+    for made in program.calls:
         word = plain(made.argument("attn_implementation", 0)) if made.name == "set_attn_implementation" else None
         if isinstance(word, str):
             return word
@@ -97,7 +97,7 @@ def resized(training: Training, text: str, name: str) -> str:
     """Where and how the program makes another model of the one that it loads, "" where it does not."""
     given = training.loader.argument("config") if training.loader is not None else None
     for call in (given, training.loader):
-        if isinstance(call, Made) and (keys := sorted(common.SIZES & {*call.keywords, *call.attributes})):
+        if isinstance(call, CallResult) and (keys := sorted(common.SIZES & {*call.keywords, *call.attributes})):
             return f"{call.where}: {', '.join(keys)} of its configuration is changed"
     for node in ast.walk(tree_of(text)) if any(f".{word} =" in text for word in LAYERS) else ():
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -144,33 +144,33 @@ def unfreezes_parameters(text: str) -> int:
     return 0
 
 
-def beside(program: Program, training: Training) -> str:
+def second_model(program: Program, training: Training) -> str:
     """Another model that lies on the GPU while this one trains, with its place; "" where none is known to.
 
     Those that the trainer is handed (but a reference, which preference training counts), and those of the main module
     that are loaded before the training and not deleted; copies of what is loaded.
     """
     trainer = training.trainer
-    if trainer is None or trainer not in program.made:
+    if trainer is None or trainer not in program.calls:
         return ""
     of_preferences = trainer.argument("ref_model", 1) if training.objective in BEHIND else None
-    reference = _loader(of_preferences) if isinstance(of_preferences, Made) else None
+    reference = _loader(of_preferences) if isinstance(of_preferences, CallResult) else None
     rewards = trainer.argument("reward_funcs", 1) if OBJECTIVES[training.objective].rolls_out else None
-    for reward in rewards.items if isinstance(rewards, Items) else [rewards]:
-        if isinstance(reward, Known) and isinstance(reward.data, str) and "/" in reward.data:
+    for reward in rewards.items if isinstance(rewards, ListValue) else [rewards]:
+        if isinstance(reward, Constant) and isinstance(reward.data, str) and "/" in reward.data:
             return f"{reward.where}: the reward model {reward.data}"
-    before = program.made[: program.made.index(trainer)]
+    before = program.calls[: program.calls.index(trainer)]
     handed = [call for value in trainer.keywords.values() for call in _objects(value)]
     for value in (*handed, *(call for variable in program.module.names.values() for call in _objects(variable))):
         loader = _loader(value)
-        if loader is None or loader in (training.loader, reference, *training.touched) or "del" in value.called:
+        if loader is None or loader in (training.loader, reference, *training.model_calls) or "del" in value.called:
             continue
         if loader in before and (value in handed or _on_gpu(value, loader)):
             name = plain(named_model(loader))
             return f"{loader.where}: {name if isinstance(name, str) else 'a model'} is loaded beside it"
     for copy in (call for call in before if call.name == "deepcopy" and call is not of_preferences):
-        loader = _loader(copy) if not any("peft_model_state" in call.name for call in _way(copy)) else None
-        if loader is not None and "del" not in copy.called and any(_on_gpu(call, loader) for call in _way(copy)):
+        loader = _loader(copy) if not any("peft_model_state" in call.name for call in _call_chain(copy)) else None
+        if loader is not None and "del" not in copy.called and any(_on_gpu(call, loader) for call in _call_chain(copy)):
             return f"{copy.where}: a copy of the model lies beside it"
     return ""
 
@@ -179,7 +179,7 @@ def loaded_again(program: Program, training: Training, text: str) -> tuple[str, 
     """Where and in which type the trained model's base goes to the GPU once more after the training, while the trainer
     holds the first ("" twice: it does not): to merge into it, mostly."""
     trainer = training.trainer
-    if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.made:
+    if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.calls:
         return "", ""
     trained_name = (
         plain(named_model(training.loader))
@@ -189,7 +189,7 @@ def loaded_again(program: Program, training: Training, text: str) -> tuple[str, 
         else ""
     )
     at_hand = trainer in program.module.names.values()
-    for call in program.made[program.made.index(trainer) :]:
+    for call in program.calls[program.calls.index(trainer) :]:
         if call.name != "from_pretrained" or not (loads_model(call.owner) or call.owner.startswith("AutoPeft")):
             continue
         names = (str(name).rpartition("/")[2].lower() for name in (plain(named_model(call)), trained_name))
@@ -217,7 +217,7 @@ def reference(training: Training, method: str, arguments: Settings) -> str:
     """Which reference model that a preference trainer is handed lies beside what is counted; "" where none does: the
     policy's own copy stands for it."""
     given = training.trainer.argument("ref_model", 1) if training.trainer is not None else None
-    loader = _loader(given) if isinstance(given, Made) else None
+    loader = _loader(given) if isinstance(given, CallResult) else None
     if loader is None or training.loader is None or loader is training.loader:
         return ""
     if method != "full":
@@ -234,23 +234,23 @@ OF_LOADING = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit")
 """What decides how much a loaded model takes, beside its name."""
 
 
-def _objects(value: Value) -> list[Made]:
-    if isinstance(value, Items):
-        return [call for call in value.items if isinstance(call, Made)]
+def _objects(value: Value) -> list[CallResult]:
+    if isinstance(value, ListValue):
+        return [call for call in value.items if isinstance(call, CallResult)]
     inner = list(value.attributes.values()) if isinstance(value, Instance) and value.made_by is not None else [value]
-    return [call for call in inner if isinstance(call, Made)]
+    return [call for call in inner if isinstance(call, CallResult)]
 
 
-def _loader(value: Value | None) -> Made | None:
+def _loader(value: Value | None) -> CallResult | None:
     """The call that loads what an object is made of, None where it is no model."""
-    last = ([None, *_way(value)])[-1]
+    last = ([None, *_call_chain(value)])[-1]
     return last if last is not None and last.name == "from_pretrained" and loads_model(last.owner) else None
 
 
-def _way(value: Value | None) -> Iterator[Made]:
+def _call_chain(value: Value | None) -> Iterator[CallResult]:
     """The calls from an object back to what loads it."""
     for _ in range(8):
-        if not isinstance(value, Made) or trainer_of(value).name.endswith("Trainer"):
+        if not isinstance(value, CallResult) or trainer_of(value).name.endswith("Trainer"):
             return
         yield value
         if value.name == "item" or (value.name == "from_pretrained" and loads_model(value.owner)):
@@ -258,7 +258,7 @@ def _way(value: Value | None) -> Iterator[Made]:
         value = value.argument("model", 0) or value.receiver
 
 
-def _on_gpu(value: Made, loader: Made) -> bool:
+def _on_gpu(value: CallResult, loader: CallResult) -> bool:
     """Whether a model is certainly put on the GPU: `from_pretrained` alone leaves it on the host, but Unsloth's."""
     if loader.owner.startswith("Fast"):
         return True
@@ -287,7 +287,7 @@ def note(training: Training, program: Program, text: str, *, lora: Settings, arg
     if (
         training.trainer is not None
         and OBJECTIVES[training.objective].supervised
-        and own_steps.forwards(training.trainer) == 1
+        and custom_trainer.forwards(training.trainer) == 1
     ):
         arguments.approximate(f"the loss of {training.trainer.owner} is its own: counted as the stack's")
     if package := trained_quantizers(text):

@@ -13,24 +13,24 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining
 from planner.frameworks.readers import (
+    consumer,
     evaluating,
     fields,
+    generic,
     hydra,
-    own,
     script,
     shell,
     swift,
-    through,
     torchtitan,
     torchtune,
     trl,
     unsloth,
     versions,
 )
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
 from planner.frameworks.readers.launched import Launches, weight, with_open
 from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
-from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS, num_processes, read_accelerate
 from planner.frameworks.readers.types import ReadConfig
@@ -203,15 +203,15 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     assumptions: tuple[str, ...] = ()
     opened: dict[str, str] = {}
     if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
-        composed, files = hydra.composed(parsed.values, around.exactly, "", around.arguments or ())
+        composed, files = hydra.composed(parsed.values, around.read_exact, "", around.arguments or ())
         parsed = parsed._replace(values=composed)
         assumptions = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
     kind, parsed = _tools_block(kind, parsed)
-    if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
-        kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
+    if kind == trl.FORMAT and name.endswith(".json") and generic.is_training(parsed.values):
+        kind = generic.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
-    if kind != own.FORMAT:
+    if kind != generic.FORMAT:
         resolved, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=resolved)
     settings = Settings(parsed.values, name, around)
@@ -224,14 +224,14 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     where: dict[str, str] = {}
     if kind in TOOLS:
         where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
-    elif kind == own.FORMAT:
+    elif kind == generic.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in reading.keys.items() if key in parsed.lines}
     return replace(reading, assumptions=(*assumptions, *reading.assumptions), origins=where)
 
 
 def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
     """A tool and its settings, where a wrapper's file holds its whole config as a block of the tool's name."""
-    if kind not in ("", own.FORMAT):
+    if kind not in ("", generic.FORMAT):
         return kind, parsed
     blocks = {key: parsed.values.get(key) for key in READERS}
     block = next((key for key, values in blocks.items() if isinstance(values, dict) and detect(values) == key), "")
@@ -295,13 +295,13 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
-    if reading.format != own.FORMAT or arguments is not None or launcher is not None:
+    if reading.format != generic.FORMAT or arguments is not None or launcher is not None:
         return reading
 
     def of_program(program: Path, words: tuple[str, ...] | None) -> ReadConfig:
         return read_config(program, model=model, num_gpus=num_gpus, gpu=gpu, arguments=words, versions=versions)
 
-    return through.read(path, reading, of_program)
+    return consumer.read(path, reading, of_program)
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ def snapshot() -> dict[str, Any]:
     return data
 
 
-def known(tool: str) -> frozenset[str]:
+def known_settings(tool: str) -> frozenset[str]:
     """Top-level settings a tool's parser knows, legacy names included."""
     entry = snapshot()[tool]
     return frozenset((*entry["fields"], *entry.get("legacy", ())))
@@ -24,7 +24,7 @@ def accepted(tool: str) -> frozenset[str]:
     that take transformers' arguments, names that published configs still carry and its parser has dropped (none changes
     memory or speed unless a reader looks at it)."""
     of_transformers = snapshot()["transformers"]["legacy"] if tool in ("trl", "llamafactory") else ()
-    return known(tool).union(snapshot()[tool].get("beside", ()), of_transformers)
+    return known_settings(tool).union(snapshot()[tool].get("beside", ()), of_transformers)
 
 
 def blocks(tool: str) -> dict[str, list[str]]:

@@ -13,10 +13,10 @@ from typing import Any
 from planner.core.errors import ConfigError, NotATraining, NotPlanned
 from planner.core.inputs import reason
 from planner.frameworks.readers import common, evaluating, open_conditions, partial, program_changes, training, versions
-from planner.frameworks.readers.fields import config, said
+from planner.frameworks.readers.context import FileContext
+from planner.frameworks.readers.fields import config, settings_fields
 from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
-from planner.frameworks.readers.outside import FileContext
-from planner.frameworks.readers.program import Known, Made, Program, Undecided, Unknown, plain, run
+from planner.frameworks.readers.program import CallResult, Constant, Program, Undecided, Unknown, plain, run
 from planner.frameworks.readers.program.embedding import PAIRS
 from planner.frameworks.readers.program.reading import LENGTH_NAMES
 from planner.frameworks.readers.program.source import Source, environment_word, imported, of_script, tree_of
@@ -94,24 +94,24 @@ class _Script:
     def __init__(
         self, program: Program, training_run: Training, source: Source, name: str, context: FileContext
     ) -> None:
-        self.program, self.found, self.source, self.name = program, training_run, source, name
+        self.program, self.training_run, self.source, self.name = program, training_run, source, name
         self.model, self.outside = context.model, context
         owner = training_run.loader.owner if training_run.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = training_run.trainer.name if training_run.trainer is not None else ""
-        self.aim = OBJECTIVES[training_run.objective]
+        self.objective_spec = OBJECTIVES[training_run.objective]
         self.beside_bytes = 0
         self.trl = (
             self.unsloth
             or kind == "SFTTrainer"
-            or any(call.name == "SFTConfig" for call in program.made)
-            or _has_trainer(self.aim)
+            or any(call.name == "SFTConfig" for call in program.calls)
+            or _has_trainer(self.objective_spec)
         )
         self.arguments = self.settings(training_run.arguments)
         self.missing = self.arguments.missing
         # Old TRL took some settings on the trainer itself.
-        outer = self.settings(self.found.trainer)
-        for key in ("max_seq_length", "packing", *(() if self.aim.supervised else OF_PAIRS)):
+        outer = self.settings(self.training_run.trainer)
+        for key in ("max_seq_length", "packing", *(() if self.objective_spec.supervised else OF_PAIRS)):
             if outer.values.get(key) is not None:
                 self.arguments.values = {**self.arguments.values, key: outer.values[key]}
                 self.arguments.where[key] = outer.where.get(key, "")
@@ -130,19 +130,19 @@ class _Script:
 
     def _settle_versions(self) -> None:
         """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
-        source, training_run = self.source, self.found
+        source, training_run = self.source, self.training_run
         named = {**dict(source.pins), **self.outside.versions}
         trainer = training_run.trainer.keywords if training_run.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
         used = {*self.arguments.values, *self.arguments.unknown}
         # The settings of the configuration class that TRL has for the objective.
-        made = self.found.arguments
-        trl_config = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
+        made = self.training_run.arguments
+        trl_config = made is not None and made.name == CONFIGS.get(self.objective_spec.name, "SFTConfig")
         configured = (
             *((*self.arguments.values, *self.arguments.unknown) if trl_config else ()),
-            *({"evaluation_strategy"} & used if self.aim.supervised else ()),
+            *({"evaluation_strategy"} & used if self.objective_spec.supervised else ()),
         )
-        bound = versions.taking(trainer if self.trl else (), configured, imports, objective=self.aim.name)
+        bound = versions.taking(trainer if self.trl else (), configured, imports, objective=self.objective_spec.name)
         self.defaults = versions.trl(named.get("trl"), bound)
         older = {"tokenizer"} if "tokenizer" in trainer and not self.trl else set()
         self.transformers = versions.transformers(
@@ -159,8 +159,8 @@ class _Script:
         """The answer."""
         arguments = self.arguments
         fields = self._fields()
-        program_changes.note(self.found, self.program, self.source.text, lora=self.lora, arguments=arguments)
-        if other := program_changes.beside(self.program, self.found):
+        program_changes.note(self.training_run, self.program, self.source.text, lora=self.lora, arguments=arguments)
+        if other := program_changes.second_model(self.program, self.training_run):
             self.missing["beside"] = other
         parts = (arguments, self.loader, self.bnb, self.lora)
         # Notes settings that were asked for and that only running the program would tell.
@@ -169,8 +169,8 @@ class _Script:
             for key, why in part.undetermined.items():
                 if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
                     self.missing.setdefault(FIELD_OF[key], why)
-        if self.found.loads:
-            self.missing.setdefault("precision", self.found.loads)
+        if self.training_run.loads:
+            self.missing.setdefault("precision", self.training_run.loads)
         if "precision" in self.missing and fields["precision"] == "fp32":
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
@@ -187,27 +187,29 @@ class _Script:
             older=self.transformers.older,
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
-            call_line=self.source.line(self.found.arguments.where) if self.found.arguments is not None else 0,
+            call_line=self.source.line(self.training_run.arguments.where)
+            if self.training_run.arguments is not None
+            else 0,
             eval_seqs=self._evaluated(),
-            eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
+            eval_logits=evaluating.keeps_logits(self.training_run.trainer, arguments),
             beside_bytes=self.beside_bytes,
             sources=tuple(dict.fromkeys(self.program.sources)),
-            loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
+            loaded_again=program_changes.loaded_again(self.program, self.training_run, self.source.text),
         )
 
     def _evaluated(self) -> int:
         """Sequences that it evaluates at once."""
-        if self.found.loop is None:
-            measured = measures(self.program, self.found.trainer)
-            return evaluating.of_program(self.found.trainer, self.arguments, measured=measured)
-        if self.found.loop.eval_seqs is None:
+        if self.training_run.loop is None:
+            measured = measures(self.program, self.training_run.trainer)
+            return evaluating.of_program(self.training_run.trainer, self.arguments, measured=measured)
+        if self.training_run.loop.eval_seqs is None:
             self.missing["eval_seqs"] = f"{self.name}: the size of what it evaluates at once"
-        return self.found.loop.eval_seqs or 0
+        return self.training_run.loop.eval_seqs or 0
 
     def _fields(self) -> dict[str, Any]:
         """The fields of the setup that the program says."""
         arguments = self.arguments
-        fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
+        fields = settings_fields(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
         fields |= self._method() | self.computing
         fields["checkpointing"] = self._checkpointing()
         fields["activation_offload"] = self._offloads(fields["checkpointing"])
@@ -215,30 +217,30 @@ class _Script:
         constants = self.program.module.names
         packed = plain(constants.get("PACKING")) is True
         fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
-        fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.found)
+        fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.training_run)
         fields["optimizer"] = self._optimizer()
         fields["attention"] = "sdpa" if self.unsloth else self._attention()
         switch = arguments.first("use_liger_kernel", "use_liger")
-        liger = arguments.flag(switch, False) or program_changes.liger(self.found, self.program)
+        liger = arguments.flag(switch, False) or program_changes.liger(self.training_run, self.program)
         fields |= self._kernels_and_loss(fields, liger=liger)
-        if _has_trainer(self.aim):
+        if _has_trainer(self.objective_spec):
             fields |= self._objective(fields, liger)
-        elif not self.aim.supervised:
-            fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
+        elif not self.objective_spec.supervised:
+            fields |= {"objective": self.objective_spec.name, "loss": self.objective_spec.losses[0]}
         if isinstance(workers := plain(self.program.workers), Unknown):
             self.missing["num_gpus"] = workers.reason
-        if self.found.open_objective:
-            self.missing["objective"] = self.found.open_objective
-        if why := pictures(self.found, self.model, self.name):
+        if self.training_run.open_objective:
+            self.missing["objective"] = self.training_run.open_objective
+        if why := pictures(self.training_run, self.model, self.name):
             self.missing["images"] = why
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
-        if self.found.loop is not None:
-            fields["stack"] = self.found.loop.stack
-        if self.aim.whole_batch:
+        if self.training_run.loop is not None:
+            fields["stack"] = self.training_run.loop.stack
+        if self.objective_spec.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
-            fields |= training.contrast(self.found, arguments)
-        fields |= heard(self.found, arguments, fields) | self._layout(constants)
+            fields |= training.contrast(self.training_run, arguments)
+        fields |= heard(self.training_run, arguments, fields) | self._layout(constants)
         fields = common.adapter(arguments, fields, self.adapters.kind())
         return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
 
@@ -247,15 +249,16 @@ class _Script:
         adapted = self.adapters.wanted()
         base = self._quantization()
         method = "full" if not adapted else "lora" if base == "none" else "qlora"
-        if not adapted and self.found.built:
-            self.missing["method"] = self.missing["lora_rank"] = self.found.built
+        if not adapted and self.training_run.built:
+            self.missing["method"] = self.missing["lora_rank"] = self.training_run.built
         if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
             self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
         fields: dict[str, Any] = {
             "method": method,
             "quantization": base if adapted else "none",
             "precision": self._precision(method),
-            "kbit_fp32_cast": method == "qlora" and (self.found.prepared is not None or self._trainer_prepares(base)),
+            "kbit_fp32_cast": method == "qlora"
+            and (self.training_run.prepared is not None or self._trainer_prepares(base)),
         }
         if not adapted:
             return fields | {"lora_rank": 0}
@@ -267,7 +270,7 @@ class _Script:
         if self.unsloth:
             whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
             return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields)}
-        whole = evaluating.given(self.found.trainer, "compute_loss_func")
+        whole = evaluating.given(self.training_run.trainer, "compute_loss_func")
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
             return common.liger(arguments, liger, "chunked")
@@ -276,10 +279,10 @@ class _Script:
         return common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
 
     def _optimizer(self) -> str:
-        handed = program_changes.optimizer(self.found.trainer)
+        handed = program_changes.optimizer(self.training_run.trainer)
         if isinstance(handed, Unknown):
             self.missing["optimizer"] = handed.reason
-        elif isinstance(handed, Known):
+        elif isinstance(handed, Constant):
             self.arguments.values = {**self.arguments.values, "optim": handed.data}
             self.arguments.where["optim"] = handed.where
         return common.optimizer(self.arguments, "optim", self.transformers.optimizer)
@@ -298,39 +301,39 @@ class _Script:
         Raises:
             NotPlanned: of a TRL whose trainer makes another step.
         """
-        arguments, trainer, method = self.arguments, self.found.trainer, base["method"]
+        arguments, trainer, method = self.arguments, self.training_run.trainer, base["method"]
         if self.unsloth or not self._own_arguments():
             why = "Unsloth" if self.unsloth else "an older TRL (TrainingArguments)"
             raise NotPlanned(
-                f"{self.name} trains {self.aim.name} with {why}, whose step is another: not modelled",
+                f"{self.name} trains {self.objective_spec.name} with {why}, whose step is another: not modelled",
                 hint=training.RUN_IT,
             )
-        fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
-        of_version = loss_of(self.aim, self.defaults, arguments)
+        fields: dict[str, Any] = {"objective": self.objective_spec.name, "packing": False}
+        of_version = loss_of(self.objective_spec, self.defaults, arguments)
         fields |= of_version | common.liger(arguments, liger, of_version["loss"])
-        if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
+        if method != "full" and arguments.flag("disable_dropout", not self.objective_spec.rolls_out):
             fields["lora_dropout"] = 0.0
-        if self.aim.rolls_out:
-            fields |= rollout_fields(arguments, base, self.aim.name, self.defaults.version)
+        if self.objective_spec.rolls_out:
+            fields |= rollout_fields(arguments, base, self.objective_spec.name, self.defaults.version)
         wrapped = trainer is not None and trainer.argument("peft_config") is None
-        needs_reference = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
+        needs_reference = self.objective_spec.reference or ("rollout" in fields and fields["rollout"].reference)
         if method != "full" and wrapped and needs_reference:
             arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
-        if method == "qlora" and self.aim.name == "orpo":
+        if method == "qlora" and self.objective_spec.name == "orpo":
             arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
         if (
-            self.aim.reference
+            self.objective_spec.reference
             and "method" not in self.missing
-            and (extra_reference := program_changes.reference(self.found, method, arguments))
+            and (extra_reference := program_changes.reference(self.training_run, method, arguments))
         ):
             self.missing["beside"] = extra_reference
-        if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
+        if self.objective_spec.reference and arguments.flag("precompute_ref_log_probs", False):
             fields["precomputed_reference"] = True
         since, until = versions.TRL_LOADS_REFERENCE
-        anew = self.aim.name == "dpo" and method == "full" and since <= self.defaults.version < until
+        anew = self.objective_spec.name == "dpo" and method == "full" and since <= self.defaults.version < until
         implicit_reference = trainer is None or trainer.argument("ref_model", 1) is None
         if anew and implicit_reference and "precomputed_reference" not in fields and base["precision"] in HALVES:
-            more = f"{self.defaults.said} loads DPO's reference in float32: 2 bytes a weight more than its policy"
+            more = f"{self.defaults.label} loads DPO's reference in float32: 2 bytes a weight more than its policy"
             if self.model is None:
                 arguments.approximate(more)
             else:
@@ -347,11 +350,11 @@ class _Script:
         return origins
 
     def _model_id(self) -> str | None:
-        named = self.found.model
-        if named is None and self.found.loader is not None:
-            named = training.named_model(self.found.loader)
-        if isinstance(named, Known) and isinstance(named.data, str) and named.data:
-            other = program_changes.resized(self.found, self.source.text, self.name)
+        named = self.training_run.model
+        if named is None and self.training_run.loader is not None:
+            named = training.named_model(self.training_run.loader)
+        if isinstance(named, Constant) and isinstance(named.data, str) and named.data:
+            other = program_changes.resized(self.training_run, self.source.text, self.name)
             if not other:
                 return named.data
             self.missing["model"] = other
@@ -359,22 +362,22 @@ class _Script:
         data = plain(named)
         if isinstance(data, Unknown):
             reason = data.reason
-        elif isinstance(named, Known):
+        elif isinstance(named, Constant):
             reason = f"{named.where}: nothing is named until the program runs"
         else:
-            reason = self.found.unknown_model or f"{self.name}: no call that loads a model was found"
+            reason = self.training_run.unknown_model or f"{self.name}: no call that loads a model was found"
         self.missing["model"] = reason
         return None
 
     def _quantization(self) -> str:
-        return quantization(self.found, self.arguments, unsloth=self.unsloth)
+        return quantization(self.training_run, self.arguments, unsloth=self.unsloth)
 
     def _precision(self, method: str) -> str:
         own_default = not self.unsloth and self._own_arguments() and self.defaults.bf16
         autocast = common.autocast(self.arguments, bf16_default=self.trl and own_default)
         loader = self.loader
         key = loader.first("dtype", "torch_dtype")
-        if self.found.prepared is not None and method != "qlora" and self._quantization() == "none":
+        if self.training_run.prepared is not None and method != "qlora" and self._quantization() == "none":
             loader.assume("prepare_model_for_kbit_training on a model that is not quantized casts all of it to float32")
             return common.precision(self.arguments, "fp32", autocast, method)
         if self.unsloth:
@@ -384,15 +387,20 @@ class _Script:
                 return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
             halves = str(loader.raw(key)).removeprefix("torch.") == "float16"
             return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
-        if cast := program_changes.cast(self.found):
+        if cast := program_changes.cast(self.training_run):
             return common.precision(self.arguments, cast, autocast, method)
-        by_name = self.trl and self.found.loader is None and self.found.model is not None and self.aim.name != "orpo"
+        by_name = (
+            self.trl
+            and self.training_run.loader is None
+            and self.training_run.model is not None
+            and self.objective_spec.name != "orpo"
+        )
         default = self.defaults.dtype if by_name and self.defaults.dtype else self.transformers.dtype
         if by_name and self.defaults.dtype:
             if not loader.has(key):
-                loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.said}")
+                loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.label}")
             return common.precision(self.arguments, common.weight_dtype(loader, key, default), autocast, method)
-        if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
+        if default == "float32" and (isinstance(self.training_run.quantization, CallResult) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
             stored = f"the checkpoint's own, {common.stored_dtype(self.model) or 'taken to be bf16'}"
@@ -403,7 +411,7 @@ class _Script:
 
     def _trainer_prepares(self, quantization: str) -> bool:
         """Whether TRL prepares the quantized base by itself."""
-        peft = self.found.trainer is not None and self.found.trainer.argument("peft_config") is not None
+        peft = self.training_run.trainer is not None and self.training_run.trainer.argument("peft_config") is not None
         four_bit = quantization in common.FOUR_BIT
         bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
@@ -414,11 +422,11 @@ class _Script:
 
         Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
         """
-        config_name = CONFIGS.get(self.found.objective, "SFTConfig")
-        return self.found.arguments is None or self.found.arguments.name == config_name
+        config_name = CONFIGS.get(self.training_run.objective, "SFTConfig")
+        return self.training_run.arguments is None or self.training_run.arguments.name == config_name
 
     def _called(self, word: str) -> bool:
-        return any(word in model.called for model in self.found.touched)
+        return any(word in model.called for model in self.training_run.model_calls)
 
     def _offloads(self, checkpointing: int) -> bool:
         if not self.unsloth:
@@ -431,14 +439,14 @@ class _Script:
         return (self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")
 
     def _checkpointing(self) -> int:
-        arguments, prepared = self.arguments, self.found.prepared
+        arguments, prepared = self.arguments, self.training_run.prepared
         if self.unsloth:
             return int(bool(self._of_unsloth()) and self._of_unsloth() not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
         old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
-        given = self.found.trainer.argument("peft_config") if self.found.trainer is not None else None
+        given = self.training_run.trainer.argument("peft_config") if self.training_run.trainer is not None else None
         if old and self._quantization() != "none" and given is not None:
-            arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
+            arguments.assume(f"{self.defaults.label} switches gradient checkpointing on for a quantized base")
             return 1
         on = common.checkpointing(arguments, self.trl and own_default)
         if on:
@@ -450,7 +458,7 @@ class _Script:
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
             return 1
         enabled = self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable")
-        if enabled and self.found.loop is not None and not self._called("train"):
+        if enabled and self.training_run.loop is not None and not self._called("train"):
             arguments.assume(
                 "the model is loaded in evaluation mode and never switched to training: nothing is checkpointed"
             )
@@ -461,8 +469,8 @@ class _Script:
         """Whether checkpointing is of the older form where the arguments do not say it."""
         if self.unsloth or not versions.reentrant(self.transformers, self.defaults if self.trl else None):
             return False
-        calls = [model.called.get("gradient_checkpointing_enable") for model in self.found.touched]
-        for call in (self.found.prepared, *calls):
+        calls = [model.called.get("gradient_checkpointing_enable") for model in self.training_run.model_calls]
+        for call in (self.training_run.prepared, *calls):
             kwargs = self.settings(call).raw("gradient_checkpointing_kwargs")
             if (
                 isinstance(kwargs, dict)
@@ -473,12 +481,12 @@ class _Script:
         return True
 
     def _length(self) -> int:
-        if self.aim.rolls_out:
+        if self.objective_spec.rolls_out:
             return 0  # `rollout_fields` says it
         cuts_itself = self.trl and not self.unsloth
-        default = pairs_length(self.aim, self.defaults)
+        default = pairs_length(self.objective_spec, self.defaults)
         if cuts_itself and not default and not self.arguments.has("max_length"):
-            self.missing["seq_len_tokens"] = f"{self.name}: {self.defaults.said} cuts no pair unless told"
+            self.missing["seq_len_tokens"] = f"{self.name}: {self.defaults.label} cuts no pair unless told"
         tokens, why = length_of(
             self.program,
             self.name,
@@ -497,12 +505,18 @@ class _Script:
             return over_layers
         if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "dp"}
-        block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None
-        if isinstance(block, Made):
+        block = (
+            self.training_run.loader.argument("distributed_config") if self.training_run.loader is not None else None
+        )
+        if isinstance(block, CallResult):
             loader.values = {**loader.values, "distributed_config": self.settings(block).values}
         layout = loaded(self.arguments, loader) or sharded(self.arguments)
-        mesh = self.found.arguments.argument("parallelism_config") if isinstance(self.found.arguments, Made) else None
-        if isinstance(mesh, Made) and num_gpus > 1:
+        mesh = (
+            self.training_run.arguments.argument("parallelism_config")
+            if isinstance(self.training_run.arguments, CallResult)
+            else None
+        )
+        if isinstance(mesh, CallResult) and num_gpus > 1:
             layout = layout | cut_sequences(self.arguments, self.settings(mesh), layout)
         return parallel_of(self.arguments, layout)
 
@@ -533,14 +547,16 @@ def length_of(
         longest = min(by_trainer, max((int(value.data) for value in cuts), default=by_trainer))
         arguments.assume(f"max_length absent: {longest} tokens (TRL's default is {by_trainer})")
         return longest, ""
-    cut = list(told(program))
+    cut = list(cut_lengths(program))
     if not cut and (why := open_length(program)):
         return TRL_LENGTH, why
     here = [value for value in program.lengths if value.where.startswith(f"{name}:")]
     return _one_of(cut, program, here or program.lengths, name, arguments)
 
 
-def _one_of(cut: list[Known], program: Program, named: list[Known], name: str, arguments: Settings) -> tuple[int, str]:
+def _one_of(
+    cut: list[Constant], program: Program, named: list[Constant], name: str, arguments: Settings
+) -> tuple[int, str]:
     """The length by the surest of what the program shows: what a tokenizer is told, slices, names."""
     for lengths in (cut, program.cuts, _named(program), named):
         distinct = sorted({int(value.data) for value in lengths})
@@ -558,29 +574,29 @@ def _one_of(cut: list[Known], program: Program, named: list[Known], name: str, a
     return TRL_LENGTH, arguments.more or open_length(program, Unknown) or prepared
 
 
-def _named(program: Program) -> list[Known]:
+def _named(program: Program) -> list[Constant]:
     """Values of the main module's names for a length."""
     names = ((name.lower(), value) for name, value in program.module.names.items())
     return [
         value
         for name, value in names
-        if name in LENGTH_NAMES and isinstance(value, Known) and type(value.data) is int and value.data >= 16
+        if name in LENGTH_NAMES and isinstance(value, Constant) and type(value.data) is int and value.data >= 16
     ]
 
 
-def _prepared(program: Program, name: str, source: Source) -> Iterator[Known]:
+def _prepared(program: Program, name: str, source: Source) -> Iterator[Constant]:
     """The lengths to which functions of the main file cut what they give back: rows that are tokenized before the
     trainer gets them, which leaves them as they are."""
     label = source.label or str
-    lines = {f"{name}:{label(line)}" for line in _given_back(source.text)}
-    for made in program.made:
+    lines = {f"{name}:{label(line)}" for line in _returned_lines(source.text)}
+    for made in program.calls:
         value = made.keywords.get("max_length")
         cuts = made.where in lines and "truncation" in made.keywords
-        if cuts and isinstance(value, Known) and type(value.data) is int:
+        if cuts and isinstance(value, Constant) and type(value.data) is int:
             yield value
 
 
-def _given_back(text: str) -> Iterator[int]:
+def _returned_lines(text: str) -> Iterator[int]:
     """Lines of the calls whose result a function or lambda gives back."""
     for function in ast.walk(tree_of(text)):
         if isinstance(function, ast.Lambda) and isinstance(function.body, ast.Call):
@@ -599,25 +615,25 @@ def _given_back(text: str) -> Iterator[int]:
         yield from (value.lineno for value in values if isinstance(value, ast.Call))
 
 
-def told(program: Program) -> Iterator[Known]:
+def cut_lengths(program: Program) -> Iterator[Constant]:
     """The lengths to which a tokenizer was told to cut, in order."""
-    for made in program.made:
+    for made in program.calls:
         value = made.keywords.get("max_length")
         if value is None or made.name in ("generate", "pipeline"):
             continue
         truncates = "truncation" in made.keywords or "padding" in made.keywords
-        if truncates and isinstance(value, Known) and isinstance(value.data, int):
+        if truncates and isinstance(value, Constant) and isinstance(value.data, int):
             yield value
-    for made in program.made:
+    for made in program.calls:
         value = made.keywords.get("model_max_length")
-        if made.name == "from_pretrained" and isinstance(value, Known) and isinstance(value.data, int):
+        if made.name == "from_pretrained" and isinstance(value, Constant) and isinstance(value.data, int):
             yield value
 
 
 def open_length(program: Program, kind: type[Unknown] = Undecided) -> str:
     """Why it is not known to what a tokenizer cuts, where a condition (`kind`: anything of that kind) decides it; ""
     where none does."""
-    for made in program.made:
+    for made in program.calls:
         value = made.keywords.get("max_length")
         cuts = "truncation" in made.keywords and made.name not in ("generate", "pipeline")
         if cuts and isinstance(value, kind):

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from planner.core.errors import NotATraining
 from planner.core.records import dataclass
-from planner.frameworks.readers import launch_words
-from planner.frameworks.readers.launch_words import LAUNCHERS
+from planner.frameworks.readers import launcher_arguments
+from planner.frameworks.readers.launcher_arguments import LAUNCHERS
 from planner.options.stacks import TARGET_ROWS
 
 # What a shell script holds beside its commands: functions that it calls later, and files that it writes itself.
@@ -352,7 +352,7 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
             return match[1] if arguments else f"{match[1]}\n{match[3]}=$2\n"
         return f"{match[1]}\n{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}\n"
 
-    variables = launch_words.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
+    variables = launcher_arguments.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
     variables["@"] = shlex.join(arguments)
     script = Script()
     named = _FOUND.sub(r"\1\2", re.sub(r"[\x00-\x08]", " ", text))  # marks are ours
@@ -468,12 +468,12 @@ def _handed_to_shell(words: list[str]) -> str:
 
 def _parts(line: str) -> list[str]:
     """The commands of a line, cut where no quotes are open."""
-    placeholders = _Held("\x01")
+    placeholders = _Placeholders("\x01")
     parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(placeholders.hold, _QUOTED.sub(placeholders.hold, line)))
     return [placeholders.back(part) for part in parts]
 
 
-class _Held:
+class _Placeholders:
     """Pieces of a line that stay whole while it is cut: a mark stands for each."""
 
     def __init__(self, mark: str) -> None:
@@ -572,7 +572,7 @@ def _sum(text: str) -> str | None:
 
 def _words(line: str) -> list[str]:
     """The words of a line; a command or sum that the shell would put in stays one word."""
-    placeholders = _Held("\x00")
+    placeholders = _Placeholders("\x00")
     try:
         words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(placeholders.hold, line)), comments=True)
     except ValueError:
@@ -697,7 +697,7 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
 def _launched(launcher: str, words: list[str], shown: int | None) -> Command | None:
     if launcher == "accelerate" and words[:1] != ["launch"]:
         return None
-    parsed = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
+    parsed = launcher_arguments.parse_launcher(launcher, words[launcher == "accelerate" :], shown)
     command = _program(list(parsed.rest), parsed.num_gpus, parsed.config)
     return (
         replace(command, num_nodes=parsed.num_nodes, open_gpus=parsed.open, layout=parsed.accelerate)
@@ -732,7 +732,7 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     rest = words[1:]
     named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
-    parsed = launch_words.said_by_tool(tool, rest, num_gpus)
+    parsed = launcher_arguments.parse_tool_launcher(tool, rest, num_gpus)
     command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config)
     return replace(command, num_gpus=parsed.num_gpus, num_nodes=parsed.num_nodes, open_gpus=parsed.open)
 

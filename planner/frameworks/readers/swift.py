@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -53,7 +53,7 @@ def read(settings: Settings) -> ReadConfig:
     _refuse_other_training(settings)
     old = any(settings.has(key) for key in OLD)
     fields = _method(settings, old=old)
-    fields |= said(settings, SWIFT, "micro_batch_seqs")
+    fields |= settings_fields(settings, SWIFT, "micro_batch_seqs")
     fields |= {
         "precision": _precision(settings, fields["method"]),
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
@@ -105,7 +105,7 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
     return {
         "method": "qlora" if quantization != "none" else "lora",
         "quantization": quantization,
-        **said(settings, SWIFT, "lora_rank", "lora_dropout"),
+        **settings_fields(settings, SWIFT, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, _targets(settings, old)),
         "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),
     }

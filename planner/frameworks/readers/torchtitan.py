@@ -11,9 +11,9 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, Undetermined
 from planner.frameworks.readers import schema, training
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.fields import config
-from planner.frameworks.readers.outside import FileContext
-from planner.frameworks.readers.program import Function, Made, Reader
+from planner.frameworks.readers.program import CallResult, Function, Reader
 from planner.frameworks.readers.program.values import Value
 from planner.frameworks.readers.shell import flags
 from planner.frameworks.readers.types import Missing, ReadConfig
@@ -37,7 +37,7 @@ REGISTRY_BLOCKS = ("training", "parallelism", "compile")
 
 def is_config(values: dict[str, Any]) -> bool:
     """Whether a TOML file's blocks are torchtitan's, most of them."""
-    titles = {key.partition(".")[0] for key in schema.known(FORMAT)}
+    titles = {key.partition(".")[0] for key in schema.known_settings(FORMAT)}
     strangers = set(values) - titles
     return bool(titles & set(values)) and 2 * len(strangers) <= len(values)
 
@@ -76,7 +76,7 @@ def _blocks(top: Settings) -> dict[str, Settings]:
     Raises:
         ConfigError: one, or a setting in one, that torchtitan does not have.
     """
-    accepted = schema.known(FORMAT)
+    accepted = schema.known_settings(FORMAT)
     top.refuse_unknown((key.split(".")[0] for key in accepted), FORMAT)
     parts = {title: top.block(title) for title in (*top.values, *ASKED_BLOCKS)}
     for title, block in parts.items():
@@ -209,13 +209,13 @@ def read_registry(text: str, name: str, around: FileContext) -> ReadConfig:
             f"{name} holds {len(configs)} configs: {', '.join(configs)}",
             hint=f'add --args "--config {next(iter(configs))}"',
         )
-    made = reader.called(function, Made("", where=name))
-    if not isinstance(made, Made):
+    made = reader.called(function, CallResult("", where=name))
+    if not isinstance(made, CallResult):
         raise Undetermined(f"{name}: what {wanted} returns is not known without running it", hint="name another config")
     return _of_config(made, words, name, around)
 
 
-def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings:
+def _block(made: CallResult, words: dict[str, Any], name: str, title: str) -> Settings:
     """A block's settings, the command line's on top."""
     block = training.settings(made.argument(title), f"{name}: {title}")
     overrides = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
@@ -223,9 +223,10 @@ def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings
     return block
 
 
-def _of_config(made: Made, words: dict[str, Any], name: str, around: FileContext) -> ReadConfig:
+def _of_config(made: CallResult, words: dict[str, Any], name: str, around: FileContext) -> ReadConfig:
     """One config as torchtitan's TOML is read."""
-    blocks, accepted = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
+    accepted = schema.known_settings(FORMAT)
+    blocks = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}
     context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
     tokens = blocks["training"].integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
     total = int(blocks["training"].real(STEP, -1))
@@ -240,7 +241,7 @@ def _of_config(made: Made, words: dict[str, Any], name: str, around: FileContext
     document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
     reading = read(Settings(document, name, around))
     loss = made.argument("loss")
-    if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
+    if isinstance(loss, CallResult) and loss.owner.startswith("Chunked"):
         reading = replace(reading, setup=reading.setup.replace(loss="chunked"))
     missing = {
         field: settings.undetermined[key]
@@ -256,8 +257,8 @@ def _of_config(made: Made, words: dict[str, Any], name: str, around: FileContext
 
 def _mode(given: Value | None) -> dict[str, Any]:
     """The mode of activation checkpointing: an object of a class, None, or absent (selective by operation)."""
-    if isinstance(given, Made) and given.owner == "FullAC":
+    if isinstance(given, CallResult) and given.owner == "FullAC":
         return {"mode": "full"}
-    if given is not None and not isinstance(given, Made):
+    if given is not None and not isinstance(given, CallResult):
         return {"mode": "none"}
     return {"mode": "selective", "selective_ac_option": "op"}

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import TEACHER, of_recipe
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
@@ -56,7 +56,7 @@ def read(settings: Settings) -> ReadConfig:
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
-        **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
+        **settings_fields(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
         "seq_len_tokens": cuts.integer("max_seq_len", 2048, at_least=1),
         "packing": dataset.flag("packed", False),
         "optimizer": common.optimizer(settings.block("optimizer"), "optim", "adamw_torch", _optimizer(settings)),
@@ -94,7 +94,7 @@ def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, An
     return {
         "method": "qlora" if four else "lora",
         "quantization": "nf4-double" if four else "none",
-        **said(inner, TORCHTUNE, "lora_rank", "lora_dropout"),
+        **settings_fields(inner, TORCHTUNE, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, tuple(targets)),
         "adapter_dtype": "bf16" if precision == "bf16-pure" else "fp32",
     }

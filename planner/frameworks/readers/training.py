@@ -9,6 +9,7 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
 from planner.frameworks.readers import common
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.fields import adapter_kind
 from planner.frameworks.readers.objectives import (
     BEHIND_REFERENCE,
@@ -21,11 +22,19 @@ from planner.frameworks.readers.objectives import (
     of_other_trainer,
     refusal,
 )
-from planner.frameworks.readers.outside import FileContext
-from planner.frameworks.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
+from planner.frameworks.readers.program import (
+    Argument,
+    CallResult,
+    Constant,
+    Program,
+    Unknown,
+    custom_trainer,
+    embedding,
+    plain,
+)
 from planner.frameworks.readers.program.loops import Loop, plain_loop
 from planner.frameworks.readers.program.objects import holds_arguments, is_trainer, trainer_of
-from planner.frameworks.readers.program.values import Dotted, Instance, Table, Value
+from planner.frameworks.readers.program.values import DictValue, ImportedName, Instance, Value
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.transformers import SCRIPT
 from planner.models.encoders import SEEING
@@ -62,9 +71,9 @@ class Training:
         loop: the plain loop of the program's own that is read as a trainer; None: a library's trainer trains.
     """
 
-    trainer: Made | None = None
-    arguments: Made | None = None
-    loader: Made | None = None
+    trainer: CallResult | None = None
+    arguments: CallResult | None = None
+    loader: CallResult | None = None
     model: Value | None = None
     unknown_model: str = ""
     handed_over: bool = False
@@ -72,10 +81,10 @@ class Training:
     built: str = ""
     quantization: Value | None = None
     adapter: Value | None = None
-    continued: Made | None = None
+    continued: CallResult | None = None
     handed: Value | None = None
-    prepared: Made | None = None
-    touched: list[Made] = field(default_factory=list)
+    prepared: CallResult | None = None
+    model_calls: list[CallResult] = field(default_factory=list)
     objective: str = "sft"
     open_objective: str = ""
     pictures: str = ""
@@ -91,8 +100,8 @@ def find(program: Program, name: str) -> Training:
         ConfigError: it trains nothing that is planned; the hint says what to do.
     """
     training = Training(trainer=_trainer(program))
-    if training.trainer is None and not any(map(holds_arguments, program.made)):
-        training.loop = plain_loop(program.steps, program.made)
+    if training.trainer is None and not any(map(holds_arguments, program.calls)):
+        training.loop = plain_loop(program.steps, program.calls)
         training.trainer = training.loop.trainer if training.loop is not None else None
     if training.trainer is not None:
         _recognise(training, training.trainer, name)
@@ -106,7 +115,7 @@ def find(program: Program, name: str) -> Training:
             raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
         if training.objective == "embedding":
             training.open_objective = embedding.open_loss(trainer, name)
-            training.contrast = embedding.contrast(trainer, program.made)
+            training.contrast = embedding.contrast(trainer, program.calls)
         if training.arguments is None and not _of_transformers(trainer):
             trainer_name = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
             raise NotPlanned(
@@ -128,7 +137,7 @@ def find(program: Program, name: str) -> Training:
     _find_loading(training, program, name)
     # The adapter's settings, where the way of the model did not show them.
     peft = training.trainer.argument("peft_config") if training.trainer is not None else None
-    if training.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
+    if training.adapter is None and peft is not None and not (isinstance(peft, Constant) and peft.data is None):
         training.adapter = peft
     if training.adapter is None:
         added = _last(program, lambda call: call.name == "add_adapter")
@@ -138,7 +147,7 @@ def find(program: Program, name: str) -> Training:
     return training
 
 
-def _recognise(training: Training, trainer: Made, name: str) -> None:
+def _recognise(training: Training, trainer: CallResult, name: str) -> None:
     """What a trainer trains, and its arguments.
 
     Raises:
@@ -149,10 +158,10 @@ def _recognise(training: Training, trainer: Made, name: str) -> None:
         objective, called = of_other_trainer((trainer.name, trainer.owner))
         if objective:
             raise _other_objective(name, objective, called)
-        objective, evidence = own_steps.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
+        objective, evidence = custom_trainer.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
         if objective:
             raise _other_objective(name, objective, f"{trainer.owner}, which has {evidence}")
-        if own_steps.forwards(trainer) > 1:
+        if custom_trainer.forwards(trainer) > 1:
             training.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
     if trainer.owner in LIGHTNING or "max_epochs" in trainer.keywords:
         raise NotPlanned(
@@ -163,13 +172,13 @@ def _recognise(training: Training, trainer: Made, name: str) -> None:
             raise refusal(f"{name} trains with {foreign}", RUN_IT)
         training.open_objective = f"{trainer.where}: what a step of {foreign} is"
     given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
-    if isinstance(given, Made):
+    if isinstance(given, CallResult):
         training.arguments = given
     elif isinstance(given, Unknown):
-        training.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
+        training.arguments = CallResult("TrainingArguments", where=trainer.where, more=given.reason)
 
 
-def _of_unknown_package(trainer: Made) -> str:
+def _of_unknown_package(trainer: CallResult) -> str:
     """A trainer's full name where its class is foreign code that is not known, "" otherwise."""
     unknown = trainer.package not in (*TRAINERS_OF, "", trainer.name) and trainer.name not in HF_TRAINERS[2:]
     return f"{trainer.package}'s {trainer.name}" if unknown else ""
@@ -197,57 +206,59 @@ def _find_loading(training: Training, program: Program, name: str) -> None:
                 training.has_audio = owner
             elif objective:
                 raise _other_objective(name, objective, owner)
-            for made in program.made:
+            for made in program.calls:
                 if made.name.endswith("VisionDataCollator"):
                     raise _other_objective(name, "vision", made.name)
                 for part in ("vision", "audio"):
                     if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
                         raise _other_objective(name, part, f"finetune_{part}_layers")
         given = training.loader.argument("quantization_config")
-        training.quantization = None if isinstance(given, Known) and given.data is None else given
+        training.quantization = None if isinstance(given, Constant) and given.data is None else given
     elif training.trainer is not None:
         calls = (training.trainer, training.arguments)  # older TRL took them on the trainer itself
         given_to = (call.argument("model_init_kwargs") for call in calls if call is not None)
         training.handed = next((kwargs for kwargs in given_to if kwargs is not None), None)
-        inner = training.handed.entries.get("quantization_config") if isinstance(training.handed, Table) else None
+        inner = training.handed.entries.get("quantization_config") if isinstance(training.handed, DictValue) else None
         open_ = training.handed if isinstance(training.handed, Unknown) else None
         training.quantization = training.trainer.argument("quantization_config") or inner or open_
 
 
-def measures(program: Program, trainer: Made | None) -> bool:
+def measures(program: Program, trainer: CallResult | None) -> bool:
     """Whether the program itself calls a trainer's evaluation."""
     called = {
-        call.name for call in program.made if isinstance(call.receiver, Made) and trainer_of(call.receiver) is trainer
+        call.name
+        for call in program.calls
+        if isinstance(call.receiver, CallResult) and trainer_of(call.receiver) is trainer
     }
     return bool(called & {"evaluate", "predict"})
 
 
-def _asked_to_train(arguments: Made | None) -> bool | None:
+def _asked_to_train(arguments: CallResult | None) -> bool | None:
     """The arguments' `do_train`, None where they do not say."""
     if arguments is None or arguments.more:
         return None
     value = arguments.argument("do_train")
-    return plain(value) if isinstance(value, Known) else False
+    return plain(value) if isinstance(value, Constant) else False
 
 
 ON_HOST = ("use_cpu", "no_cuda")
 """Arguments that keep a training off the GPU."""
 
 
-def _on_host(arguments: Made | None) -> str:
+def _on_host(arguments: CallResult | None) -> str:
     """The argument that keeps a training off the GPU, "" where none does."""
     given = {key: arguments.argument(key) for key in ON_HOST} if arguments is not None else {}
-    return next((key for key, value in given.items() if isinstance(value, Known) and value.data is True), "")
+    return next((key for key, value in given.items() if isinstance(value, Constant) and value.data is True), "")
 
 
-def _of_transformers(trainer: Made) -> bool:
+def _of_transformers(trainer: CallResult) -> bool:
     """Whether a trainer without arguments is known to take transformers' defaults for them."""
     if trainer.name == "Trainer":
         return trainer.package in ("", "transformers")
     return trainer.name in PLANNED or trainer.name.endswith(HF_TRAINERS)
 
 
-def _trainer(program: Program) -> Made | None:
+def _trainer(program: Program) -> CallResult | None:
     certain = [trainer for trainer, maybe in program.trained if not maybe]
     maybe = [trainer for trainer, _ in program.trained]
     others = [trainer for trainer in certain if trainer.name in OTHER_TRAINERS or trainer.name in PLANNED]
@@ -258,22 +269,22 @@ def _trainer(program: Program) -> Made | None:
     return _last(program, is_trainer)
 
 
-def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:
-    return next((call for call in reversed(program.made) if wanted(call)), None)
+def _last(program: Program, wanted: Callable[[CallResult], bool]) -> CallResult | None:
+    return next((call for call in reversed(program.calls) if wanted(call)), None)
 
 
 def _refuse(program: Program, name: str) -> None:
     """Says why there is nothing to read."""
-    called = {call.name for call in program.made}
+    called = {call.name for call in program.calls}
     loads = "from_pretrained" in called and called & {"backward", "step"}
-    engine = any((call.package, call.name) == ("deepspeed", "initialize") for call in program.made)
+    engine = any((call.package, call.name) == ("deepspeed", "initialize") for call in program.calls)
     custom_loop = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
     if loads or engine or custom_loop or {"backward", "zero_grad"} <= called:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
         )
-    trains = (call for call in program.made if "train" in call.called and call.name != "from_pretrained")
+    trains = (call for call in program.calls if "train" in call.called and call.name != "from_pretrained")
     unknown = next((call.more for call in trains if call.more), "")
     if unknown:
         raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=RUN_IT)
@@ -282,7 +293,9 @@ def _refuse(program: Program, name: str) -> None:
             f"{name} hands its training over to {foreign}, which stands in another package",
             hint=f"give the config or the launch that it reads; {RUN_IT}",
         )
-    imports = {value.path.partition(".")[0] for value in program.module.names.values() if isinstance(value, Dotted)}
+    imports = {
+        value.path.partition(".")[0] for value in program.module.names.values() if isinstance(value, ImportedName)
+    }
     other = next((title for package, title in OTHER_FRAMEWORKS.items() if package in imports), "")
     if other and (called & {"train", "fit", "grad", "value_and_grad"} or _TRAINS.search(name.lower())):
         raise NotPlanned(f"{name} trains with {other}: not planned, only PyTorch is", hint="give a program of PyTorch")
@@ -304,9 +317,11 @@ _TRAINS = re.compile(r"(?:^|[._])(?:pre)?(?:train|finetun|fine_tun|sft|dpo|rlhf)
 def _hands_over(program: Program) -> str:
     """The function of another package by which a program trains: it is called, or given to what starts a program; ""
     where there is none."""
-    called = {call.name for call in program.made}
-    given = {argument.path for made in program.made for argument in made.positional if isinstance(argument, Dotted)}
-    foreign = (value.path for value in program.module.names.values() if isinstance(value, Dotted))
+    called = {call.name for call in program.calls}
+    given = {
+        argument.path for made in program.calls for argument in made.positional if isinstance(argument, ImportedName)
+    }
+    foreign = (value.path for value in program.module.names.values() if isinstance(value, ImportedName))
     functions = (path for path in foreign if "." in path and path.rpartition(".")[2][:1].islower())
     ways = (path for path in functions if path in given or path.rpartition(".")[2] in called)
     return next(
@@ -323,7 +338,7 @@ CHANGES_NOTHING = ("accelerate", "copy", "datasets", "deepspeed", "peft", "torch
 """Packages whose functions give a model back as they got it, or say in a configuration what they make of it."""
 
 
-def _built_elsewhere(model: Made) -> str:
+def _built_elsewhere(model: CallResult) -> str:
     """Why a call on a model's way to the trainer may put adapters on it, "" where it does not."""
     foreign = model.receiver is None and model.package not in (*CHANGES_NOTHING, "")
     return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
@@ -338,21 +353,21 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
     for step in range(16):
         if class_name := _own_class(model):
             raise refusal(f"{name} trains a model of its own ({class_name})", RUN_IT)
-        if isinstance(model, Known) and isinstance(model.data, str) and model.data:
+        if isinstance(model, Constant) and isinstance(model.data, str) and model.data:
             training.model = model
-            last = training.touched[-1] if step else None
+            last = training.model_calls[-1] if step else None
             training.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
             return
         if isinstance(model, Unknown):
             training.unknown_model = training.built = model.reason
             training.handed_over = isinstance(model, Argument) and model.name.endswith("model")
             return
-        if not isinstance(model, Made):
-            last = training.touched[-1] if step else None
+        if not isinstance(model, CallResult):
+            last = training.model_calls[-1] if step else None
             if model is not None and last is not None:
                 training.unknown_model = training.built = f"{last.where}: what {last.name or 'a call'}() makes"
             return
-        training.touched.append(model)
+        training.model_calls.append(model)
         if model.name == "SentenceTransformer":
             training.loader = embedding.loader_of(model)
             return
@@ -379,21 +394,21 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
 
 def _own_class(model: Value | None) -> str:
     """The name of the program's own class with a forward that a model, or what a call is made on, is of; "" of none."""
-    owner = model.receiver if isinstance(model, Made) else model
+    owner = model.receiver if isinstance(model, CallResult) else model
     kind = owner.made_by if isinstance(owner, Instance) else None
     return kind.name if kind is not None and "forward" in kind.attributes else ""
 
 
-def _handed_to_peft(call: Made) -> Value | None:
+def _handed_to_peft(call: CallResult) -> Value | None:
     """The adapter's configuration, which Unsloth's call is itself."""
     return call if call.owner.startswith("Fast") else call.argument("peft_config", 1)
 
 
-def _adapter_among(call: Made) -> Made | None:
+def _adapter_among(call: CallResult) -> CallResult | None:
     """The adapter's configuration among a call's arguments."""
     configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
     given = (*call.positional, *call.keywords.values())
-    return next((argument for argument in given if isinstance(argument, Made) and argument.name in configs), None)
+    return next((argument for argument in given if isinstance(argument, CallResult) and argument.name in configs), None)
 
 
 def contrast(training: Training, arguments: Settings) -> dict[str, int]:
@@ -409,7 +424,7 @@ def contrast(training: Training, arguments: Settings) -> dict[str, int]:
 def _only_loader(training: Training, program: Program) -> None:
     """The only model that the program loads before it trains, where the way to the trainer is not known."""
     trainer = training.trainer
-    before = program.made[: program.made.index(trainer)] if trainer in program.made else program.made
+    before = program.calls[: program.calls.index(trainer)] if trainer in program.calls else program.calls
     loaders = [call for call in before if call.name == "from_pretrained" and loads_model(call.owner)]
     named = [plain(named_model(loader)) for loader in loaders]
     names = {"one that is not known" if isinstance(name, Unknown) else str(name) for name in named}
@@ -418,7 +433,7 @@ def _only_loader(training: Training, program: Program) -> None:
         wrapped = [call for call in before if call.name == "get_peft_model"]
         if training.adapter is None and wrapped:
             training.adapter = _handed_to_peft(wrapped[-1])
-        prepared = [call for call in program.made if call.name == "prepare_model_for_kbit_training"]
+        prepared = [call for call in program.calls if call.name == "prepare_model_for_kbit_training"]
         training.prepared = training.prepared or (prepared[-1] if prepared else None)
     elif len(names) > 1:
         training.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
@@ -431,7 +446,7 @@ def loads_model(owner: str) -> bool:
     )
 
 
-def named_model(loader: Made) -> Value | None:
+def named_model(loader: CallResult) -> Value | None:
     """The model's name in the call that loads it."""
     for key in ("model_name", "pretrained_model_name_or_path"):
         if key in loader.keywords:
@@ -446,9 +461,9 @@ def settings(made: Value | None, name: str, context: FileContext | None = None) 
     where: dict[str, str] = {}
     more = ""
     entries: dict[str, Value] = {}
-    if isinstance(made, Made):
+    if isinstance(made, CallResult):
         entries, more = {**made.keywords, **made.attributes}, made.more
-    elif isinstance(made, Table):
+    elif isinstance(made, DictValue):
         entries, more = made.entries, made.more
     for key, value in entries.items():
         data = plain(value)
@@ -473,11 +488,11 @@ class Adapters:
     """One program's adapters.
 
     Attributes:
-        found: what the program makes them of; lora: their settings.
+        training: what the program makes them of; lora: their settings.
         missing: field of a setup -> why it has to be asked for.
     """
 
-    found: Training
+    training: Training
     lora: Settings
     unsloth: bool
     missing: dict[str, str]
@@ -488,14 +503,14 @@ class Adapters:
         Raises:
             NotPlanned: of a kind that is not planned.
         """
-        adapter, continued = self.found.adapter, self.found.continued
+        adapter, continued = self.training.adapter, self.training.continued
         if isinstance(adapter, Unknown):
             self.missing["method"] = adapter.reason
             return True
         if continued is not None and adapter is None:
             self.missing["lora_rank"] = f"{continued.where}: adapters that stand in another file are trained"
             return True
-        if isinstance(adapter, Made) and not adapter.owner.startswith("Fast"):
+        if isinstance(adapter, CallResult) and not adapter.owner.startswith("Fast"):
             if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
                 self.missing["lora_rank"] = f"{adapter.where}: the adapter's settings stand in another file"
                 self.missing["lora_targets"] = self.missing["lora_rank"]
@@ -511,8 +526,8 @@ class Adapters:
 
     def row(self) -> Adapter | None:
         """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
-        made = self.found.adapter
-        return common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+        made = self.training.adapter
+        return common.CONFIGS.get(made.name) if isinstance(made, CallResult) else None
 
     def kind(self) -> str:
         """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
@@ -576,7 +591,7 @@ def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> s
         return "none"
     if made is None and training.loader is None and training.handed_over:
         missing["quantization"] = missing["precision"] = training.unknown_model
-    if isinstance(made, Made) and made.name not in BASE_QUANTIZATIONS:
+    if isinstance(made, CallResult) and made.name not in BASE_QUANTIZATIONS:
         if made.name.endswith("Config") and "Mxfp4" not in made.name:
             loader.approximate(f"{made.name} is counted as 4-bit NF4")
             return "nf4"
@@ -627,6 +642,6 @@ def heard(training: Training, arguments: Settings, given: Mapping[str, Any]) -> 
         arguments.assume(f"texts are taken to be {tokens} tokens long: only the data says it (--set seq_len=N)")
     if arguments.flag("predict_with_generate", False):
         arguments.approximate("evaluation that generates is counted as forwards")
-    models = [*training.touched, *([training.loader] if training.loader is not None else [])]
+    models = [*training.model_calls, *([training.loader] if training.loader is not None else [])]
     frozen = given["method"] == "full" and any("freeze_encoder" in call.called for call in models)
     return {"seq_len_tokens": tokens, "frozen_encoder": frozen, "loss": "full", "kernels": "eager"}

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, schema, versions
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import of_settings, refusal, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
@@ -30,7 +30,7 @@ def read(settings: Settings) -> ReadConfig:
     fields: dict[str, Any] = {
         "objective": objective.name,
         **_kernels_and_loss(settings, objective, defaults),
-        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
+        **settings_fields(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
         **({} if objective.rolls_out else _length(settings, objective, defaults)),
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
@@ -63,9 +63,9 @@ def _length(settings: Settings, objective: Objective, defaults: versions.TrlDefa
     """The length of a sequence, which older trainers of preferences took otherwise where they are not told."""
     default = pairs_length(objective, defaults)
     if objective.supervised or default == 1024 or settings.has("max_length"):
-        return said(settings, TRL, "seq_len_tokens")
+        return settings_fields(settings, TRL, "seq_len_tokens")
     if not default:
-        settings.ask("seq_len_tokens", f": {defaults.said} cuts no pair unless told")
+        settings.ask("seq_len_tokens", f": {defaults.label} cuts no pair unless told")
     return {"seq_len_tokens": default or 1024}
 
 
@@ -129,7 +129,7 @@ def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults
         settings.approximate("adapters on stacked expert parameters are not counted")
     return {
         **fields,
-        **said(settings, TRL, "lora_rank", "lora_dropout"),
+        **settings_fields(settings, TRL, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, settings.names("lora_target_modules")),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
@@ -169,13 +169,13 @@ def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Sett
     between = objective.name == "kto" and version >= versions.TRL_KTO_UNTIL
     if version < _since(objective) or between or flag:
         raise NotPlanned(
-            f"{name} trains {objective.name} with {defaults.said}{f' and {flag}' * bool(flag)}, whose step is another: "
-            "not modelled",
+            f"{name} trains {objective.name} with {defaults.label}{f' and {flag}' * bool(flag)}, whose step is "
+            "another: not modelled",
             hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
         )
     for key in BEYOND_PAIRS:
         if settings.raw(key) not in (None, False):
-            settings.approximate(f"{key} of {defaults.said} is not counted")
+            settings.approximate(f"{key} of {defaults.label} is not counted")
     return {"loss": "full", "trl_version": ".".join(map(str, version))}
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.frameworks.readers import common, schema
-from planner.frameworks.readers.fields import adapter_kind, config, said
+from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -45,7 +45,7 @@ def read(settings: Settings) -> ReadConfig:
         "attention": "sdpa",
         "loss": "chunked",
         **_checkpointing(training),
-        **said(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
+        **settings_fields(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
     fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT))
     fields["kernels"] = own_kernels(fields)
@@ -66,7 +66,7 @@ def _method(training: Settings, lora: Settings) -> dict[str, Any]:
         "method": "qlora" if four else "lora",
         "quantization": "nf4-double" if four else "none",
         "precision": f"{training.outside.half}-autocast",
-        **said(lora, UNSLOTH, "lora_rank", "lora_dropout"),
+        **settings_fields(lora, UNSLOTH, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(lora, names),
         "adapter_dtype": "fp32",
     }

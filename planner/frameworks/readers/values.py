@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.core.errors import ConfigError
-from planner.frameworks.readers.outside import FileContext
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.tools import Tool
 from planner.models.spec import ModelSpec
 

@@ -156,9 +156,9 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
         return TransformersDefaults(version=parsed(version), why=f"transformers {version}")
     bounds = [(NEWEST_TRANSFORMERS, "")]
     if trl is not None and trl.version < (0, 13):
-        bounds.append(((4, 46), f"{trl.said} needs transformers 4.46 or older"))
+        bounds.append(((4, 46), f"{trl.label} needs transformers 4.46 or older"))
     elif trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
-        bounds.append((LAST_OF_4, f"{trl.said} goes with transformers 4"))
+        bounds.append((LAST_OF_4, f"{trl.label} goes with transformers 4"))
     for name in sorted(NOT_IN_TRANSFORMERS_5 & set(arguments)):
         newest = NEWEST_WITH.get(name, LAST_OF_4)
         since = "5" if newest == LAST_OF_4 else f"{newest[0]}.{newest[1] + 1}"
@@ -192,17 +192,17 @@ class TrlDefaults:
     """Defaults of one TRL version's SFT.
 
     Attributes:
-        said: the version in words; assumed: whether nobody named one, so that the newest is taken.
+        label: the version in words; assumed: whether nobody named one, so that the newest is taken.
     """
 
     version: tuple[int, ...]
-    said: str
+    label: str
     assumed: bool
 
     @property
     def taken(self) -> str:
         """What is said where nobody named a version."""
-        return f"no TRL version named: the defaults of {self.said} (--assume trl==VERSION for another)"
+        return f"no TRL version named: the defaults of {self.label} (--assume trl==VERSION for another)"
 
     @property
     def checkpointing(self) -> bool:
@@ -253,11 +253,11 @@ def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefault
     """The defaults of a TRL version ("0.22.2"); where it is None of the newest, or of the one that `taking` allows."""
     if version is None and bound is not None:
         label = f"TRL {bound[0]} (the newest that {bound[1]})"
-        return TrlDefaults(version=parsed(bound[0]), said=label, assumed=True)
+        return TrlDefaults(version=parsed(bound[0]), label=label, assumed=True)
     if version is None:
         newest = ".".join(map(str, NEWEST_TRL))
-        return TrlDefaults(version=NEWEST_TRL, said=f"TRL {newest}", assumed=True)
-    return TrlDefaults(version=parsed(version), said=f"TRL {version}", assumed=False)
+        return TrlDefaults(version=NEWEST_TRL, label=f"TRL {newest}", assumed=True)
+    return TrlDefaults(version=parsed(version), label=f"TRL {version}", assumed=False)
 
 
 def parsed(version: str) -> tuple[int, ...]:

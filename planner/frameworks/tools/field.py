@@ -44,7 +44,7 @@ class Field:
         """Every name that stands for it, without its block."""
         return tuple(name.rpartition(".")[2] for name in (self.key, *self.older, *self.more))
 
-    def said(self, value: Any) -> Any:
+    def spelled(self, value: Any) -> Any:
         """The setup's value as the file says it."""
         return value if self.words is None else self.words[value]
 
@@ -82,7 +82,7 @@ class Tool:
         """(name, value) that says a field of a setup in the file."""
         field = self.field(of)
         assert field is not None, (self.name, of)
-        return field.key.rpartition(".")[2], field.said(getattr(setup, of))
+        return field.key.rpartition(".")[2], field.spelled(getattr(setup, of))
 
     def runs(self, before: TrainSetup, after: TrainSetup) -> bool:
         """Whether the tool can run a changed setup."""
@@ -94,7 +94,7 @@ class Tool:
 
     def fixes(self, before: TrainSetup, after: TrainSetup) -> bool:
         """Whether `--fix` can write a changed setup into a file that says the first."""
-        for of in _said(before, after):
+        for of in _written_fields(before, after):
             field = self.field(of)
             if field is None or not field.fix or (field.fixes and getattr(after, of) not in field.fixes):
                 return False
@@ -110,7 +110,7 @@ class Tool:
             ConfigError: a field that cannot be changed in place.
         """
         edits: dict[str, Any] = {}
-        for of in _said(before, after):
+        for of in _written_fields(before, after):
             field = self.field(of)
             if field is None or not field.fix:
                 raise ConfigError(
@@ -118,11 +118,11 @@ class Tool:
                     hint="make the changes that plan check lists by hand",
                 )
             key = keys.get(of, field.key)
-            edits |= field.edit(key, before, after) if field.edit else {key: field.said(getattr(after, of))}
+            edits |= field.edit(key, before, after) if field.edit else {key: field.spelled(getattr(after, of))}
         return edits
 
 
-def _said(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:
+def _written_fields(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:
     """The changed fields that a file has to say: others follow from them, as checkpointing that is switched on or off
     has its version's own form."""
     switched = bool(before.checkpointing) != bool(after.checkpointing)

@@ -52,7 +52,7 @@ class Engine(ABC):
             accumulated: whether gradients of earlier micro-batches are alive while the next one runs.
         """
 
-    def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
+    def equivalent_loss(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
         """Of the losses with which a rank holds the same as with this one, always the same one."""
         return loss
 

@@ -5,24 +5,30 @@ from typing import final
 from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.base import Engine
-from planner.memory.engines.dealt import around_experts, at_the_loss, gathered_beside, share_of, without_experts
+from planner.memory.engines.expert_parallel import (
+    at_the_loss,
+    gathered_with_experts,
+    moe_layers_without_experts,
+    share_of,
+    without_experts,
+)
 from planner.memory.engines.gather import Groups, gathered_groups, scales_bytes
-from planner.memory.engines.reference import beside_reference
+from planner.memory.engines.reference import reference_bytes
 from planner.memory.engines.splits import gathered_head
 from planner.memory.rank_part import RankPart
 from planner.memory.states import (
     COMPUTE,
     ONE_GRADIENT,
     REFERENCE,
-    Held,
+    Allocation,
     RankState,
     Trained,
-    gradients_held,
+    gradient_allocation,
     halves_stay_apart,
     part_trained,
     rank_state,
+    weight_allocation,
     weight_bytes,
-    weights_held,
 )
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
@@ -54,7 +60,7 @@ class Fsdp2(Engine):
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         if setup.expert_degree > 1:
-            return self._dealt(part, setup, accumulated=accumulated)
+            return self._expert_parallel_state(part, setup, accumulated=accumulated)
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
         shards, model = setup.shards, part.model
@@ -63,7 +69,7 @@ class Fsdp2(Engine):
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
         allocations = [] if on_host else list(weights)
-        allocations.append(weights_held("quantization states", scales_bytes(model, setup)))
+        allocations.append(weight_allocation("quantization states", scales_bytes(model, setup)))
         loss_forward = loss_backward = reference_forward = arriving = 0
         if setup.pipeline_degree > 1:
             allocations += _in_schedule(groups, setup, trained, local)
@@ -71,7 +77,7 @@ class Fsdp2(Engine):
             allocations += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
             if setup.asks_reference:
-                reference_forward, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
+                reference_forward, arriving = reference_bytes(setup, groups, local, accumulated=accumulated)
         return rank_state(
             part,
             inner,
@@ -87,19 +93,19 @@ class Fsdp2(Engine):
             host_bytes=sum(weight.size_bytes for weight in weights) + local.size_bytes if on_host else 0,
         )
 
-    def _dealt(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+    def _expert_parallel_state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         """The state where experts are dealt out: the rest of the model sharded over all ranks, they in their own
         groups."""
         inner, rest = self.computes(setup), without_experts(part.model)
         share, groups = share_of(part.model, setup), gathered_groups(rest, inner, setup.shards)
-        around = gathered_groups(around_experts(part.model), inner, setup.shards).layer
+        around = gathered_groups(moe_layers_without_experts(part.model), inner, setup.shards).layer
         trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
         outer = _shard(trained, groups, setup.shards, dtype)
-        local, element_bytes = share.beside(outer), SIZE_BYTES[dtype]
-        allocations = [weights_held(f"weights / {setup.shards}", element_bytes * local.num)]
-        allocations += gathered_beside(rest, groups, around, share, inner)
+        local, element_bytes = share.added_to(outer), SIZE_BYTES[dtype]
+        allocations = [weight_allocation(f"weights / {setup.shards}", element_bytes * local.num)]
+        allocations += gathered_with_experts(rest, groups, around, share, inner)
         if rest.tied:  # transformers wraps both ends of the tie
-            allocations.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
+            allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
         allocations += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated, expert_elements=share.layer)
         forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
@@ -167,17 +173,17 @@ def _block_by_block(
     trained: Trained,
     local: Trained,
     accumulated: bool,
-) -> list[Held]:
+) -> list[Allocation]:
     """What a step without pipeline stages gathers and reduces."""
     # of a tied table's gradient, before they are one
     halves = 2 + int(halves_stay_apart(model, inner))
     keep = not setup.reshard_after_forward
     allocations = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
     if setup.copies_reference and keep:
-        allocations.append(weights_held("reference model, gathered", groups.whole))
+        allocations.append(weight_allocation("reference model, gathered", groups.whole))
     allocations += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
-        tied_table = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
+        tied_table = weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE)
         allocations.append(tied_table)
     allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
     if accumulated and setup.tensor_degree > 1:
@@ -204,7 +210,7 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     return forward, backward
 
 
-def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Allocation]:
     """A pipeline stage's gathered weights and whole gradients: from its first backward to the step's end PyTorch's
     schedules keep every group gathered and reduce no gradient, which add up in fp32, the type of their reduction.
 
@@ -216,13 +222,13 @@ def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Tra
     alive = (*COMPUTE, "end")
     name = f"gradients / {setup.shards}"
     return [
-        weights_held("gathered weights", whole, *alive),
-        gradients_held("unsharded gradients", reduced, *alive),
-        gradients_held(name, local.size_bytes, "step"),
+        weight_allocation("gathered weights", whole, *alive),
+        gradient_allocation("unsharded gradients", reduced, *alive),
+        gradient_allocation(name, local.size_bytes, "step"),
     ]
 
 
-def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Held]:
+def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Allocation]:
     """Gathered weights and all-gather buffers; `keep`: groups stay gathered from their forward to their backward.
 
     Forward: a block's weights and the buffer they came in, freed when the next block's weights have been copied out of
@@ -241,17 +247,17 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
     name, buffer = "gathered weights", "all-gather buffer"
     arriving = max(2 * groups.layer + max(unsharded, groups.layer), unsharded + groups.layer + 2 * arriving_tail)
     return [
-        weights_held(name, _at_the_start(model, groups, keep=keep), "start"),
-        weights_held(name, tied + arriving, "gather"),
-        weights_held(name, tied + max(unsharded, groups.layer), "forward"),
-        weights_held(buffer, groups.layer, "forward"),
-        weights_held(name, groups.tail + unsharded, "loss"),
-        weights_held(name, tied + unsharded, "head"),
-        weights_held(name, tied + max(unsharded, groups.layer), "first", "turn"),
-        weights_held(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
-        weights_held(buffer, ahead, "head", "first", "turn"),
-        weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
-        weights_held("gathered root group", groups.root, *COMPUTE, "end"),
+        weight_allocation(name, _at_the_start(model, groups, keep=keep), "start"),
+        weight_allocation(name, tied + arriving, "gather"),
+        weight_allocation(name, tied + max(unsharded, groups.layer), "forward"),
+        weight_allocation(buffer, groups.layer, "forward"),
+        weight_allocation(name, groups.tail + unsharded, "loss"),
+        weight_allocation(name, tied + unsharded, "head"),
+        weight_allocation(name, tied + max(unsharded, groups.layer), "first", "turn"),
+        weight_allocation(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
+        weight_allocation(buffer, ahead, "head", "first", "turn"),
+        weight_allocation(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
+        weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
     ]
 
 
@@ -263,7 +269,7 @@ def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
     return groups.embedding + max(groups.embedding, 2 * groups.layer)
 
 
-def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Held:
+def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Allocation:
     """Whole gradients that wait for the last micro-batch, in the type of their reduction: beside tensor parallelism the
     Trainer defers FSDP2's reduction and the launch files ask for nothing else. A vocabulary-split table's gradient is
     whole; a tied head's is another, as each has a group of its own.
@@ -274,24 +280,24 @@ def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) ->
     size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
     alive = (*COMPUTE, "end", "step")
     whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
-    return gradients_held("unsharded gradients", size * (trained.num + whole), *alive)
+    return gradient_allocation("unsharded gradients", size * (trained.num + whole), *alive)
 
 
 def _sharded_gradients(
     groups: Groups, local: Trained, shards: int, accumulated: bool, *, expert_elements: int = 0
-) -> list[Held]:
+) -> list[Allocation]:
     """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
     layer's all but its own and the table's); `expert_elements`: elements of a layer's experts, sharded apart."""
     size = SIZE_BYTES[local.dtype]
     if accumulated:
         name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
-        return [gradients_held(name, local.size_bytes, *alive)]
+        return [gradient_allocation(name, local.size_bytes, *alive)]
     name = f"gradients / {shards}"
     missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
     missing += size * expert_elements
     return [
-        gradients_held(name, max(0, local.size_bytes - missing), "last"),
-        gradients_held(name, local.size_bytes, "end", "step"),
+        gradient_allocation(name, max(0, local.size_bytes - missing), "last"),
+        gradient_allocation(name, local.size_bytes, "end", "step"),
     ]
 
 
@@ -310,7 +316,7 @@ class _Reduction:
     size: int
     wide: int
     cast: int
-    own: int
+    local_size: int
     tied: bool
     keep: bool
     accumulated: bool
@@ -322,7 +328,7 @@ class _Reduction:
 
     def to_come(self, elements: int) -> int:
         """Of this rank's gradients, those that are not there yet."""
-        return 0 if self.accumulated else self.own * elements // self.shards
+        return 0 if self.accumulated else self.local_size * elements // self.shards
 
     @property
     def table(self) -> int:
@@ -365,7 +371,7 @@ def _reducing(
     halves: int,
     keep: bool,
     accumulated: bool,
-) -> list[Held]:
+) -> list[Allocation]:
     """Unsharded gradients on their way, and the reduce-scatter's buffers.
 
     A group's gradients are copied into the reduce-scatter's input, reduced into a shard of the same type and cast to
@@ -381,8 +387,8 @@ def _reducing(
     wide = SIZE_BYTES["fp32"] if in_fp32 else size
     cast = local_size if local_size != wide else 0
     way = _Reduction(
-        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=local_size, tied=model.tied, keep=keep,
-        accumulated=accumulated,
+        groups=groups, shards=shards, size=size, wide=wide, cast=cast, local_size=local_size, tied=model.tied,
+        keep=keep, accumulated=accumulated,
     )  # fmt: skip
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
     apart = cast or accumulated or setup.offload == "parameters"
@@ -390,12 +396,12 @@ def _reducing(
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     buffer, gradient = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
     return [
-        gradients_held("gradients being reduced", max(0, way.head()), "head"),
-        gradients_held(ONE_GRADIENT, gradient, "first", "turn", "last"),
-        gradients_held(buffer, groups.tail_trained * size, "first"),
-        gradients_held(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
-        gradients_held("last gradients being reduced", way.end(halves), "end"),
-        gradients_held("all-reduced gradients before the cast", reduced, "last", "end"),
+        gradient_allocation("gradients being reduced", max(0, way.head()), "head"),
+        gradient_allocation(ONE_GRADIENT, gradient, "first", "turn", "last"),
+        gradient_allocation(buffer, groups.tail_trained * size, "first"),
+        gradient_allocation(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
+        gradient_allocation("last gradients being reduced", way.end(halves), "end"),
+        gradient_allocation("all-reduced gradients before the cast", reduced, "last", "end"),
     ]
 
 
@@ -425,19 +431,21 @@ def sharded_dtype(setup: TrainSetup) -> str:
     return "fp32"
 
 
-def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained) -> list[Held]:
+def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained) -> list[Allocation]:
     """The sharded weights: trained ones in the sharded type, frozen ones as loaded."""
     shards = setup.shards
     name = f"weights / {shards}"
     if setup.method == "full":
         num = model.num_params + groups.padding[1]
-        weights = [weights_held(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
+        weights = [weight_allocation(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
         if setup.copies_reference:
-            weights.append(weights_held(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards)))
+            weights.append(
+                weight_allocation(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards))
+            )
         return weights
     loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
     loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
     return [
-        weights_held(name, -(-loaded // shards)),
-        Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
+        weight_allocation(name, -(-loaded // shards)),
+        Allocation(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
     ]

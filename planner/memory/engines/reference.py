@@ -5,7 +5,7 @@ from planner.memory.states import Trained, state_bytes
 from planner.setup import TrainSetup
 
 
-def beside_reference(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
+def reference_bytes(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
     """(gathered weights and buffers while a reference's layers run, beyond what is held at the loss; what more of them
     is there before a layer runs): of the policy what stays gathered, and where its adapters are off a block with its
     buffer, before that two blocks or the embedding; of a copy all of it, and the buffer that it came in, which lives as

@@ -5,7 +5,7 @@ The parts are cut by `planner.memory.rank_part`.
 
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
-from planner.memory.states import COMPUTE, Held, Trained, gradients_held, weights_held
+from planner.memory.states import COMPUTE, Allocation, Trained, gradient_allocation, weight_allocation
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
@@ -18,7 +18,7 @@ _DENSE_EXPERT_PLAN = frozenset({"gemma4", "gemma4_text", "diffusion_gemma"})
 _TENSOR_ROLES = frozenset({"q", "k", "v", "o", "gate", "up", "gate_up", "down", "router"})
 
 
-def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Allocation]:
     """What the gradient of a vocabulary-split table holds beyond a share: it is whole on every rank (its rows come from
     all tokens), and the optimizer takes a copy of its own rows.
 
@@ -30,15 +30,15 @@ def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulate
     table_bytes = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
     name = "a split table's whole gradient"
     if model.tied:  # added to the head's, which is split
-        return [gradients_held(name, (setup.tensor_degree - 1) * table_bytes, "end")]
+        return [gradient_allocation(name, (setup.tensor_degree - 1) * table_bytes, "end")]
     alive = (*COMPUTE, "end", "step") if accumulated else ("end", "step")
     return [
-        gradients_held(name, (setup.tensor_degree - 1) * table_bytes, *alive),
-        Held(category="workspace", name="the optimizer's rows of it", size_bytes=table_bytes, moments=("step",)),
+        gradient_allocation(name, (setup.tensor_degree - 1) * table_bytes, *alive),
+        Allocation(category="workspace", name="the optimizer's rows of it", size_bytes=table_bytes, moments=("step",)),
     ]
 
 
-def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> list[Held]:
+def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> list[Allocation]:
     """The whole head that TRL's chunked loss gathers from a head split by tensor parallelism.
 
     Source: trl 1.16 trainer/utils.py (`full_tensor`).
@@ -47,7 +47,7 @@ def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> lis
         return []
     head_params = model.num_embedding_params if model.tied else model.num_head_params
     size = setup.tensor_degree * head_params * SIZE_BYTES[weight_dtype]
-    return [weights_held("gathered head", size, "loss")]
+    return [weight_allocation("gathered head", size, "loss")]
 
 
 def split_refuses(model: ModelSpec, setup: TrainSetup) -> str:

@@ -6,10 +6,10 @@ from typing import final
 from planner.memory.engines.base import Engine
 from planner.memory.rank_part import RankPart
 from planner.memory.states import (
-    Held,
+    Allocation,
     RankState,
     Trained,
-    gradients_held,
+    gradient_allocation,
     heeds_loss,
     part_trained,
     whole_gradients,
@@ -19,7 +19,9 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
-def _whole(part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+def _whole(
+    part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, accumulated: bool
+) -> list[Allocation]:
     """Weights, adapters and gradients as one GPU holds them; of a tensor split this rank's part."""
     allocations = [
         *whole_weights(part.model, inner, trained),
@@ -39,14 +41,16 @@ class _Whole(Engine):
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
-        allocations = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
+        allocations = (*_whole(part, inner, setup, trained, accumulated), *self._extra_allocations(trained))
         stepped = trained.largest if inner.trainer.steps_in_backward else None
-        return RankState(part=part, setup=inner, trained=trained, local=trained, held=allocations, stepped=stepped)
+        return RankState(
+            part=part, setup=inner, trained=trained, local=trained, allocations=allocations, stepped=stepped
+        )
 
-    def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
+    def equivalent_loss(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
         return loss if heeds_loss(model, setup) else "full"
 
-    def _beside(self, trained: Trained) -> tuple[Held, ...]:
+    def _extra_allocations(self, trained: Trained) -> tuple[Allocation, ...]:
         return ()
 
 
@@ -76,8 +80,8 @@ class Ddp(_Whole):
     tie_break = 1
     sends = "only gradients are sent, once per step"
 
-    def _beside(self, trained: Trained) -> tuple[Held, ...]:
-        return (gradients_held("DDP's buckets", trained.size_bytes),)
+    def _extra_allocations(self, trained: Trained) -> tuple[Allocation, ...]:
+        return (gradient_allocation("DDP's buckets", trained.size_bytes),)
 
 
 @final
@@ -110,10 +114,10 @@ class OneProcess(Engine):
         allocations = _whole(part, inner, setup, trained, accumulated and not part.follower)
         if not part.follower:
             name = "sum of all GPUs' gradients"
-            allocations.append(gradients_held(name, trained.size_bytes, "last", "end"))
-            return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(allocations))
+            allocations.append(gradient_allocation(name, trained.size_bytes, "last", "end"))
+            return RankState(part=part, setup=inner, trained=trained, local=trained, allocations=tuple(allocations))
         local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
-        return RankState(part=part, setup=inner, trained=trained, local=local, held=tuple(allocations))
+        return RankState(part=part, setup=inner, trained=trained, local=local, allocations=tuple(allocations))
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
         if setup.quantized:

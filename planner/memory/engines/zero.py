@@ -10,15 +10,15 @@ from planner.memory.states import (
     BACKWARD,
     COMPUTE,
     REFERENCE,
-    Held,
+    Allocation,
     RankState,
     Trained,
-    gradients_held,
+    gradient_allocation,
     halves_stay_apart,
     part_trained,
     rank_state,
+    weight_allocation,
     weight_bytes,
-    weights_held,
     whole_gradients,
     whole_weights,
 )
@@ -161,22 +161,22 @@ def _stages_1_and_2(
     )
 
 
-def _stepped(setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+def _stepped(setup: TrainSetup, trained: Trained, local: Trained) -> list[Allocation]:
     """What the step of this rank's partition takes: copies of its gradients, or with offloading one parameter's."""
     shards, size = setup.shards, SIZE_BYTES[trained.dtype]
     if setup.offload != "none":
-        buffer = gradients_held("offload's gradient buffer", size * trained.largest)
+        buffer = gradient_allocation("offload's gradient buffer", size * trained.largest)
         return [buffer, _norm(min(local.num, trained.embeddings))]
-    return [gradients_held(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step")]
+    return [gradient_allocation(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step")]
 
 
-def _masters(shards: int, size_bytes: int) -> Held:
-    return Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=size_bytes)
+def _masters(shards: int, size_bytes: int) -> Allocation:
+    return Allocation(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=size_bytes)
 
 
 def _bucketed(
     model: ModelSpec, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, accumulated: bool
-) -> list[Held]:
+) -> list[Allocation]:
     """Gradients on their way through the bucket, and this rank's part of them."""
     shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
     bucket = size * zero_bucket_elements(trained.num)
@@ -189,18 +189,18 @@ def _bucketed(
         whole = whole_gradients(model, inner, trained, accumulated)
         allocations = [allocation for allocation in whole if allocation.moments != ("step",)]
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
-        allocations.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
+        allocations.append(gradient_allocation("ZeRO's reduce bucket", bucket, *buffer))
         # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
         late = 0 if offloaded else late
-        return [*allocations, gradients_held(f"gradients / {shards}", late, "end")]
+        return [*allocations, gradient_allocation(f"gradients / {shards}", late, "end")]
     matrix = _stacks(model)[2]
     allocations = [
-        gradients_held("ZeRO's reduce bucket", bucket, *BACKWARD),
+        gradient_allocation("ZeRO's reduce bucket", bucket, *BACKWARD),
         *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
-        gradients_held(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
+        gradient_allocation(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
     ]
     if accumulated and not offloaded:
-        allocations.append(gradients_held(f"accumulated gradients / {shards}", partition, *COMPUTE, "end"))
+        allocations.append(gradient_allocation(f"accumulated gradients / {shards}", partition, *COMPUTE, "end"))
     return allocations
 
 
@@ -226,9 +226,9 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     allocations, host = _cut(part, setup, inner, trained, local, stepped)
     allocations += _reduced(model, inner, trained)
     layer = gathered_groups(model, inner, 1).layer
-    loss_forward, reference_forward = _beside_reference(model, inner) if setup.asks_reference else (0, 0)
+    loss_forward, reference_forward = _reference_bytes(model, inner) if setup.asks_reference else (0, 0)
     allocations += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
-    allocations.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
+    allocations.append(weight_allocation("weights that stay gathered", persistent_bytes(model, inner)))
     return rank_state(
         part,
         inner,
@@ -244,34 +244,36 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     )
 
 
-def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
+def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Allocation]:
     """The bucket, and gradients on their way through it."""
     bucket = SIZE_BYTES[trained.dtype] * zero_bucket_elements(trained.num)
     _, block_stacks, largest = _stacks(model)
     waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
     copy = "reduce-scatter's copy of the bucket"
-    whole = gradients_held("ZeRO's reduce bucket", bucket)
+    whole = gradient_allocation("ZeRO's reduce bucket", bucket)
     return [whole, *_gradients_and_copy(model, inner, trained, bucket, waiting, copy)]
 
 
 def _cut(
     part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, stepped: int
-) -> tuple[list[Held], int]:
+) -> tuple[list[Allocation], int]:
     """(weights, masters and gradients of which this rank keeps its part, bytes of those in the host's memory)."""
     shards, size, model = setup.shards, SIZE_BYTES[trained.dtype], part.model
     on_host = setup.offload == "parameters"
     scales = scales_bytes(model, inner)
     loaded = sum(weight_bytes(model, inner).values()) - scales
-    weights = [weights_held(f"weights / {shards}", -(-loaded // shards))]
+    weights = [weight_allocation(f"weights / {shards}", -(-loaded // shards))]
     if setup.copies_reference:
-        weights.append(weights_held(f"{REFERENCE} / {shards}", -(-loaded // shards)))
+        weights.append(weight_allocation(f"{REFERENCE} / {shards}", -(-loaded // shards)))
     if setup.method != "full":
         weights.append(
-            Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
+            Allocation(
+                category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards)
+            )
         )
     allocations = [] if on_host else list(weights)
     host = sum(weight.size_bytes for weight in weights) if on_host else 0
-    allocations.append(weights_held("quantization states", scales))
+    allocations.append(weight_allocation("quantization states", scales))
     masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
     gradient_bytes = size * local.num
     if setup.offload != "none":
@@ -279,18 +281,18 @@ def _cut(
         allocations.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
         return allocations, host
     allocations.append(_masters(shards, masters))
-    allocations.append(gradients_held(f"gradients / {shards}", gradient_bytes))
+    allocations.append(gradient_allocation(f"gradients / {shards}", gradient_bytes))
     copies = size + 4 if trained.dtype != "fp32" else 4
-    allocations.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
+    allocations.append(gradient_allocation("one sub-group's gradients in fp32", copies * stepped, "step"))
     return allocations, host
 
 
-def _norm(elements: int) -> Held:
+def _norm(elements: int) -> Allocation:
     """The norm of one parameter's gradient is taken in fp64 before it goes to the host: of the embedding's, the last.
 
     Source: DeepSpeed 0.19.8 `set_norm_for_param_grad_in_gpu`, `_offload_grad_partition_at_boundary`.
     """
-    return gradients_held("gradient in fp64 for its norm", 8 * elements, "end")
+    return gradient_allocation("gradient in fp64 for its norm", 8 * elements, "end")
 
 
 def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
@@ -313,7 +315,7 @@ def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return size * elements
 
 
-def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
+def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation]:
     """What is gathered at every moment: see `zero3`.
 
     Args:
@@ -345,11 +347,11 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     read = groups.tail if inner.loss != "full" and not model.tied else 0
     name = "gathered weights"
     return [
-        weights_held(name, forward, "gather", "forward"),
-        weights_held(name, loss, "loss", "head"),
-        weights_held(name, first, "first", "turn"),
-        weights_held(name, last + read, "last"),
-        weights_held(name, (groups.embedding or groups.tail) + read, "end"),
+        weight_allocation(name, forward, "gather", "forward"),
+        weight_allocation(name, loss, "loss", "head"),
+        weight_allocation(name, first, "first", "turn"),
+        weight_allocation(name, last + read, "last"),
+        weight_allocation(name, (groups.embedding or groups.tail) + read, "end"),
     ]
 
 
@@ -363,7 +365,7 @@ def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: i
     return viewed
 
 
-def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
+def _reference_bytes(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
     """(bytes gathered beside a reference's loss, beside its layers), beyond what the policy has gathered at its loss. A
     copy has an engine and a limit of its own, and nothing of it is used again: what it gathered is freed as it goes.
 
@@ -418,7 +420,7 @@ def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
 
 def _gradients_and_copy(
     model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, matrix: int, name: str
-) -> list[Held]:
+) -> list[Allocation]:
     """Gradients before the engine moves them into its bucket, and the copy in which a bucket crosses the link.
 
     The head's gradient comes first, then the matrices of the last layer, the embedding's last. A tied head's half waits
@@ -439,14 +441,17 @@ def _gradients_and_copy(
     if not single:
         end = max(end, size * trained.embeddings + bucket)
     allocations = [
-        gradients_held(gradient, size * trained.head, "head"),
-        gradients_held(gradient, size * (waiting + matrix), "first", "turn"),
-        gradients_held(gradient, size * (waiting + matrix), "last"),
-        gradients_held(name, copy, "last"),
+        gradient_allocation(gradient, size * trained.head, "head"),
+        gradient_allocation(gradient, size * (waiting + matrix), "first", "turn"),
+        gradient_allocation(gradient, size * (waiting + matrix), "last"),
+        gradient_allocation(name, copy, "last"),
     ]
     if EARLY_BUCKET * blocks <= model.num_layers:
-        allocations.append(gradients_held(name, copy, "first", "turn"))
-    return [*allocations, gradients_held(gradient, end, "end") if end > bucket else gradients_held(name, bucket, "end")]
+        allocations.append(gradient_allocation(name, copy, "first", "turn"))
+    return [
+        *allocations,
+        gradient_allocation(gradient, end, "end") if end > bucket else gradient_allocation(name, bucket, "end"),
+    ]
 
 
 def _flat(trained: Trained, shards: int) -> Trained:

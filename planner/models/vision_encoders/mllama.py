@@ -51,7 +51,7 @@ def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int)
     )
 
 
-def looking(model: ModelSpec) -> ModelSpec:
+def with_cross_attention(model: ModelSpec) -> ModelSpec:
     """The text with the layers that look at pictures, which text alone leaves out.
 
     Source: transformers 5.23 `MllamaCrossAttentionDecoderLayer`, `_prepare_cross_attention_mask`.

@@ -3,11 +3,11 @@
 | module | what it answers |
 |---|---|
 | `layouts` | the ways of putting the job on its GPUs, in the order in which they are tried; one GPU is one of them |
-| `facts` | what the walk learned, by layout and by node of the tree; which point is best |
+| `results` | what the walk learned, by layout and by node of the tree; which point is best |
 | `candidates` | a setup with its prediction, against the budget |
 | `policy`, `choosing` | the stated policy (docs/choices.md); what it takes of what fits |
 | `tree` | which method, then (several GPUs: `layout_tree`) which layout, then attention, checkpointing, micro-batch |
-| `others` | what stands beside a plan; what would make something fit where nothing does |
+| `alternatives` | what stands beside a plan; what would make something fit where nothing does |
 | `clusters` | which GPUs, and how many, for a piece of work |
 
 `planner.planning.answer` puts them together.

@@ -5,7 +5,7 @@ from typing import overload
 
 from planner.memory.workload import Workload
 from planner.planning.predict import predict
-from planner.planning.walk import Point
+from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 
@@ -25,17 +25,17 @@ class Ranked(Sequence[Candidate]):
     """A chosen candidate and the points behind it, of which each is predicted when it is first looked at: the terminal
     shows none of them."""
 
-    def __init__(self, chosen: Candidate, workload: Workload, points: Sequence[Point]) -> None:
+    def __init__(self, chosen: Candidate, workload: Workload, points: Sequence[WalkedSetup]) -> None:
         self._workload, self._points = workload, points
-        self._known = {0: chosen}
+        self._cache = {0: chosen}
 
     def __len__(self) -> int:
         return 1 + len(self._points)
 
     def _at(self, index: int) -> Candidate:
-        if index not in self._known:
-            self._known[index] = candidate(self._workload, self._points[index - 1].setup)
-        return self._known[index]
+        if index not in self._cache:
+            self._cache[index] = candidate(self._workload, self._points[index - 1].setup)
+        return self._cache[index]
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...

@@ -15,14 +15,14 @@ from planner.core.errors import UsageError
 from planner.memory.workload import Workload
 from planner.options.precisions import PRECISIONS
 from planner.planning.decision.candidates import candidate, communication_share
-from planner.planning.decision.facts import WalkResults, add_layouts, best_layout
 from planner.planning.decision.layouts import layouts, layouts_of_one
 from planner.planning.decision.node import Node
-from planner.planning.decision.policy import fewer_matrices, further
+from planner.planning.decision.policy import fewer_matrices, opened_workloads
+from planner.planning.decision.results import WalkResults, add_layouts, best_layout
 from planner.planning.decision.tree import choose_node, preferred_nodes
 from planner.planning.refine import CorrectionKey
 from planner.planning.space import dimension_values
-from planner.planning.walk import Point
+from planner.planning.walk import WalkedSetup
 
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
@@ -35,14 +35,14 @@ def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Value
     nothing where there are no values."""
     if values:
         yield workload, values
-        for request in further(workload, values):
+        for request in opened_workloads(workload, values):
             with suppress(UsageError):  # nothing of it has kernels here
                 yield request, dimension_values(request)
 
 
 def choose(
     workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None = None
-) -> tuple[Node | None, Point | None]:
+) -> tuple[Node | None, WalkedSetup | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
     node = _walk(workload, values, results, corrections)
     return node, best_layout(results.of_node(node)) if node is not None else None

@@ -14,12 +14,12 @@ from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.options.precisions import PRECISIONS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.choosing import choose, spaces
-from planner.planning.decision.facts import WalkResults, add_layouts, best_layout
 from planner.planning.decision.layouts import FIRST_STAGES, ONE_GPU, layouts
 from planner.planning.decision.node import Node
+from planner.planning.decision.results import WalkResults, add_layouts, best_layout
 from planner.planning.space import dimension_values
 from planner.planning.useful import cost_usd, job_s
-from planner.planning.walk import Point
+from planner.planning.walk import WalkedSetup
 from planner.setup.outcome import Candidate
 
 COARSE: Mapping[str, tuple[Any, ...]] = {
@@ -71,7 +71,7 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     return values
 
 
-def best_of(workload: Workload) -> dict[Node, Point | None]:
+def best_of(workload: Workload) -> dict[Node, WalkedSetup | None]:
     """The best point of every node over the coarse walk."""
     chosen = [
         layout
@@ -84,7 +84,7 @@ def best_of(workload: Workload) -> dict[Node, Point | None]:
     return _best(results)
 
 
-def best_points(workload: Workload) -> dict[Node, Point | None]:
+def best_points(workload: Workload) -> dict[Node, WalkedSetup | None]:
     """The best point of every node: as a plan walks it on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
@@ -93,7 +93,7 @@ def best_points(workload: Workload) -> dict[Node, Point | None]:
     return _best(results)
 
 
-def _best(results: WalkResults) -> dict[Node, Point | None]:
+def _best(results: WalkResults) -> dict[Node, WalkedSetup | None]:
     results.nodes()  # settles what quality is taken over all layouts
     return {node: best_layout(results.of_node(node)) for node in Node}
 

@@ -15,9 +15,9 @@ from planner.memory.model import rank_memories
 from planner.memory.states import weight_bytes
 from planner.memory.workload import Workload
 from planner.planning.decision.candidates import candidate, communication_share
-from planner.planning.decision.facts import TIE_FRACTION, NodeResults, WalkResults
 from planner.planning.decision.layouts import Layout, all_layouts, fields_name, layout_key, layout_name
 from planner.planning.decision.node import Node, node_of_setup
+from planner.planning.decision.results import TIE_FRACTION, NodeResults, WalkResults
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.outcome import Candidate
@@ -44,7 +44,7 @@ def layout_answers(
     yield _replicated(workload, results, node, chosen)
     yield _sharded(workload, results, node, chosen)
     yield _split(workload, results, node, chosen)
-    cuts = tuple(_cuts(workload, results, node, chosen, ("offload",)))
+    cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
     else:
@@ -134,7 +134,7 @@ def _replicated(workload: Workload, results: WalkResults, node: Node, chosen: Ca
 def _sharded(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
-    cuts = tuple(_cuts(workload, results, node, chosen, ("shard",)))
+    cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("shard",)))
     needed = None
     plain = not setup.is_split and setup.offload == "none"
     if engine_of(setup).shares and plain:
@@ -162,7 +162,7 @@ def _sharded(workload: Workload, results: WalkResults, node: Node, chosen: Candi
 def _split(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     setup = chosen.setup
     question = "Tensor, pipeline or context parallelism?"
-    cuts = tuple(_cuts(workload, results, node, chosen, ("split",)))
+    cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("split",)))
     share = communication_share(chosen)
     if setup.is_split:
         reason = f"{layout_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
@@ -197,7 +197,7 @@ def _reference(workload: Workload, setup: TrainSetup) -> Answer:
         return Answer(question=question, choice="nowhere else", reason=reason)
     size = sum(weight_bytes(workload.model, engine_of(setup).computes(setup)).values())
     reason = f"a second copy of the weights, {gib(size)}"
-    if setup.aim.reference:
+    if setup.objective_spec.reference:
         reason += "; --precomputed-reference asks it before the first step and keeps none"
     return Answer(question=question, choice=engine_of(setup).reference, reason=reason)
 
@@ -309,7 +309,7 @@ def _walked(
                 yield layout, key, by_layout.get(key)
 
 
-def _cuts(
+def _pruned_layouts(
     workload: Workload, results: WalkResults, node: Node, chosen: Candidate, stages: tuple[str, ...]
 ) -> Iterator[PrunedBranch]:
     """Every spread of these stages that was not taken: refused, too large, or slower."""

@@ -165,14 +165,14 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group, "reshard_after_forward": False}
     yield "shard", {**whole, "parallel": "zero3"}
     schedules = tuple(dict.fromkeys(("1f1b", *_fixed(workload, "pipeline_schedule"))))
-    for tensor, depth, overs in _splits(workload):
+    for tensor, depth, overs in _tensor_pipeline_degrees(workload):
         degrees = {"tensor_degree": tensor, "pipeline_degree": depth}
         for parallel in ("none",) if tensor * depth == num else overs:
             for schedule in schedules if depth > 1 else ("1f1b",):
                 yield "split", {**whole, **degrees, "parallel": parallel, "pipeline_schedule": schedule}
-    for degree, parallel in _cuts(workload):
+    for degree, parallel in _context_degrees(workload):
         yield "split", {**whole, "context_degree": degree, "parallel": parallel}
-    for degree in _deals(workload):
+    for degree in _expert_degrees(workload):
         for group in (0, *groups):
             yield "split", {**whole, "expert_degree": degree, "parallel": "fsdp2", "shard_degree": group}
     yield from _offloads(whole)
@@ -193,7 +193,7 @@ def _offloads(whole: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "offload", {**whole, "parallel": parallel, "offload": offload}
 
 
-def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
+def _context_degrees(workload: Workload) -> Iterator[tuple[int, str]]:
     """(context degree, what shards beside it): the user's, or powers of two within a node for long sequences."""
     if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
         return
@@ -207,7 +207,7 @@ def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
             yield from ((degree, parallel) for parallel in parallels if parallel in SHARDED)
 
 
-def _deals(workload: Workload) -> Iterator[int]:
+def _expert_degrees(workload: Workload) -> Iterator[int]:
     """Degrees of expert parallelism: the user's, or of a mixture the most GPUs of a node that its experts divide over,
     as its exchange is in every layer and what they gather less grows with them."""
     if degrees := _fixed(workload, "expert_degree"):
@@ -220,7 +220,7 @@ def _deals(workload: Workload) -> Iterator[int]:
     yield from [degree for degree in fitting if stacks and not any(num % degree for num in stacks)][-1:]
 
 
-def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+def _tensor_pipeline_degrees(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """(tensor degree, pipeline degree, data parallelism over them) beyond 1 x 1: the user's, or powers of two.
 
     Not asked for, tensor parallelism stays within a node, because it sends activations in every layer; over it lies
@@ -248,7 +248,7 @@ def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
 def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
     """Why a layout that can exist is not walked for this model and this global batch; "" where it is."""
     batch, model = workload.global_batch_seqs, workload.model
-    if refused := workload.aim.layout_refusal(setup.parallel, split=setup.is_split):
+    if refused := workload.objective_spec.layout_refusal(setup.parallel, split=setup.is_split):
         return refused
     if batch % setup.data_degree:
         return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"

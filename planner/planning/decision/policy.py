@@ -184,7 +184,7 @@ def tie_break(setup: TrainSetup) -> int:
         + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
         + setup.selective_checkpointing
         + _place(setup, "attention")
-        + (GENERATORS.index(setup.rolls.generator) if setup.aim.rolls_out else 0)
+        + (GENERATORS.index(setup.rollout_settings.generator) if setup.objective_spec.rolls_out else 0)
     )
 
 
@@ -280,8 +280,8 @@ def compile_left_out(workload: Workload, setup: TrainSetup) -> str:
     what = ""
     if setup.num_gpus > 1:
         what = " on several GPUs"
-    elif not setup.aim.supervised:
-        what = f" of {setup.aim.title}"
+    elif not setup.objective_spec.supervised:
+        what = f" of {setup.objective_spec.title}"
     elif setup.images is not None or model.is_encoder_decoder or model.from_tree:
         what = " of such a model"
     elif any(layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds):
@@ -324,9 +324,9 @@ def compiled_and_not(workload: Workload, setup: TrainSetup) -> tuple[float, floa
         lora_rank=0 if setup.method == "full" else workload.min_rank,
         lora_targets="all-linear" if setup.method == "full" else setup.lora_targets,
         attention=supported_attentions(model, gpu)[0],
-        objective=workload.aim.name,
+        objective=workload.objective_spec.name,
         seq_len_tokens=workload.seq_len_tokens,
-        packing=True in workload.fixed.get("packing", (workload.aim.packed,)),
+        packing=True in workload.fixed.get("packing", (workload.objective_spec.packed,)),
         checkpointing=0,
     )
     kernels = next(
@@ -350,7 +350,7 @@ def fewer_matrices(
     return {**values, "method": ("lora",), "lora_targets": ("attention",)}
 
 
-def further(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Workload]:
+def opened_workloads(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Workload]:
     """What is walked beside the plain space of a workload: the engines with kernels of their own, and torch.compile; a
     person who named a target, kernels or --compile gets just that."""
     fixed, open_kernels = workload.fixed, "kernels" not in workload.fixed
@@ -359,7 +359,7 @@ def further(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterat
         compiled = {"compile": (True,), "kernels": ("eager",), "activation_offload": (False,)}
         compiled["lora_targets"] = values["lora_targets"]
         usual = TrainSetup().replace_trusted(
-            objective=workload.aim.name, num_gpus=workload.num_gpus, images=workload.images,
+            objective=workload.objective_spec.name, num_gpus=workload.num_gpus, images=workload.images,
             adapter=fixed.get("adapter", ("lora",))[0], lora_targets=values["lora_targets"][0],
         )  # fmt: skip
         open_to = [
@@ -371,7 +371,7 @@ def further(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterat
     if workload.targets or not open_kernels or True in fixed.get("compile", ()):
         return
     adapted = tuple(method for method in values["method"] if method != "full")
-    for name in OBJECTIVES[workload.aim.name].targets:
+    for name in OBJECTIVES[workload.objective_spec.name].targets:
         exclusive = [family for family in TARGET_ROWS[name].kernels if name in KERNELS[family].only]
         if not exclusive or not adapted or name in workload.absent_packages or not _compared(name):
             continue

@@ -18,17 +18,17 @@ from planner.memory.workload import Workload
 from planner.models.targets import num_lora_params
 from planner.options.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.options.stacks import DEFAULT, STACKS
-from planner.planning.decision.facts import PREFERENCE_FRACTION, NodeResults, WalkResults
 from planner.planning.decision.layouts import layout_key
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import COMPILE_WORTH, compile_left_out
+from planner.planning.decision.results import PREFERENCE_FRACTION, NodeResults, WalkResults
 from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.predict import attention_kernels, device_peak_bytes
 from planner.planning.refine import never_runs
 from planner.planning.rollouts import vllm_needs, vllm_refusal
-from planner.planning.walk import Point
+from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 from planner.setup.packages import CHUNKED_TYPES, DELTA, PACKAGED
@@ -48,7 +48,7 @@ def answers(
     workload: Workload,
     results: WalkResults,
     node: Node | None,
-    best: Point | None,
+    best: WalkedSetup | None,
     chosen: Candidate | None,
     alone: OneGpu,
 ) -> Iterator[Answer]:
@@ -217,7 +217,7 @@ def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Work
     return Answer(question="Which class?", choice=chosen.words, reason=reason)
 
 
-def _full_passed_over(full: NodeResults, mine: Point, workload: Workload) -> str:
+def _full_passed_over(full: NodeResults, mine: WalkedSetup, workload: Workload) -> str:
     """Why full fine-tuning, which fits, is not taken instead of LoRA."""
     best, sure = full.best(), full.best_sure()
     assert best is not None
@@ -312,7 +312,7 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
     return Answer(question="torch.compile?", choice=choice, reason=reason)
 
 
-def _program_answer(workload: Workload, best: Point, results: NodeResults) -> Answer:
+def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
     """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
     setup, title = best.setup, best.shared.trainer.title
     if workload.targets:
@@ -325,10 +325,10 @@ def _program_answer(workload: Workload, best: Point, results: NodeResults) -> An
     return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
 
 
-def _generator_answer(workload: Workload, best: Point, results: NodeResults) -> Answer:
+def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
     """Who generates the completions, and what of the card a vLLM takes for it."""
-    roll = best.shared.rolls
-    others = results.best_of(lambda shared: shared.rolls.by_vllm != roll.by_vllm)
+    roll = best.shared.rollout_settings
+    others = results.best_of(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
     if roll.colocated:
         start, whole = vllm_needs(workload, roll)
         share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
@@ -354,7 +354,7 @@ def _generator_answer(workload: Workload, best: Point, results: NodeResults) -> 
     return Answer(question="Who generates the completions?", choice=roll.generator, reason=reason)
 
 
-def _kernels_answer(workload: Workload, best: Point) -> Answer:
+def _kernels_answer(workload: Workload, best: WalkedSetup) -> Answer:
     """What computes norms, rotary embedding and gated activation: what it buys, or why eager kernels stay."""
     first = planned_kernels(workload.targets, best.setup.objective)[0]
     setup = best.setup
@@ -376,7 +376,9 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
     return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
 
 
-def activation_answers(results: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
+def activation_answers(
+    results: NodeResults, best: WalkedSetup, workload: Workload, same_node: list[WalkedSetup]
+) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     family = best.family
     # What the chosen attention does on this card.
@@ -402,9 +404,14 @@ def activation_answers(results: NodeResults, best: Point, workload: Workload, sa
         choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
         answers.append(Answer(question="What computes linear attention?", choice=choice, reason=reason))
     answers.append(_program_answer(workload, best, results))
-    if family.aim.rolls_out:
+    if family.objective_spec.rolls_out:
         answers.append(_generator_answer(workload, best, results))
-    if family.num_gpus == 1 and family.aim.supervised and family.images is None and STACKS[family.stack].runs_trainer:
+    if (
+        family.num_gpus == 1
+        and family.objective_spec.supervised
+        and family.images is None
+        and STACKS[family.stack].runs_trainer
+    ):
         answers.append(_compile_answer(workload, best.setup))
     if results.smallest_unchecked is not None:
         answers.append(
@@ -429,7 +436,7 @@ def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
     return Answer(question=CHECKPOINTING, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
 
 
-def _micro_batch_answer(best: Point, workload: Workload, same_node: list[Point]) -> Answer:
+def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[WalkedSetup]) -> Answer:
     """How the global batch is cut."""
     family, budget = best.family, workload.budget_bytes
     larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]

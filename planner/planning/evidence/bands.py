@@ -170,7 +170,7 @@ judgement, dated November 2026."""
 OTHER_TRAINER = 2.5
 """The same of the memory of a stack on transformers' Trainer and the same libraries that has no runs of its own: of
 TRL's device memory +8.8 (dry run) and +10.8 %, and Axolotl published fifteen runs of -2.1 to +9.6 % (PR 3800)."""
-NOBODY = "no run like this has been compared"
+NO_COMPARED_RUN = "no run like this has been compared"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,20 +246,27 @@ def evidence_bands(level: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[st
             like = (cell, *memory_cells) if cell.num_sources == 1 and metric in MEMORY else (cell,)
             below, above = max(band.below for band in like), max(band.above for band in like)
             bands[metric] = (min(0.95, below * wider), above * wider)
-    if not setup.aim.supervised:
-        return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
+    if not setup.objective_spec.supervised:
+        return (
+            bands,
+            f"{NO_COMPARED_RUN}: published runs are of supervised training, this is {setup.objective_spec.title}",
+        )
     if on_trainer:
         return (
             bands,
-            f"{NOBODY}: {setup.trainer.title} has no published run here, the band is its libraries' under TRL, wider",
+            f"{NO_COMPARED_RUN}: {setup.trainer.title} has no published run here, the band is its libraries' under "
+            "TRL, wider",
         )
     if speed is None and stack in TRACED:
         traced = "its speed's band is TRL's and what its own step, traced, lay off"
-        return bands, f"{NOBODY}: {setup.trainer.title} has no published run here, {traced}"
+        return bands, f"{NO_COMPARED_RUN}: {setup.trainer.title} has no published run here, {traced}"
     if not any(owns.values()):
-        return bands, f"{NOBODY}: {setup.trainer.title} has no published run here, the band is that of other stacks"
+        return (
+            bands,
+            f"{NO_COMPARED_RUN}: {setup.trainer.title} has no published run here, the band is that of other stacks",
+        )
     if gpu.key not in cards:
-        return bands, f"{NOBODY}: none of {setup.trainer.title}'s published runs was on a {gpu.name}"
+        return bands, f"{NO_COMPARED_RUN}: none of {setup.trainer.title}'s published runs was on a {gpu.name}"
     return bands, ""
 
 
@@ -281,8 +288,9 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
             band here (torchtitan).
     """
     if planned and setup.trainer.runs_trainer:
-        apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
-        same = f"{NOBODY}: {setup.trainer.title} has no published run here, the band is that of its libraries under TRL"
+        apple = f"{NO_COMPARED_RUN}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
+        title = setup.trainer.title
+        same = f"{NO_COMPARED_RUN}: {title} has no published run here, the band is that of its libraries under TRL"
         if setup.stack in TRAINERS:
             same = apple if gpu.vendor == "Apple" else ""
         return _noted(prediction, same)

@@ -96,7 +96,7 @@ _HOST_IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 """Of whose memory people speak, where no error's own text tells."""
-_GROWN = re.compile(
+_MEMORY_GROWTH = re.compile(
     r"\bmem(?:ory)?[- ]?leak|(?:显存|内存).{0,30}(?:一直|逐渐|不断|越来越|随着?|持续).{0,20}[涨增升高大多]"
     r"|\b(?:memory|v?ram|usage|consumption|footprint)\b(?!.{0,30}\bnot\b).{0,40}"
     r"(?:\b(?:grow(?:s|n|ing)?|grew|accumulat\w+|climb\w*|(?:gets?|getting) (?:larger|higher))\b"
@@ -107,8 +107,8 @@ _GROWN = re.compile(
     re.IGNORECASE,
 )
 """Memory that ran out later than in the first steps, as its author tells it."""
-_TOLD = re.compile(
-    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|{_GROWN.pattern}|\bcrash|\b(?:dies|fail(?:s|ed))\b|\b(?:solved|fixed|resolved)\b"
+_ERROR_SENTENCE = re.compile(
+    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|{_MEMORY_GROWTH.pattern}|\bcrash|\b(?:dies|fail(?:s|ed))\b|\b(?:solved|fixed|resolved)\b"
     r"|\berror (?:is |was |has )?(?:occur|happen|raised|thrown)|^\W*(?:it )?occurs?\b",
     re.IGNORECASE,
 )
@@ -185,7 +185,7 @@ def sentences_of(text: str) -> Iterator[str]:
     yield from (match[0] for match in _BEFORE.finditer(text))
     for line in text.splitlines():
         if len(line) <= MAX_SENTENCE and not line.startswith(("    ", "  File", "│")):
-            yield from filter(_TOLD.search, re.split(r"(?<=[.!?;])\s|(?<=[。！？])", line))
+            yield from filter(_ERROR_SENTENCE.search, re.split(r"(?<=[.!?;])\s|(?<=[。！？])", line))
 
 
 def _error(lines: Sequence[str]) -> tuple[str, int | None]:
@@ -556,7 +556,7 @@ _CODE_RULES = (
     ("forward", r"\bF\.\w+\(|\b_?(?:model|unet|transformer)\(|(?:loss|train|training|forward)_step\(|compute_loss\("),
 )
 _WHEN = r"\b(?:during|while|when|in|on|at|calling|doing)\s+(?:the\s|a\s|my\s|each\s|first\s|model\s){0,2}"
-_SAID = (
+_PHASE_SENTENCES = (
     # phase, pattern of a sentence that tells of the error
     (
         "save",
@@ -639,13 +639,15 @@ def _in_words(sentences: Iterable[str]) -> str | None:
     """The part of the run that the first sentence names which names any, or whose code it quotes."""
     moments = [_WORKS.sub("", sentence) for sentence in sentences if not _NO_MOMENT.search(sentence)]
     for moment in moments:
-        matched = (name for name, pattern in (*_SAID, *_CODE_RULES) if re.search(pattern, moment, re.IGNORECASE))
+        matched = (
+            name for name, pattern in (*_PHASE_SENTENCES, *_CODE_RULES) if re.search(pattern, moment, re.IGNORECASE)
+        )
         called = (
             _RULES[at][0] for names in _NAMED.findall(moment) if (at := _rule_of(f":{''.join(names)}")) < len(_RULES)
         )
         if phase_name := next(matched, None) or next(called, None):
             return phase_name
-    return "growth" if any(map(_GROWN.search, moments)) else None
+    return "growth" if any(map(_MEMORY_GROWTH.search, moments)) else None
 
 
 @lru_cache(maxsize=20_000)

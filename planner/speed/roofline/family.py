@@ -146,7 +146,7 @@ class Family:
             host += speed.constants.compile_host * called + speed.inv.num_layers * COMPILED_LOOKUP_S
         else:
             host = Issued(
-                again=recomputed,
+                recomputed=recomputed,
                 forward=forward,
                 backward=single[1] * (moved.backward_kernels + back),
                 adapter_backward=trained.backward_kernels,
@@ -159,7 +159,7 @@ class Family:
         host += setup.extra_forwards * host / (2.0 + recomputed)
         if setup.selective_checkpointing:
             host += 2.0 * recomputed * forward * SELECTIVE_HOST * FORWARD_S
-        self.host_s = setup.aim.forwards * host * speed.host_scale
+        self.host_s = setup.objective_spec.forwards * host * speed.host_scale
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
@@ -185,7 +185,7 @@ class Family:
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
         forward, backward = work.attention
         rows = work.attending(seqs)
-        recompute = recomputed * layers.again_s(saved=self._kept, stops=self._stops)
+        recompute = recomputed * layers.recomputed_s(saved=self._kept, stops=self._stops)
         parts = {
             "matmul": matmul,
             "recompute": recompute + again_token * cached + attended * rows + offloaded * seqs + again_micro,

@@ -102,7 +102,7 @@ class LayerMatmuls(NamedTuple):
     second_forward: float
     second_or_last: float
 
-    def again_s(self, *, saved: bool, stops: bool) -> float:
+    def recomputed_s(self, *, saved: bool, stops: bool) -> float:
         """Seconds of those that a recomputation multiplies.
 
         Args:
@@ -203,9 +203,9 @@ class SpeedModel:
             compute_dtype = stacked if linear.is_stack else dtype
             size, rate = SIZE_BYTES[compute_dtype], self.rates.matmul[compute_dtype]
             rows = tokens * linear.num_active / num
-            product = self._one(rows, linear.out_features, linear.in_features, num, rate, size)
-            back = self._one(rows, linear.in_features, linear.out_features, num, rate, size)
-            grad = self._one(linear.out_features, linear.in_features, rows, num, rate, size)
+            product = self._equal_matmuls_s(rows, linear.out_features, linear.in_features, num, rate, size)
+            back = self._equal_matmuls_s(rows, linear.in_features, linear.out_features, num, rate, size)
+            grad = self._equal_matmuls_s(linear.out_features, linear.in_features, rows, num, rate, size)
             if int8 and linear.module != "parameter":
                 product = product / self.constants.int8_rate + rows * num * int8_bytes(linear, dtype) / self.bandwidth
             forward += group.count * product
@@ -217,14 +217,14 @@ class SpeedModel:
                 last += group.count * product
         size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
         for linear in self.inv.outer:
-            forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
-            inputs += self._one(tokens, linear.in_features, linear.out_features, 1, rate, size)
-            weights += self._one(linear.out_features, linear.in_features, tokens, 1, rate, size)
+            forward += self._equal_matmuls_s(tokens, linear.out_features, linear.in_features, 1, rate, size)
+            inputs += self._equal_matmuls_s(tokens, linear.in_features, linear.out_features, 1, rate, size)
+            weights += self._equal_matmuls_s(linear.out_features, linear.in_features, tokens, 1, rate, size)
         made = LayerMatmuls(forward, inputs, weights, last, second, either)
         self._matmuls[key] = made
         return made
 
-    def _one(self, m: float, n: float, k: float, num: int, rate: float, size: int) -> float:
+    def _equal_matmuls_s(self, m: float, n: float, k: float, num: int, rate: float, size: int) -> float:
         """`num` equal matmuls: one after another, or grouped (they fill the waves together)."""
         if num == 1:
             return matmul_s(m, n, k, rate, size, self.rates, self.constants)

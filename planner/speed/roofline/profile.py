@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from planner.core.notes import found
+from planner.core.notes import measured
 from planner.options.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX
@@ -62,7 +62,7 @@ class ThroughputProfile:
         self._parts: dict[int, dict[str, float]] = {}
         self.times: dict[int, float] = {} if times is None else times
         self._encoder = _encoder_time(speed, setup)
-        self._generation = _generation(speed, self._family, setup) if setup.aim.rolls_out else None
+        self._generation = _generation(speed, self._family, setup) if setup.objective_spec.rolls_out else None
 
     def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
         """GPU and host seconds of an optimizer's step."""
@@ -74,7 +74,7 @@ class ThroughputProfile:
         """Seconds after the last backward."""
         return max(self._optimizer_s(self._setup.optimizer)) + self._family.trainer_s
 
-    def beside(self, setup: TrainSetup) -> "ThroughputProfile":
+    def sibling(self, setup: TrainSetup) -> "ThroughputProfile":
         """The profile of a setup with all else the same but what is recomputed, loss and optimizer."""
         return profile_of(self._speed, setup, self._family.work)
 
@@ -236,7 +236,7 @@ class ThroughputProfile:
         """The share of a step that nobody has measured in a run of the setup's kind."""
         unmeasured = self._family.unmeasured_s(seqs) * steps + parts.get("generation", 0.0)
         unmeasured += parts[self._encoder.name] if self._encoder is not None else 0.0
-        if not self._setup.aim.supervised:
+        if not self._setup.objective_spec.supervised:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
         return float(unmeasured / sum(parts.values()))
 
@@ -278,7 +278,7 @@ class ThroughputProfile:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
         elif speed.model.expert_stacks and self._family.work.stacked == "fp32" != compute:
             notes.append(
-                found(
+                measured(
                     "The experts multiply in fp32, several times slower: transformers' grouped product is not "
                     "autocast's (--precision bf16-pure, or FSDP2, which casts the weights, has 16 bits)."
                 )
@@ -300,10 +300,11 @@ class ThroughputProfile:
                 f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
                 "wider by all of it."
             )
-        if not self._setup.aim.supervised:
+        if not self._setup.objective_spec.supervised:
             notes.append(
-                f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
-                "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
+                f"No run of {self._setup.objective_spec.title} has been compared in speed: its layers cost what they "
+                "cost in supervised training, and the band is wider by all of its loss and of its forwards without "
+                "gradients."
             )
         if self._encoder is not None:
             notes.append(self._encoder.note)

@@ -48,12 +48,12 @@ class Issued(NamedTuple):
     """What a micro-batch issues.
 
     Attributes:
-        again: share of the layers that are computed twice.
+        recomputed: share of the layers that are computed twice.
         forward, backward: kernels of the layers; adapter_backward: of adapters.
         adapted, quantized: matrices; launches: Triton kernels of one forward.
     """
 
-    again: float
+    recomputed: float
     forward: float
     backward: float
     adapter_backward: float
@@ -63,14 +63,14 @@ class Issued(NamedTuple):
 
     def host_s(self, num_layers: int) -> float:
         """Host seconds of the layers."""
-        forwards = 1.0 + self.again
+        forwards = 1.0 + self.recomputed
         return (
             CONSTANT_S
             + forwards * (self.forward * FORWARD_S + self.adapted * ADAPTER_S)
             + self.backward * BACKWARD_S
             + self.adapter_backward * ADAPTER_BACKWARD_S
             + (forwards + 1.0) * (self.quantized * QUANTIZED_S + self.launches * LAUNCH_S)
-            + self.again * num_layers * RECOMPUTED_LAYER_S
+            + self.recomputed * num_layers * RECOMPUTED_LAYER_S
         )
 
 

@@ -34,17 +34,17 @@ class Generation:
         weights += head.num_weights if head is not None else 0
         self._weights_s = weights * SIZE_BYTES[family.dtypes.compute] / speed.bandwidth
         self._host_s = 0.0
-        if setup.rolls.generator == "transformers":
+        if setup.rollout_settings.generator == "transformers":
             sampling = SAMPLING_KERNELS * UPDATE_S * speed.host_scale
             self._host_s = family.forward_host_s + sampling
 
     def seconds(self, step_seqs: int) -> float:
         """Of one optimizer step, in the mean of those that a generation serves."""
-        seqs = self._setup.rolls.at_once(step_seqs)
+        seqs = self._setup.rollout_settings.at_once(step_seqs)
         return step_seqs / seqs * self._of(seqs)
 
     def _of(self, seqs: int) -> float:
-        setup, family, roll = self._setup, self._family, self._setup.rolls
+        setup, family, roll = self._setup, self._family, self._setup.rollout_settings
         prompt = setup.prompt_tokens
         cache = cache_bytes(self._speed.model, setup, seqs, prompt + roll.completion_tokens // 2)
         passes = CACHE_PASSES.get(roll.generator, 1.0)

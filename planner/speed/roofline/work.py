@@ -92,9 +92,11 @@ class Work:
         constants = speed.constants
         self.speed, self._int8, self._compiled = speed, setup.quantization == "int8", setup.compiled
         self.length, self.forwards = setup.layer_tokens, setup.num_forwards
-        self.seqs_per_sample, self._extra = setup.aim.seqs_per_sample, setup.extra_forwards
-        self._scored = setup.rolls.completion_tokens if setup.aim.rolls_out else setup.seq_len_tokens
-        self._scored *= 1 if setup.aim.rolls_out else self.seqs_per_sample
+        self.seqs_per_sample, self._extra = setup.objective_spec.seqs_per_sample, setup.extra_forwards
+        self._scored = (
+            setup.rollout_settings.completion_tokens if setup.objective_spec.rolls_out else setup.seq_len_tokens
+        )
+        self._scored *= 1 if setup.objective_spec.rolls_out else self.seqs_per_sample
         self._micro: dict[int, MicroBatch] = {}
         self._losses: dict[tuple[str, int], float] = {}
         self.dtypes = dtypes = dtype_policy_of(setup)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.layer_terms import dealt_heads
+from planner.memory.layer_terms import rank_heads
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import LayoutConstants
@@ -201,7 +201,7 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
     for layer, count in part.layer_counts:
         if layer.attention is None:
             continue
-        spec = dealt_heads(layer.attention, inner)
+        spec = rank_heads(layer.attention, inner)
         pairs = tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
         if setup.rings:
             ahead = collectives.all_gather_s(degree * size * pairs, group)
@@ -240,7 +240,7 @@ def experts_s(
             continue
         rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[dtypes.table]
         once = 2 * collectives.all_gather_s(rows, group) + _ROW_PASSES * rows / bandwidth
-        byte_pass_s = sum(linear.num_weights for linear in layer.linears if linear.dealt) / bandwidth
+        byte_pass_s = sum(linear.num_weights for linear in layer.linears if linear.expert_parallel) / bandwidth
         copied = byte_pass_s * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[dtypes.table])
         reduced = byte_pass_s * _REDUCE_BYTES * (setup.shards == setup.expert_degree)
         forward += count * (once + copied)

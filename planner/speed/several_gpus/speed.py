@@ -123,7 +123,7 @@ class Loop:
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
 
-    def beside(self, setup: TrainSetup) -> "Loop":
+    def sibling(self, setup: TrainSetup) -> "Loop":
         """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
         key = _layout(setup)
         loop = self._beside.get(key)
@@ -143,7 +143,7 @@ class Loop:
     def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
         setup, collectives = self._setup, self._links.collectives
         # a rank computes what one GPU does, whose program knows the host and experts' rows; fits are of older stacks
-        micro = rank.micro(seqs, self._like.beside_formula(seqs) if self._like is not None else 1.0)
+        micro = rank.micro(seqs, self._like.ratio_to_formula(seqs) if self._like is not None else 1.0)
         forward, backward = tensor_s(rank.part, setup, collectives, seqs)
         ahead, back = context_s(rank.part, setup, collectives, seqs)
         forward, backward = forward + ahead, backward + back
@@ -252,7 +252,7 @@ class LayoutProfile:
         flops = profile.flops(setup.micro_batch_seqs, steps)
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
         unmeasured = 0.0
-        if not setup.aim.supervised:
+        if not setup.objective_spec.supervised:
             unmeasured = (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0) + generation) / total
         return StepTime(
             step_time_s=total,
@@ -292,11 +292,11 @@ def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progra
     inner, alone = computed(setup), setup.replace_trusted(**ONE_GPU, context_degree=1)
     key = "program beside", id(gpu), inner, alone
 
-    def found(spec: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
+    def timed_program(spec: ModelSpec) -> tuple[GpuSpec, ProgramSpeed | ScaledSpeed | None]:
         by_program = program_speed(spec, gpu, inner) or speed_by_program(spec, gpu, alone)
         return gpu, by_program  # held, so that no other object can take its identity
 
-    return model.once(key, found)[1]
+    return model.once(key, timed_program)[1]
 
 
 def _slowest(stages: list[Stage]) -> int:

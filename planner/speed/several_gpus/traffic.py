@@ -87,7 +87,7 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
     weight_size = SIZE_BYTES[dtypes.autocast or dtypes.table] if setup.parallel == "fsdp2" else SIZE_BYTES[dtypes.table]
     layers = part.num_layers
     quantized = _quantized_weights(part) if setup.quantized else 0
-    expert_weights = part.num_dealt_weights
+    expert_weights = part.num_expert_parallel_weights
     in_layers = sum(layer.num_params * count for layer, count in part.layer_counts) - expert_weights
     layer_bytes = (in_layers - quantized) * weight_size + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
     root_params = part.num_params - in_layers - expert_weights

@@ -33,13 +33,13 @@ if "LOCAL_RANK" in os.environ:
 
     def watched(handler, model):
         model = prepare_model(handler, model)
-        shards = [one for one in model.parameters() if isinstance(one, DTensor)]
-        found = {
-            "parameters": sum(one.numel() for one in model.parameters()),
-            "sharded": sum(one.numel() for one in shards),
-            "here": sum(one.to_local().numel() for one in shards),
+        shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        counts = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "sharded": sum(shard.numel() for shard in shards),
+            "here": sum(shard.to_local().numel() for shard in shards),
         }
-        Path(os.environ["SHARDS_FILE"] + os.environ["RANK"]).write_text(json.dumps(found))
+        Path(os.environ["SHARDS_FILE"] + os.environ["RANK"]).write_text(json.dumps(counts))
         return model
 
     atexit.register(leave)

@@ -57,15 +57,15 @@ def test_exchange_by_hand() -> None:
         assert attention is not None
         return exchanged_bytes(attention, context)
 
-    own, gathered = TOKENS // 8, 2 * 2048 * TOKENS
+    rank_tokens, all_gather_bytes = TOKENS // 8, 2 * 2048 * TOKENS
     ring = exchanged(_setup(8))
     assert ring == (
-        gathered + own * (2 * (4096 + 2048 + 4096) + 16 * 4096),
-        gathered + own * (2 * (4096 + 2048) + 4 * (2 * 4096 + 3 * 2048)),
+        all_gather_bytes + rank_tokens * (2 * (4096 + 2048 + 4096) + 16 * 4096),
+        all_gather_bytes + rank_tokens * (2 * (4096 + 2048) + 4 * (2 * 4096 + 3 * 2048)),
     )
-    assert exchanged(_setup(8, "zero3")) == (own * 2 * (3 * 4096 + 2048),) * 2
+    assert exchanged(_setup(8, "zero3")) == (rank_tokens * 2 * (3 * 4096 + 2048),) * 2
     # 8 key-value heads for 16 GPUs: each is there twice
-    assert exchanged(_setup(16, "zero3", num_gpus=16)) == (own // 2 * 2 * (3 * 4096 + 4096),) * 2
+    assert exchanged(_setup(16, "zero3", num_gpus=16)) == (rank_tokens // 2 * 2 * (3 * 4096 + 4096),) * 2
     assert exchanged(TrainSetup(num_gpus=8, parallel="fsdp2")) == (0, 0)
 
 
@@ -76,8 +76,8 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
     for degree in (1, 2, 4, 8):
         setup = _setup(degree, parallel, accumulation_steps=degree)
         (rank,) = rank_memories(model, A100, setup)
-        kept = {one.name: one.size_bytes for one in rank.breakdown.terms}
-        assert kept["checkpointed layer inputs"] == TOKENS // degree * 4096 * 2 * 32
+        bytes_by_term = {term.name: term.size_bytes for term in rank.breakdown.terms}
+        assert bytes_by_term["checkpointed layer inputs"] == TOKENS // degree * 4096 * 2 * 32
         sizes.append(rank.breakdown.peak_device_bytes)
         seconds.append(layout_step_time(model, A100, setup, cluster).step_time_s)
     assert sizes == sorted(sizes, reverse=True)
@@ -136,7 +136,7 @@ def test_long_sequences_are_cut_unasked_and_short_ones_are_not() -> None:
             model=_model(), gpu=A100, memory_bytes=A100.memory_bytes, headroom_bytes=0, seq_len_tokens=tokens,
             global_batch_seqs=8, cluster=make_cluster(A100, 8), fixed=fixed,
         )  # fmt: skip
-        return {one.name for one in all_layouts(workload) if "context" in one.name or "Ulysses" in one.name}
+        return {layout.name for layout in all_layouts(workload) if "context" in layout.name or "Ulysses" in layout.name}
 
     ways = (("context", "FSDP2"), ("Ulysses", "ZeRO-3"))
     assert names(LONG_TOKENS) == {f"{how} {degree} under {who}" for how, who in ways for degree in (2, 4, 8)}

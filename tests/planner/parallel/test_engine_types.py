@@ -31,17 +31,17 @@ def llama() -> ModelSpec:
 
 
 def setups() -> list[TrainSetup]:
-    found = []
+    valid_setups = []
     for parallel, precision, method in product(("ddp", "zero2", "zero3", "fsdp2"), PRECISIONS, METHODS.values()):
         try:
-            found.append(TrainSetup(num_gpus=4, parallel=parallel, precision=precision, **method))
+            valid_setups.append(TrainSetup(num_gpus=4, parallel=parallel, precision=precision, **method))
         except SetupError:
             continue
-    found.append(TrainSetup(num_gpus=4, parallel="fsdp2", tensor_degree=2, method="full", lora_rank=0))
-    return found
+    valid_setups.append(TrainSetup(num_gpus=4, parallel="fsdp2", tensor_degree=2, method="full", lora_rank=0))
+    return valid_setups
 
 
-@pytest.mark.parametrize("setup", setups(), ids=lambda one: f"{one.parallel}-{one.precision}-{one.method}")
+@pytest.mark.parametrize("setup", setups(), ids=lambda setup: f"{setup.parallel}-{setup.precision}-{setup.method}")
 def test_memory_and_speed_take_the_same_types(setup: TrainSetup) -> None:
     """Seven such setups were tried when memory and speed had a rule each; five disagreed."""
     model = llama()

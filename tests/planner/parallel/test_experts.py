@@ -11,7 +11,7 @@ from planner.frameworks.readers import FileContext, read_text
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of, why_not
-from planner.memory.engines.dealt import share_of
+from planner.memory.engines.expert_parallel import share_of
 from planner.memory.layer_terms import PAIR_BYTES
 from planner.memory.layers import layer_costs
 from planner.memory.micro_batch import step_dtype_policy
@@ -74,9 +74,9 @@ def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs
     (part,) = rank_parts(model, setup)
     inner = engine_of(setup).computes(setup)
     kinds = [frozenset[str]()] * len(model.layer_kinds)
-    (one,) = layer_costs(model, H100, alone, step_dtype_policy(model, alone), kinds)
-    (dealt,) = layer_costs(part.model, H100, inner, step_dtype_policy(part.model, inner), kinds)
-    assert dealt.saved.total - one.saved.total == PAIR_BYTES * 2048 * 8
+    (single_layer,) = layer_costs(model, H100, alone, step_dtype_policy(model, alone), kinds)
+    (sharded_layer,) = layer_costs(part.model, H100, inner, step_dtype_policy(part.model, inner), kinds)
+    assert sharded_layer.saved.total - single_layer.saved.total == PAIR_BYTES * 2048 * 8
 
 
 def test_seconds_by_hand() -> None:
@@ -84,12 +84,12 @@ def test_seconds_by_hand() -> None:
     setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
     (part,) = rank_parts(_model(), setup)
     wires = Collectives(make_cluster(H100, 8), load_calibration().layout_constants)
-    one = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
+    exchange_s = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
     forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
-    assert forward == pytest.approx(LAYERS * 2 * one)
-    assert backward == pytest.approx(LAYERS * 4 * one)
-    kept = experts_s(part.model, setup.replace(checkpointing=0), wires, bandwidth, 1)
-    assert kept == pytest.approx((forward, LAYERS * 2 * one))
+    assert forward == pytest.approx(LAYERS * 2 * exchange_s)
+    assert backward == pytest.approx(LAYERS * 4 * exchange_s)
+    uncheckpointed_s = experts_s(part.model, setup.replace(checkpointing=0), wires, bandwidth, 1)
+    assert uncheckpointed_s == pytest.approx((forward, LAYERS * 2 * exchange_s))
 
 
 def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> None:
@@ -97,9 +97,9 @@ def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> No
 
     def tokens_per_s(degree: int, seqs: int) -> float:
         setup = _setup(degree, precision="bf16-pure", seq_len_tokens=512, micro_batch_seqs=seqs)
-        found = layout_step_time(model, H100, setup, cluster)
-        assert (found.band_fraction >= DEALT_BAND) == (degree > 1)
-        return found.tokens_per_s
+        step = layout_step_time(model, H100, setup, cluster)
+        assert (step.band_fraction >= DEALT_BAND) == (degree > 1)
+        return step.tokens_per_s
 
     assert tokens_per_s(8, 1) > 1.05 * tokens_per_s(1, 1)  # the host sets much of either's pace
     assert tokens_per_s(8, 32) < tokens_per_s(1, 32)
@@ -148,13 +148,15 @@ def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
             model=_model(model), gpu=H100, memory_bytes=H100.memory_bytes, headroom_bytes=0, seq_len_tokens=2048,
             global_batch_seqs=8, cluster=make_cluster(H100, 8), fixed=fixed,
         )  # fmt: skip
-        return {one.name for one in all_layouts(workload) if "experts" in one.name and not one.reason}
+        return {layout.name for layout in all_layouts(workload) if "experts" in layout.name and not layout.reason}
 
     assert names(MIXTURE) == {"experts 8 under FSDP2"}
     assert names("qwen/qwen1.5-moe-a2.7b") == {"experts 4 under FSDP2"}
     assert names("meta-llama/llama-3.1-8b") == set()
     assert names(MIXTURE, parallel=("fsdp2",)) == set()
-    assert names(MIXTURE, expert_degree=(2, 4), parallel=("fsdp2",)) == {f"experts {one} under FSDP2" for one in (2, 4)}
+    assert names(MIXTURE, expert_degree=(2, 4), parallel=("fsdp2",)) == {
+        f"experts {degree} under FSDP2" for degree in (2, 4)
+    }
     assert layout_name(_setup(8, num_gpus=16, shard_degree=8)) == "experts 8 under FSDP2 in groups of 8"
 
 
@@ -167,7 +169,7 @@ def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, A
     )
     launch = EXPORTERS[target](request)
     assert not launch.refused
-    (file,) = [one for one in launch.files if "ep_size" in one.text or "expert_parallel_degree" in one.text]
+    (file,) = [file for file in launch.files if "ep_size" in file.text or "expert_parallel_degree" in file.text]
     back = read_text(file.text, file.path, around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)))
     assert back.setup.layout == setup.layout
     assert back.setup.parallel == "fsdp2"
@@ -201,7 +203,7 @@ def test_other_tools_refuse(target: str) -> None:
     setup = _setup(8, loss="full")
     request = ExportRequest(model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=_model())
     launch = EXPORTERS[target](request)
-    assert launch.refused or "ep_size" not in "".join(one.text for one in launch.files)
+    assert launch.refused or "ep_size" not in "".join(file.text for file in launch.files)
 
 
 def test_memory_falls_with_the_degree_as_less_is_gathered() -> None:

@@ -98,8 +98,12 @@ def _fsdp2(**more: Any) -> RankState:
 
 def _at(state: RankState, moment: str, category: str) -> int:
     """Bytes of one category that are held at a moment and not all along."""
-    held = [one for one in state.held if one.category == category and one.moments != MOMENTS]
-    return sum(one.size_bytes for one in held if moment in one.moments)
+    temporary = [
+        allocation
+        for allocation in state.allocations
+        if allocation.category == category and allocation.moments != MOMENTS
+    ]
+    return sum(allocation.size_bytes for allocation in temporary if moment in allocation.moments)
 
 
 def test_fsdp2_gathers_one_block_and_prefetches_another() -> None:
@@ -136,7 +140,9 @@ def test_fsdp2_pads_small_first_dimensions() -> None:
     def weights(num_gpus: int) -> int:
         return _bytes(_worst(TrainSetup(**LORA, num_gpus=num_gpus, parallel="fsdp2"), model), "weights /")
 
-    experts = 2 * sum(one.num_weights for one in model.layer_kinds[0].linears if one.num > 1) * model.num_layers
+    experts = (
+        2 * sum(linear.num_weights for linear in model.layer_kinds[0].linears if linear.num > 1) * model.num_layers
+    )
     assert weights(8) - weights(16) == pytest.approx((2 * model.num_params - experts) / 16, rel=PADDING)
 
 
@@ -173,11 +179,11 @@ def test_engines_that_cast_compute_without_autocast(method: str, parallel: str) 
 def test_ddp_is_one_gpu_and_its_buckets(method: str, name: str, steps: int, checkpointing: int) -> None:
     """Phase by phase, whatever the one-GPU model becomes."""
     model = _model(name)
-    one = TrainSetup(**METHODS[method], accumulation_steps=steps, checkpointing=checkpointing, seq_len_tokens=512)
-    alone = predict_memory(model, GPU, one)
-    assert rank_memories(model, GPU, one)[0].breakdown == alone
-    ranks = _worst(one.replace(num_gpus=2, parallel="ddp"), model)
-    buckets = trained_parameters(model, one).size_bytes
+    setup = TrainSetup(**METHODS[method], accumulation_steps=steps, checkpointing=checkpointing, seq_len_tokens=512)
+    alone = predict_memory(model, GPU, setup)
+    assert rank_memories(model, GPU, setup)[0].breakdown == alone
+    ranks = _worst(setup.replace(num_gpus=2, parallel="ddp"), model)
+    buckets = trained_parameters(model, setup).size_bytes
     for phase in ("forward", "loss", "backward", "step"):
         assert ranks.phase_bytes[phase] - buckets == alone.phase_bytes[phase], phase
 
@@ -190,7 +196,7 @@ def test_more_shards_never_raise_a_ranks_peak(method: str, parallel: str, steps:
         _worst(TrainSetup(**METHODS[method], num_gpus=num, parallel=parallel, accumulation_steps=steps))
         for num in (2, 3, 4, 8, 16, 64, 512)
     ]
-    allocated = [one.peak_allocated_bytes for one in peaks]
+    allocated = [breakdown.peak_allocated_bytes for breakdown in peaks]
     assert allocated == sorted(allocated, reverse=True)
     assert allocated[0] > allocated[-1]
 
@@ -254,17 +260,17 @@ def test_pipeline_stages_hold_what_is_in_flight() -> None:
         setup = TrainSetup(
             **FULL, num_gpus=4, pipeline_degree=4, accumulation_steps=16, checkpointing=0, pipeline_schedule=schedule
         )
-        return {one.name: one.breakdown for one in rank_memories(_model(), GPU, setup)}
+        return {rank.name: rank.breakdown for rank in rank_memories(_model(), GPU, setup)}
 
     ours, gpipe = stages("1f1b"), stages("gpipe")
     assert next(iter(ours)) == "stage 1 of 4"
-    kept = sum(
+    activation_bytes = sum(
         term.size_bytes
         for term in ours["stage 4 of 4"].terms
         if term.category == "activations" and {"forward", "backward"} <= set(term.phases) and not term.resident
     )
     stored = sum(t.size_bytes for t in ours["stage 1 of 4"].terms if "more micro-batches in flight" in t.name)
-    assert stored == pytest.approx(3 * kept, rel=0.01)
+    assert stored == pytest.approx(3 * activation_bytes, rel=0.01)
     assert _bytes(ours["stage 4 of 4"], "loss chain") > 0
     assert not _bytes(ours["stage 3 of 4"], "loss chain")
     for name, breakdown in gpipe.items():
@@ -276,9 +282,9 @@ def test_data_parallel_in_one_process_gathers_logits_on_gpu_0() -> None:
     first, other = rank_memories(_model(), GPU, TrainSetup(**LORA, num_gpus=8, parallel="dp"))
     assert (first.name, first.num_ranks) == ("GPU 0", 1)
     assert (other.name, other.num_ranks) == ("every other GPU", 7)
-    one = predict_memory(_model(), GPU, TrainSetup(**LORA))
-    gathered = _bytes(first.breakdown, "loss chain") - _bytes(one, "loss chain")
-    assert 0 < gathered <= 8 * 2 * 2048 * 128_256
+    single_gpu = predict_memory(_model(), GPU, TrainSetup(**LORA))
+    logits_bytes = _bytes(first.breakdown, "loss chain") - _bytes(single_gpu, "loss chain")
+    assert 0 < logits_bytes <= 8 * 2 * 2048 * 128_256
     assert not _bytes(other.breakdown, "states of")
 
 
@@ -296,6 +302,6 @@ def test_communicators_are_counted_by_group() -> None:
 def test_the_worst_rank_comes_first_and_all_gpus_are_counted() -> None:
     setup = TrainSetup(**FULL, num_gpus=8, pipeline_degree=4, parallel="fsdp2", accumulation_steps=8)
     ranks = rank_memories(_model(), GPU, setup)
-    peaks = [one.breakdown.peak_device_bytes for one in ranks]
+    peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
     assert peaks == sorted(peaks, reverse=True)
-    assert sum(one.num_ranks for one in ranks) == 8
+    assert sum(rank.num_ranks for rank in ranks) == 8

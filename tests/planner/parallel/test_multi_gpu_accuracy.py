@@ -18,7 +18,7 @@ POINTS = load_points()
 FIRM = [point for point in POINTS if point.tokens_per_s is not None and not point.loose_speed]
 CALIBRATION = load_calibration(str(DATA_FILE))
 SPEED = [exp(log_error(point, CALIBRATION)) - 1.0 for point in FIRM]
-MEMORY = [one for one in memory_errors(POINTS) if not one.point.loose_memory]
+MEMORY = [comparison for comparison in memory_errors(POINTS) if not comparison.point.loose_memory]
 
 SPEED_LIMITS = {
     "fms_acceleration": 0.057,
@@ -68,13 +68,15 @@ def test_speed_does_not_drift_with_the_number_of_gpus() -> None:
 
 
 def test_memory_of_the_worst_rank() -> None:
-    assert median(size([one.error for one in MEMORY])) <= 0.08
-    assert median(size([one.other for one in MEMORY])) <= 0.16  # without what FSDP 1 keeps
+    assert median(size([comparison.error for comparison in MEMORY])) <= 0.08
+    assert median(size([comparison.other for comparison in MEMORY])) <= 0.16  # without what FSDP 1 keeps
 
 
 def test_sharded_full_training_memory_is_nearly_exact() -> None:
     errors = [
-        one.error for one in MEMORY if one.point.source == "fms_acceleration" and one.point.setup.method == "full"
+        comparison.error
+        for comparison in MEMORY
+        if comparison.point.source == "fms_acceleration" and comparison.point.setup.method == "full"
     ]
     assert len(errors) >= 8
     assert max(size(errors)) <= 0.03
@@ -83,17 +85,19 @@ def test_sharded_full_training_memory_is_nearly_exact() -> None:
 def test_runs_that_went_out_of_memory_are_mostly_foreseen() -> None:
     gone = out_of_memory(POINTS)
     assert len(gone) >= 30
-    assert sum(one.error > 0.0 for one in gone) >= 0.75 * len(gone)
+    assert sum(comparison.error > 0.0 for comparison in gone) >= 0.75 * len(gone)
 
 
 def test_fsdp_1_keeps_inputs_of_frozen_layers() -> None:
     """Adding them explains LoRA and QLoRA of dense models: what was 14 to 31 % too low is within a few percent."""
     dense = [
-        one for one in MEMORY if one.point.source == "fms_acceleration" and "Llama-2-70b" in one.point.labels["model"]
+        comparison
+        for comparison in MEMORY
+        if comparison.point.source == "fms_acceleration" and "Llama-2-70b" in comparison.point.labels["model"]
     ]
     assert len(dense) >= 10
-    assert median(size([one.error for one in dense])) <= 0.04
-    assert median(size([one.other for one in dense])) >= 0.15
+    assert median(size([comparison.error for comparison in dense])) <= 0.04
+    assert median(size([comparison.other for comparison in dense])) >= 0.15
 
 
 def test_tensor_parallelism_scales_as_megatron_measured() -> None:

@@ -16,8 +16,8 @@ from planner.memory.engines import why_not
 from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
-from planner.planning.decision.facts import LAYOUT_GAIN_FRACTION
 from planner.planning.decision.layouts import FIELDS, layout_key
+from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.plan import Answer, NoPlan, Plan
 from planner.planning.predict import device_peak_bytes, predict
 from planner.planning.refine import correction_key, refine
@@ -52,8 +52,8 @@ def job(
 
 
 def planned(*arguments: Any, **options: Any) -> Plan:
-    asked = job(*arguments, **options)
-    plan = plan_workload(asked, cache=known_of(asked))
+    workload = job(*arguments, **options)
+    plan = plan_workload(workload, cache=known_of(workload))
     assert isinstance(plan, Plan)
     return plan
 
@@ -80,9 +80,9 @@ def test_the_recommendation_keeps_every_constraint(
 ) -> None:
     plan = planned(model, gpu, num_gpus, **options)
     workload = plan.workload
-    for one in (plan.chosen, *plan.ranked):
-        setup = one.setup
-        assert one.fits
+    for candidate in (plan.chosen, *plan.ranked):
+        setup = candidate.setup
+        assert candidate.fits
         assert setup.num_gpus == num_gpus
         assert setup.global_batch_seqs == workload.global_batch_seqs
         assert why_not(workload.model, setup) == ""
@@ -221,17 +221,19 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
         offload="parameters",
     )
     assert host_bytes_per_node(workload.model, setup, 1) > assumed_host_bytes(workload)
-    asked = plan_workload(job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={**fixed, "offload": ("parameters",)}))
-    assert isinstance(asked, Plan)
-    assert any("host's memory" in note for note in asked.chosen.formula.notes)
+    offloaded_plan = plan_workload(
+        job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={**fixed, "offload": ("parameters",)})
+    )
+    assert isinstance(offloaded_plan, Plan)
+    assert any("host's memory" in note for note in offloaded_plan.chosen.formula.notes)
 
 
 @pytest.mark.parametrize("gpu", ["rtx-4090", "l4", "a100-40gb"])
 def test_16_bit_master_weights_only_when_asked_for(gpu: str) -> None:
     """Whatever stages are walked: full fine-tuning keeps fp32 master weights, as on one GPU."""
     plan = planned("meta-llama/Llama-3.1-8B", gpu, 4, fixed={"loss": ("chunked", "full")})
-    for one in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives)):
-        assert one.setup.method != "full" or one.setup.precision == "bf16-mixed"
+    for candidate in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives)):
+        assert candidate.setup.method != "full" or candidate.setup.precision == "bf16-mixed"
 
 
 def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
@@ -310,10 +312,10 @@ def test_dry_runs_correct_spreads_one_by_one() -> None:
 
 
 def test_corrections_of_one_spread_leave_the_others_alone() -> None:
-    one = TrainSetup(num_gpus=8, parallel="ddp")
-    assert correction_key(one) != correction_key(one.replace(parallel="fsdp2"))
-    assert correction_key(one) != correction_key(TrainSetup())
-    assert layout_key(one) == layout_key(one.replace(micro_batch_seqs=4))
+    ddp = TrainSetup(num_gpus=8, parallel="ddp")
+    assert correction_key(ddp) != correction_key(ddp.replace(parallel="fsdp2"))
+    assert correction_key(ddp) != correction_key(TrainSetup())
+    assert layout_key(ddp) == layout_key(ddp.replace(micro_batch_seqs=4))
 
 
 def test_one_gpu_never_loads_the_parallel_package() -> None:
@@ -333,11 +335,11 @@ def test_fields_of_the_spread_are_all_there() -> None:
 
 def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> None:
     fixed = {"method": ("full",)}
-    one = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32, fixed=fixed))
-    assert isinstance(one, Plan)
+    single_gpu_plan = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32, fixed=fixed))
+    assert isinstance(single_gpu_plan, Plan)
     for num_gpus in (2, 8):
         many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32, fixed=fixed)
-        assert choose(many.chosen.setup) == choose(one.chosen.setup)
+        assert choose(many.chosen.setup) == choose(single_gpu_plan.chosen.setup)
 
 
 def test_what_only_may_fit_gives_way_to_the_hosts_memory() -> None:
@@ -345,7 +347,7 @@ def test_what_only_may_fit_gives_way_to_the_hosts_memory() -> None:
     plan = planned("meta-llama/Llama-3.1-70B", "h100-sxm", 8, small=False, fixed={"method": ("full",)})
     assert (plan.chosen.verdict, plan.chosen.setup.offload != "none") == ("fits", True)
     assert any(
-        one.candidate.verdict == "tight" and one.candidate.tokens_per_s > plan.chosen.tokens_per_s
-        for one in plan.alternatives
+        alternative.candidate.verdict == "tight" and alternative.candidate.tokens_per_s > plan.chosen.tokens_per_s
+        for alternative in plan.alternatives
     )
     assert answer(plan, "host").reason == "nothing surely fits on the GPUs alone"

@@ -64,7 +64,9 @@ def test_tensor_shards_divide_the_matrices_and_keep_the_rest(degree: int) -> Non
     model = loaded("meta-llama/llama-3.1-8b")
     shard = tensor_shard(model, degree)
     layer, whole = shard.layer_kinds[0], model.layer_kinds[0]
-    assert sum(one.num_weights for one in layer.linears) * degree == sum(one.num_weights for one in whole.linears)
+    assert sum(linear.num_weights for linear in layer.linears) * degree == sum(
+        linear.num_weights for linear in whole.linears
+    )
     assert layer.norms == whole.norms
     assert shard.num_head_params * degree == model.num_head_params
     assert shard.num_embedding_params * degree == model.num_embedding_params  # by vocabulary

@@ -21,9 +21,9 @@ A100 = find_gpu("a100-80gb")
 
 
 def model() -> ModelSpec:
-    found = load("meta-llama/Llama-3.1-8B")
-    assert found is not None
-    return found
+    spec = load("meta-llama/Llama-3.1-8B")
+    assert spec is not None
+    return spec
 
 
 def setup(parallel: str, gpus: int = 8, **changes: Any) -> TrainSetup:
@@ -71,10 +71,10 @@ def test_the_profile_says_what_the_full_answer_says(layout: dict[str, Any]) -> N
 def test_ddp_computes_what_one_gpu_does_by_its_program(fields: dict[str, Any]) -> None:
     """Of many small kernels too, where closed forms are half off; adapters' gradients are small."""
     made = setup("ddp", method="lora", lora_rank=16).replace(**{"micro_batch_seqs": 4, **fields})
-    own = made.replace(num_gpus=1, parallel="none")
-    program = speed_profile(model(), A100, own)
+    single_gpu = made.replace(num_gpus=1, parallel="none")
+    program = speed_profile(model(), A100, single_gpu)
     assert isinstance(program, ProgramSpeed)
-    assert seconds(made) == pytest.approx(program.step_time(own).step_time_s, rel=0.03)
+    assert seconds(made) == pytest.approx(program.step_time(single_gpu).step_time_s, rel=0.03)
 
 
 def test_ddp_adds_the_reduction_to_one_gpus_step() -> None:
@@ -183,10 +183,10 @@ def test_tensor_parallel_sums_are_not_hidden() -> None:
     collectives = Collectives(cluster, constants)
     group = group_of(cluster, 8)
     tokens, hidden, vocab = 4 * 2048, 4096, 128256
-    one = collectives.all_reduce_s(tokens * hidden * 2, group)
-    expected = (6 * 32 + 1) * one + collectives.all_gather_s(tokens * vocab * 2, group)
+    all_reduce_s = collectives.all_reduce_s(tokens * hidden * 2, group)
+    expected = (6 * 32 + 1) * all_reduce_s + collectives.all_gather_s(tokens * vocab * 2, group)
     assert communication_s(made) == pytest.approx(expected)
-    assert communication_s(made.replace(checkpointing=0)) == pytest.approx(expected - 2 * 32 * one)
+    assert communication_s(made.replace(checkpointing=0)) == pytest.approx(expected - 2 * 32 * all_reduce_s)
 
 
 def test_a_split_head_still_pays_for_the_whole_loss() -> None:

@@ -28,7 +28,7 @@ def job(
 
 
 def names(workload: Workload, *stages: str) -> list[str]:
-    return [one.name for one in layouts(workload, stages or STAGES)]
+    return [layout.name for layout in layouts(workload, stages or STAGES)]
 
 
 def test_one_gpu_has_no_spreads() -> None:
@@ -37,17 +37,17 @@ def test_one_gpu_has_no_spreads() -> None:
 
 def test_every_spread_makes_a_setup_and_keeps_the_global_batch() -> None:
     workload = job(16, nodes=2)
-    found = layouts(workload, STAGES)
-    assert len({layout_key(TrainSetup(**one.fields)) for one in found}) == len(found) > 15
-    for one in found:
-        setup = TrainSetup(**one.fields)
+    candidates = layouts(workload, STAGES)
+    assert len({layout_key(TrainSetup(**layout.fields)) for layout in candidates}) == len(candidates) > 15
+    for layout in candidates:
+        setup = TrainSetup(**layout.fields)
         assert setup.num_gpus == 16
-        assert setup.data_degree == one.data_degree
-        assert workload.global_batch_seqs % one.data_degree == 0
+        assert setup.data_degree == layout.data_degree
+        assert workload.global_batch_seqs % layout.data_degree == 0
 
 
 def test_replicated_and_sharded_come_first_and_offloading_last() -> None:
-    stages = [one.stage for one in layouts(job(), STAGES)]
+    stages = [layout.stage for layout in layouts(job(), STAGES)]
     assert stages == sorted(stages, key=STAGES.index)
     assert names(job(), "replicate") == ["DDP"]
     assert {"ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"} <= set(names(job(), "shard"))
@@ -59,49 +59,51 @@ def test_hybrid_shard_only_over_several_nodes() -> None:
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
-    for one in layouts(job(32, nodes=4), ("split",)):
-        assert one.fields["tensor_degree"] <= 8
+    for layout in layouts(job(32, nodes=4), ("split",)):
+        assert layout.fields["tensor_degree"] <= 8
 
 
 def test_what_the_global_batch_cannot_be_dealt_to_is_left_out_with_the_reason() -> None:
-    left = {one.name: one.reason for one in all_layouts(job(64, global_batch=32))}
+    left = {layout.name: layout.reason for layout in all_layouts(job(64, global_batch=32))}
     assert "32 sequences" in left["DDP"]
     assert "64 copies" in left["DDP"]
     assert left["tensor 8 under FSDP2"] == ""
 
 
 def test_heads_that_cannot_be_divided_are_a_reason() -> None:
-    left = {one.name: one.reason for one in all_layouts(job(model="Qwen/Qwen2.5-7B"))}
+    left = {layout.name: layout.reason for layout in all_layouts(job(model="Qwen/Qwen2.5-7B"))}
     assert "28 attention heads" in left["tensor 8"]
     assert left["tensor 4 under FSDP2"] == ""
 
 
 def test_more_stages_than_layers_are_a_reason() -> None:
-    found = all_layouts(job(64, model="Qwen/Qwen2.5-0.5B", fixed={"pipeline_degree": (32,)}))
-    assert found
-    assert all("24 layers" in one.reason for one in found)
+    candidates = all_layouts(job(64, model="Qwen/Qwen2.5-0.5B", fixed={"pipeline_degree": (32,)}))
+    assert candidates
+    assert all("24 layers" in layout.reason for layout in candidates)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "dp", "device-map"])
 def test_a_wish_for_one_way_is_kept(parallel: str) -> None:
-    found = layouts(job(fixed={"parallel": (parallel,)}), STAGES)
-    assert found
-    assert {one.fields["parallel"] for one in found} == {parallel}
+    candidates = layouts(job(fixed={"parallel": (parallel,)}), STAGES)
+    assert candidates
+    assert {layout.fields["parallel"] for layout in candidates} == {parallel}
 
 
 def test_one_process_and_device_map_only_when_asked_for() -> None:
-    assert not {"dp", "device-map"} & {one.fields["parallel"] for one in all_layouts(job())}
+    assert not {"dp", "device-map"} & {layout.fields["parallel"] for layout in all_layouts(job())}
 
 
 def test_degrees_that_were_asked_for_are_the_only_ones() -> None:
-    found = layouts(job(fixed={"tensor_degree": (2,), "pipeline_degree": (2,)}), STAGES)
-    assert {one.name for one in found} == {f"tensor 2 × pipeline 2 under {name}" for name in ("DDP", "ZeRO-1", "FSDP2")}
+    candidates = layouts(job(fixed={"tensor_degree": (2,), "pipeline_degree": (2,)}), STAGES)
+    assert {layout.name for layout in candidates} == {
+        f"tensor 2 × pipeline 2 under {name}" for name in ("DDP", "ZeRO-1", "FSDP2")
+    }
 
 
 def test_a_degree_that_does_not_divide_the_gpus_is_named() -> None:
-    found = all_layouts(job(fixed={"tensor_degree": (3,)}))
-    assert found
-    assert all("cannot be cut" in one.reason for one in found)
+    candidates = all_layouts(job(fixed={"tensor_degree": (3,)}))
+    assert candidates
+    assert all("cannot be cut" in layout.reason for layout in candidates)
 
 
 def test_gpipe_only_when_asked_for() -> None:
@@ -110,8 +112,8 @@ def test_gpipe_only_when_asked_for() -> None:
 
 
 def test_names_tell_all_spreads_apart() -> None:
-    found = names(job(16, nodes=2))
-    assert len(set(found)) == len(found)
+    layout_names = names(job(16, nodes=2))
+    assert len(set(layout_names)) == len(layout_names)
     assert layout_name(TrainSetup()) == "one GPU"
 
 

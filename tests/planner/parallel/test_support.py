@@ -136,6 +136,10 @@ def test_every_way_of_working_together_has_an_engine() -> None:
     """And its words; what is cut says so."""
     assert tuple(ENGINES) == tuple(sorted(PARALLELS, key=list(ENGINES).index))
     engines = {name: engine_named(name) for name in PARALLELS}
-    assert len({engine.tie_break for engine in engines.values()}) == len({type(one) for one in engines.values()}) == 8
+    assert (
+        len({engine.tie_break for engine in engines.values()})
+        == len({type(engine) for engine in engines.values()})
+        == 8
+    )
     assert {name for name, engine in engines.items() if engine.shares} == set(SHARDED)
     assert all(engine.name for name, engine in engines.items() if name != "none")

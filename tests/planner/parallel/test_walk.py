@@ -47,8 +47,8 @@ def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -
 )
 def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_gpus: int) -> None:
     workload = _workload(name, gpu, num_gpus)
-    layouts = [one for one in all_layouts(workload) if not one.reason]
-    assert {one.stage for one in layouts} >= set(STAGES[:2])
+    layouts = [layout for layout in all_layouts(workload) if not layout.reason]
+    assert {layout.stage for layout in layouts} >= set(STAGES[:2])
     points = list(walk(workload, dimension_values(workload), some(layouts, 3)))
     draw = random.Random(0)
     for point in draw.sample(points, 200 if WHOLE else 30):
@@ -60,7 +60,7 @@ def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_g
 @pytest.mark.parametrize("parallel", ["dp", "device-map"])
 def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) -> None:
     workload = _workload("meta-llama/llama-3.1-8b", "a100-80gb", 4, parallel=(parallel,))
-    layouts = [one for one in all_layouts(workload) if not one.reason]
+    layouts = [layout for layout in all_layouts(workload) if not layout.reason]
     points = list(walk(workload, dimension_values(workload), layouts))
     assert {point.shared.parallel for point in points} == {parallel}
     for point in random.Random(1).sample(points, 60):
@@ -70,7 +70,7 @@ def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) 
 
 def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
     workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
-    layouts = some([one for one in all_layouts(workload) if not one.reason], 3)
+    layouts = some([layout for layout in all_layouts(workload) if not layout.reason], 3)
     points = list(walk(workload, dimension_values(workload), layouts))
     assert workload.cluster is not None
     for point in random.Random(2).sample(points, 60):
@@ -83,10 +83,10 @@ def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
 
 def test_walk_leaves_out_what_no_engine_runs() -> None:
     workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
-    layouts = [one for one in all_layouts(workload) if not one.reason and one.fields["parallel"] == "fsdp2"]
+    layouts = [layout for layout in all_layouts(workload) if not layout.reason and layout.fields["parallel"] == "fsdp2"]
     points = list(walk(workload, dimension_values(workload), layouts))
     assert points
-    assert not [one for one in points if one.shared.quantization == "int8" or one.optimizer != "adamw-fused"]
+    assert not [point for point in points if point.shared.quantization == "int8" or point.optimizer != "adamw-fused"]
 
 
 def test_one_gpu_loads_no_engine_of_several() -> None:

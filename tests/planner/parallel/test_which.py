@@ -21,7 +21,7 @@ from planner.planning.decision.clusters import (
     options_of,
     smallest,
 )
-from planner.planning.decision.facts import LAYOUT_GAIN_FRACTION
+from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
@@ -35,9 +35,9 @@ def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B",
 
 
 def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
-    known = {"deadline_s": None, "budget_usd": None, **limits}
+    constraints = {"deadline_s": None, "budget_usd": None, **limits}
     cluster = make_cluster(find_gpu("a100-80gb"), num_gpus)
-    return list(options_of(job(num_gpus), cluster, **known))
+    return list(options_of(job(num_gpus), cluster, **constraints))
 
 
 def test_counts_are_powers_of_two_up_to_the_limit() -> None:
@@ -59,10 +59,10 @@ def test_the_coarse_walk_is_never_faster_than_the_plan(num_gpus: int) -> None:
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
-    (one,) = options(num_gpus)
-    assert one.duration_s == pytest.approx(10_000_000 / one.candidate.tokens_per_s)
-    assert one.cost_usd == pytest.approx(one.duration_s / 3600 * 2.0 * num_gpus)
-    assert one.candidate.setup.num_gpus == num_gpus
+    (option,) = options(num_gpus)
+    assert option.duration_s == pytest.approx(10_000_000 / option.candidate.tokens_per_s)
+    assert option.cost_usd == pytest.approx(option.duration_s / 3600 * 2.0 * num_gpus)
+    assert option.candidate.setup.num_gpus == num_gpus
 
 
 @pytest.mark.parametrize("gpu", ["t4", "h100-sxm"])
@@ -72,15 +72,15 @@ def test_the_coarse_walk_leaves_no_dimension_without_a_value(objective: str, gpu
     fixed = {"objective": (objective,)}
     workload = plan_request("Qwen/Qwen2.5-1.5B", gpu, fixed=fixed, global_batch=32)
     values = dimension_values(workload)
-    assert {name for name, kept in coarse_values(workload).items() if not kept} <= {
-        name for name, kept in values.items() if not kept
+    assert {name for name, choices in coarse_values(workload).items() if not choices} <= {
+        name for name, choices in values.items() if not choices
     }
 
 
 def test_a_preference_that_no_number_of_gpus_fits_is_refused_with_its_bytes() -> None:
     cluster = make_cluster(find_gpu("t4"), 2)
-    asked = {"fixed": {"objective": ("orpo",)}, "global_batch": 32}
-    refused = plan_workload(plan_request("google/gemma-2-27b", "t4", cluster=cluster, seq_len=32_768, **asked))
+    arguments = {"fixed": {"objective": ("orpo",)}, "global_batch": 32}
+    refused = plan_workload(plan_request("google/gemma-2-27b", "t4", cluster=cluster, seq_len=32_768, **arguments))
     assert isinstance(refused, NoPlan)
     assert refused.nearest.formula.peak_device_bytes > refused.workload.budget_bytes
 
@@ -95,15 +95,15 @@ def test_limits_decide_what_is_kept() -> None:
 
 
 def test_picks() -> None:
-    one, two = options(1)[0], options(2)[0]
+    single, two = options(1)[0], options(2)[0]
     cheap = replace(two, cost_usd=0.01)
-    assert smallest([two, one]) is one
-    assert cheapest([one, cheap]) is cheap
-    assert fastest([one, two]) is two
-    late = [replace(each, meets=False) for each in (one, two)]
+    assert smallest([two, single]) is single
+    assert cheapest([single, cheap]) is cheap
+    assert fastest([single, two]) is two
+    late = [replace(each, meets=False) for each in (single, two)]
     assert smallest(late) is cheapest(late) is fastest(late) is None
     assert nearest(late) == replace(two, meets=False)
-    assert cheapest([replace(one, cost_usd=None)]) is None
+    assert cheapest([replace(single, cost_usd=None)]) is None
     assert nearest([]) is None
 
 

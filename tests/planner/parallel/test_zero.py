@@ -89,8 +89,8 @@ def test_zero3_forward_gathers_the_prefetched_bucket_beside_its_parameters() -> 
 def test_several_buckets(parallel: str, backward_mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run with reduce_bucket_size 4e6."""
     monkeypatch.setattr(zero, "ZERO_BUCKET_ELEMENTS", SMALL_BUCKET)
-    found = _phases(parallel)["backward"]
-    assert backward_mib - NEAR_MIB <= found <= backward_mib + COPY_MIB
+    predicted_mib = _phases(parallel)["backward"]
+    assert backward_mib - NEAR_MIB <= predicted_mib <= backward_mib + COPY_MIB
 
 
 def _catalogue_rank(model_id: str, **fields: object) -> dict[str, int]:
@@ -105,8 +105,8 @@ def _catalogue_rank(model_id: str, **fields: object) -> dict[str, int]:
 def test_zero3_gathers_up_to_the_live_limit_whatever_the_model() -> None:
     """2 GB and the tensor that crosses the limit, of models of 8 and of 32 billion parameters."""
     for model_id in ("meta-llama/llama-3.1-8b", "qwen/qwen3-32b"):
-        gathered = _catalogue_rank(model_id, method="full", lora_rank=0)["gathered weights"]
-        assert 2e9 < gathered < 2.2e9
+        gathered_bytes = _catalogue_rank(model_id, method="full", lora_rank=0)["gathered weights"]
+        assert 2e9 < gathered_bytes < 2.2e9
 
 
 def test_4_bit_weights_stay_gathered_on_any_number_of_gpus() -> None:

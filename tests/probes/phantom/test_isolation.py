@@ -121,7 +121,7 @@ class Machine:
 
     def now(self) -> dict[str, Any]:
         """Everything that is there; of what was read since, not when."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for path in (self.folder, *sorted(self.folder.rglob("*"))):
             status = path.lstat()
             content = ""
@@ -129,13 +129,13 @@ class Machine:
                 content = os.readlink(path)
             elif stat.S_ISREG(status.st_mode):
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[str(path.relative_to(self.folder))] = (*status[:7], status.st_mtime_ns, status.st_ctime_ns, content)
-        return found
+            state[str(path.relative_to(self.folder))] = (*status[:7], status.st_mtime_ns, status.st_ctime_ns, content)
+        return state
 
     def command(self, *words: str, **settings: Any) -> tuple[list[str], dict[str, Any]]:
         """Of a process that traces `words`, and how it is started."""
-        home = {"HOME": str(self.folder), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
-        how: dict[str, Any] = {"cwd": self.folder, "env": {**os.environ, **home}, "text": True}
+        variables = {"HOME": str(self.folder), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        how: dict[str, Any] = {"cwd": self.folder, "env": {**os.environ, **variables}, "text": True}
         if self.user is not None:
             how |= {"user": self.user, "group": pwd.getpwnam(self.user).pw_gid, "extra_groups": [FOREIGN_GROUP]}
         return [sys.executable, "-c", RUN, json.dumps(settings), *words], how
@@ -315,20 +315,20 @@ def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
         program = OUTSIDE.replace("DAEMON", repr(path)).replace("KEEPER", str(os.getpid()))
         done = machine.trace(sys.executable, "-I", "-c", program)
         os.unlink(path)
-    found = ast.literal_eval(done["said"].strip().splitlines()[-1])
-    assert found.pop("devices") == sorted(
+    results = ast.literal_eval(done["said"].strip().splitlines()[-1])
+    assert results.pop("devices") == sorted(
         ["fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"]
     )
-    assert found.pop("processes") <= 3
-    assert found.pop("device") == 0
-    assert found.pop("usr") in ((0,) if os.geteuid() == 0 and user is None else (errno.EACCES, errno.EROFS))
-    assert found == {
+    assert results.pop("processes") <= 3
+    assert results.pop("device") == 0
+    assert results.pop("usr") in ((0,) if os.geteuid() == 0 and user is None else (errno.EACCES, errno.EROFS))
+    assert results == {
         "udp": errno.ENETUNREACH,
         "tcp": errno.ENETUNREACH,
         "loopback": 0,
         "daemon": errno.ECONNREFUSED,
         "kill": errno.ESRCH,
-        "sysctl": errno.EROFS if user is None and os.geteuid() == 0 else found["sysctl"],
+        "sysctl": errno.EROFS if user is None and os.geteuid() == 0 else results["sysctl"],
         "umount": True,
         "own namespace": True,
         "sudo": "1",
@@ -344,12 +344,12 @@ def test_where_one_folder_is_writable_devices_processes_and_the_kernel_are_not(
     machine = plant(user)
     program = OUTSIDE.replace("DAEMON", "''").replace("KEEPER", str(os.getpid()))
     done = machine.trace(sys.executable, "-I", "-c", program, before=WITHOUT["landlock"])
-    found = ast.literal_eval(done["said"].strip().splitlines()[-1])
-    assert {name: found[name] for name in ("usr", "sysctl", "umount", "own namespace", "sudo", "device")} == {
+    results = ast.literal_eval(done["said"].strip().splitlines()[-1])
+    assert {name: results[name] for name in ("usr", "sysctl", "umount", "own namespace", "sudo", "device")} == {
         "usr": errno.EACCES, "sysctl": errno.EACCES, "umount": True, "own namespace": True, "sudo": "1",
         "device": errno.EACCES,
     }  # fmt: skip
-    assert found["kill"] in (errno.EPERM, 0)  # 0 before Linux 6.12, and signal 0 alone is sent
+    assert results["kill"] in (errno.EPERM, 0)  # 0 before Linux 6.12, and signal 0 alone is sent
     machine.check()
 
 
@@ -366,11 +366,11 @@ time.sleep(600)
 
 def running(mark: str) -> int:
     """Processes whose command line has `mark`, as the machine sees them."""
-    found = 0
+    count = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found += mark.encode() in path.read_bytes()
-    return found
+            count += mark.encode() in path.read_bytes()
+    return count
 
 
 @pytest.mark.processes
@@ -494,6 +494,6 @@ def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Cal
     assert protection["num_replaced"] >= 2  # best.pt and what link.bin leads to
     assert protection["num_deleted"] >= 4  # both old checkpoints
     seen = [ast.literal_eval(line[5:]) for line in done.stderr.splitlines() if line.startswith("SEES ")]
-    assert [[one for one in names if one.startswith("checkpoint")] for names in seen] == [
+    assert [[name for name in names if name.startswith("checkpoint")] for names in seen] == [
         ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]
     ]  # fmt: skip

@@ -51,8 +51,8 @@ def train(phantom: Phantom, *, steps: int = 2, micro_batches: int = 1, looks: bo
 
 @pytest.fixture
 def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(card_of(GPU)) as found:
-        yield found
+    with phantom_gpu(card_of(GPU)) as virtual_gpu:
+        yield virtual_gpu
 
 
 def test_the_last_step_has_a_speed_lines_and_modules(phantom: Phantom) -> None:
@@ -60,31 +60,31 @@ def test_the_last_step_has_a_speed_lines_and_modules(phantom: Phantom) -> None:
     rows = summary(phantom, "done").program
     assert rows is not None
     program = program_of(rows)
-    assert [[len(calls) for calls in rows["places"]]] == [[len(one.calls) for one in program.segments]]
-    assert {one.phase for one in program.segments} == {"forward", "backward", "step"}
+    assert [[len(calls) for calls in rows["places"]]] == [[len(segment.calls) for segment in program.segments]]
+    assert {segment.phase for segment in program.segments} == {"forward", "backward", "step"}
     speed = traced_speed(rows, GPU)
     assert speed.tokens_per_s == pytest.approx(SEQS * TOKENS / speed.step_time_s)
     assert sum(speed.parts_s.values()) == pytest.approx(speed.step_time_s)
     assert sum(speed.phases_s.values()) == pytest.approx(speed.step_time_s, rel=0.02)
     assert any("host-bound" in note for note in speed.notes)
-    assert {"layers.*", "head", "table"} <= {one.name for one in speed.by_module}
+    assert {"layers.*", "head", "table"} <= {module.name for module in speed.by_module}
     matrices = 2 * SEQS * TOKENS * WIDTH * (3 * WIDTH + VOCABULARY) * 3
     assert speed.mfu_fraction == pytest.approx(matrices / speed.step_time_s / (GPU.bf16_flops_per_s or 1))
 
 
 def test_more_micro_batches_take_as_much_more(phantom: Phantom) -> None:
     train(phantom, micro_batches=1)
-    one = traced_speed(summary(phantom, "done").program or {}, GPU)
+    single = traced_speed(summary(phantom, "done").program or {}, GPU)
     train(phantom, micro_batches=3)
     three = traced_speed(summary(phantom, "done").program or {}, GPU)
     assert three.tokens_per_s == pytest.approx(3 * SEQS * TOKENS / three.step_time_s)
-    assert 2.2 < three.step_time_s / one.step_time_s < 3.0  # one optimizer step
+    assert 2.2 < three.step_time_s / single.step_time_s < 3.0  # one optimizer step
 
 
 def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
     train(phantom, looks=True)
     program = program_of(summary(phantom, "done").program or {})
-    waits = {number for number, one in enumerate(program.operators) if one.name == WAIT}
+    waits = {number for number, operator in enumerate(program.operators) if operator.name == WAIT}
     (step,) = program.step  # what follows the last backward is the step's
     assert sum(call // 5 in waits for call in program.segments[step].calls) == 1
 
@@ -121,9 +121,9 @@ def test_micro_batches_that_were_left_out_count() -> None:
     log.step_begins()
     runs(1)
     log.step_ends(7)
-    found = log.rows()
-    assert found is not None
-    program = program_of(found)
+    program_rows = log.rows()
+    assert program_rows is not None
+    program = program_of(program_rows)
     names = [
         program.operators[call // 5].name
         for place in (*program.micro_batch, *program.step)

@@ -101,5 +101,5 @@ def test_micro_batches_that_repeat_need_not_be_run(tmp_path: Path, warm_programs
     assert [case[0] for case in cases] == sorted(names, key=["LoRA", "other shapes", "GRPO"].index)
     for name, (every, none, _), (fewer, num_repeated, notes) in cases:
         assert (every, none, num_repeated) == (fewer, 0, 0 if name == "other shapes" else 2), name
-        said = [note.partition(" micro-batches")[0] for note in notes if "repeat the one before" in note]
-        assert said == ["2 of 10"] * (num_repeated > 0), name
+        counts = [note.partition(" micro-batches")[0] for note in notes if "repeat the one before" in note]
+        assert counts == ["2 of 10"] * (num_repeated > 0), name

@@ -39,8 +39,8 @@ def built(cls: Any = LlamaForCausalLM, tied: bool = False, **given: Any) -> Any:
 )
 def test_weights_lie_on_the_cpu_in_the_asked_type_and_float32_unless_asked(given: Any, dtype: torch.dtype) -> None:
     model = built(**given)
-    assert {(one.device.type, one.dtype) for one in model.parameters()} == {("cpu", dtype)}
-    assert all(one.device.type == "cpu" for one in model.buffers())
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cpu", dtype)}
+    assert all(buffer.device.type == "cpu" for buffer in model.buffers())
 
 
 def test_what_is_tied_stays_tied_and_other_classes_are_built_too() -> None:

@@ -22,15 +22,20 @@ WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for t
 
 @pytest.fixture
 def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as found:
-        yield found
+    with phantom_gpu(CARD) as virtual_gpu:
+        yield virtual_gpu
 
 
 def test_tensors_say_that_they_are_on_the_card(phantom: Phantom) -> None:
     tensor = torch.ones(4, device="cuda")
     linear = nn.Linear(4, 4).cuda()
-    for one in (tensor, tensor.cpu().cuda(), linear.weight, torch.tensor([1.0], device="cuda"), tensor[1:] * 2):
-        assert (one.device, one.is_cuda, one.is_meta, one.get_device()) == (torch.device("cuda", 0), True, False, 0)
+    for gpu_tensor in (tensor, tensor.cpu().cuda(), linear.weight, torch.tensor([1.0], device="cuda"), tensor[1:] * 2):
+        assert (gpu_tensor.device, gpu_tensor.is_cuda, gpu_tensor.is_meta, gpu_tensor.get_device()) == (
+            torch.device("cuda", 0),
+            True,
+            False,
+            0,
+        )
     assert torch.ones(4).device.type == "cpu"
     assert torch.empty(4, device="meta").is_meta
     assert tensor.to("cuda") is tensor
@@ -75,10 +80,10 @@ def test_a_sum_over_rows_takes_partial_sums(gpu: str, hidden: int, expected_mib:
         for dim, sums in ((0, expected_mib * MIB), (1, 0)):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            held = rows.sum(dim)
-            spent = torch.cuda.max_memory_allocated() - before - held.numel() * 4
+            total = rows.sum(dim)
+            spent = torch.cuda.max_memory_allocated() - before - total.numel() * 4
             assert spent - sums in (0, 512, 1024)  # and a semaphore for each group of blocks
-            del held
+            del total
     assert buffers((4, 512, 256), (512 * 256, 256, 1), {0, 1}, 1 << 18) == buffers((2048, 256), (256, 1), {0}, 1 << 18)
 
 
@@ -123,10 +128,10 @@ def test_a_parameter_that_moves_stays_the_same_object(phantom: Phantom) -> None:
 
 
 def test_running_out_of_memory_happens_at_the_request_and_can_be_caught(phantom: Phantom) -> None:
-    held = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 GiB"):
         torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
-    del held
+    del tensor
     assert torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").numel() == 4 * GIB
     refused = phantom.origins.refused
     assert refused is not None
@@ -169,7 +174,7 @@ def test_what_weights_touch_is_unknown(phantom: Phantom) -> None:
 def test_a_routers_experts_get_equal_shares(phantom: Phantom) -> None:
     chosen = torch.rand(2048, 8, device="cuda").topk(2, dim=-1).indices
     mask = nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
-    assert [torch.where(one)[1].numel() for one in mask] == [512] * 8
+    assert [torch.where(expert_mask)[1].numel() for expert_mask in mask] == [512] * 8
     assert torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().shape == (8, 1)
     assert "which classes a tensor holds (spread evenly)" in {what for what, _ in phantom.origins.questions}
 
@@ -201,14 +206,15 @@ def test_a_loop_is_stopped_after_its_steps(scaled: bool) -> None:
         result = summary(phantom, "done")
     assert len(done) == 1
     assert (result.num_steps, set(result.phase_peaks_bytes)) == (2, {"load", "forward", "backward", "step"})
-    sizes = {one.name: one.size_bytes for one in result.by_category}
+    sizes = {category.name: category.size_bytes for category in result.by_category}
     trained, frozen = (
-        sum(one.numel() for one in model.parameters() if one.requires_grad is on) for on in (True, False)
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad is on)
+        for on in (True, False)
     )
     assert 4 * trained <= sizes["trained weights"] < 4 * trained + 4096
     assert sizes["weights and buffers"] >= 4 * frozen
     assert sizes["optimizer states"] >= 8 * trained
-    modules = {one.name: one.size_bytes for one in result.by_module}
+    modules = {module.name: module.size_bytes for module in result.by_module}
     assert modules["0"] >= 4 * frozen  # whose weights no optimizer owns
 
 
@@ -229,6 +235,6 @@ def test_a_cuda_graph_is_refused(phantom: Phantom) -> None:
 def test_what_is_moved_to_meta_lies_nowhere(phantom: Phantom) -> None:
     """Accelerate does so before it shards a model, which moves parameters that are on a device to the GPU."""
     layer = nn.Linear(1024, 1024, bias=False).to("meta")
-    again = torch.ones(1024, device="cuda").to("meta").new_zeros(8)
-    assert {one.device.type for one in (layer.weight, layer.weight.new_zeros(4), again)} == {"meta"}
+    moved = torch.ones(1024, device="cuda").to("meta").new_zeros(8)
+    assert {tensor.device.type for tensor in (layer.weight, layer.weight.new_zeros(4), moved)} == {"meta"}
     assert (layer.weight.is_meta, torch.cuda.memory_allocated()) == (True, 0)

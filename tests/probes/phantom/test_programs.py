@@ -19,7 +19,7 @@ from planner.hardware.gpus import find_gpu
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused
-from probes.phantom.failures import status_of, told
+from probes.phantom.failures import error_text, status_of
 from probes.phantom.images import processor_for
 from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
@@ -35,8 +35,8 @@ WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for t
 
 @pytest.fixture
 def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as found:
-        yield found
+    with phantom_gpu(CARD) as virtual_gpu:
+        yield virtual_gpu
 
 
 def test_inference_mode_counts_what_composite_operators_allocate(phantom: Phantom) -> None:
@@ -67,11 +67,11 @@ class _Layers(nn.Module):
 def test_the_backward_knows_its_modules(phantom: Phantom, checkpointing: bool) -> None:
     model = _Layers(checkpointing=checkpointing).cuda()
     model(torch.randn(512, 64, device="cuda")).sum().backward()
-    found = [one for one in phantom.origins.found.values() if one.phase == "backward"]
-    named = {one.module for one in found}
+    origins = [origin for origin in phantom.origins.by_allocation.values() if origin.phase == "backward"]
+    named = {origin.module for origin in origins}
     assert {f"blocks.{block}.{layer}" for block in range(3) for layer in range(3)} <= named
-    assert all(one.module or "workspace" in one.op or one.size_bytes <= 512 * 64 * 4 for one in found)
-    by_weight = {one.module for one in found if one.size_bytes == 64 * 64 * 4}
+    assert all(origin.module or "workspace" in origin.op or origin.size_bytes <= 512 * 64 * 4 for origin in origins)
+    by_weight = {origin.module for origin in origins if origin.size_bytes == 64 * 64 * 4}
     assert by_weight == {f"blocks.{block}.{layer}" for block in range(3) for layer in (0, 2)}
 
 
@@ -96,22 +96,22 @@ def test_states_made_in_a_backward_are_paged_too(phantom: Phantom) -> None:
     layer = nn.Linear(1024, 1024, bias=False, device="cuda")
     layer(torch.ones(2, 1024, device="cuda")).sum().backward()  # makes the workspaces
     layer.zero_grad()
-    held = []
+    added_bytes = []
     for kind in (bnb.optim.AdamW8bit, bnb.optim.PagedAdamW8bit):
         optimizer = kind(layer.parameters())
 
-        def step(_: torch.Tensor, one: Any = optimizer) -> None:
-            one.step()
-            one.zero_grad()
+        def step(_: torch.Tensor, bound_optimizer: Any = optimizer) -> None:
+            bound_optimizer.step()
+            bound_optimizer.zero_grad()
 
         hook = layer.weight.register_post_accumulate_grad_hook(step)
         before = torch.cuda.memory_allocated()
         layer(torch.ones(2, 1024, device="cuda")).sum().backward()
-        held.append(torch.cuda.memory_allocated() - before)
+        added_bytes.append(torch.cuda.memory_allocated() - before)
         assert layer.weight.grad is None
         hook.remove()
         del optimizer, hook, step
-    assert held[0] - held[1] == 2 * MIB
+    assert added_bytes[0] - added_bytes[1] == 2 * MIB
 
 
 def test_what_one_program_told_bitsandbytes_does_not_reach_the_next() -> None:
@@ -153,7 +153,7 @@ def test_a_vision_language_model_sees_pictures_as_transformers_would(
     assert int((batch["input_ids"] == 32000).sum()) == num_tokens
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).cuda()
     model(**batch, labels=batch["input_ids"]).loss.backward()
-    assert all(one.grad is not None for one in model.model.multi_modal_projector.parameters())
+    assert all(parameter.grad is not None for parameter in model.model.multi_modal_projector.parameters())
     assert any("one made from config.json stands in" in note for note in phantom.notes)
 
 
@@ -197,7 +197,7 @@ def test_qwens_pictures_have_as_many_tokens_as_their_size_makes(
     assert int((batch["input_ids"] == processor.image_token_id).sum()) == num_patches // 4
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).cuda()
     model(**batch, labels=batch["input_ids"]).loss.backward()
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch
     error = ValueError("no prompt left")
     assert status_of(error, None) == "failed"
     assert status_of(error, None, phantom.stand_in_rows) == "untraceable"
-    assert "nobody/knows-this is not on this machine" in told(error, phantom.stand_in_rows)
+    assert "nobody/knows-this is not on this machine" in error_text(error, phantom.stand_in_rows)
 
 
 def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:
@@ -287,7 +287,7 @@ def test_saving_writes_no_weights(phantom: Phantom, tmp_path: Path) -> None:
     assert (tmp_path / "empty.safetensors").stat().st_size < 4096
     torch.save({"weight": weight}, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").stat().st_size < 4096
-    addresses = [one.untyped_storage().data_ptr() for one in (weight, weight[1:], torch.ones(4, device="cuda"))]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in (weight, weight[1:], torch.ones(4, device="cuda"))]
     assert addresses[0] == addresses[1] != addresses[2]  # how transformers finds shared weights
 
 
@@ -296,18 +296,18 @@ def test_ddp_holds_its_buckets_beside_the_gradients(phantom: Phantom, monkeypatc
         monkeypatch.setenv(name, value)
     distributed.init_process_group("nccl")
     assert (torch.cuda.device_count(), distributed.get_world_size(), distributed.get_rank()) == (4, 4, 0)
-    said: list[Any] = [None] * 4
-    distributed.all_gather_object(said, "same")
-    assert said == ["same"] * 4
+    answers: list[Any] = [None] * 4
+    distributed.all_gather_object(answers, "same")
+    assert answers == ["same"] * 4
     layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
-    held = []
+    allocated_bytes = []
     for wrapped in (False, True):
         model = nn.parallel.DistributedDataParallel(layers, device_ids=[0]) if wrapped else layers
         for _ in range(2):
             model(torch.ones(8, 1024, device="cuda")).sum().backward()
-        held.append(torch.cuda.memory_allocated())
+        allocated_bytes.append(torch.cuda.memory_allocated())
         model.zero_grad()
-    assert held[1] - held[0] == 32 * MIB
+    assert allocated_bytes[1] - allocated_bytes[0] == 32 * MIB
     assert phantom.memory.group_bytes > 0
     assert any(note.startswith("rank 0 of 4 processes") for note in phantom.notes)
 
@@ -319,13 +319,13 @@ def test_fsdp2_holds_its_part_and_gathers_a_layer_at_a_time(phantom: Phantom) ->
     distributed.init_process_group("nccl", rank=0, world_size=4)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-    for one in (*model, model):
-        fully_shard(one)
+    for module in (*model, model):
+        fully_shard(module)
     assert torch.cuda.memory_allocated() == 0
     model.to_empty(device="cuda")
     for layer in model:
         layer.reset_parameters()
-    assert {one.device.type for one in model.parameters()} == {"cuda"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
     assert torch.cuda.memory_allocated() == 3 * MIB
     rows = torch.ones(8, 1024, device="cuda")
     model(rows).sum().backward()
@@ -376,9 +376,9 @@ def test_a_public_program_holds_what_its_author_measured(index: int, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pytest.importorskip("bitsandbytes")
     run = RUNS[index]
-    found = traced(run._replace(num_steps=2))  # the highest moment is the second step's
-    assert found.peak_allocated_bytes / GIB == pytest.approx(run.allocated_gib, rel=0.002)
-    assert found.peak_reserved_bytes / GIB == pytest.approx(run.reserved_gib, rel=0.03)
+    trace = traced(run._replace(num_steps=2))  # the highest moment is the second step's
+    assert trace.peak_allocated_bytes / GIB == pytest.approx(run.allocated_gib, rel=0.002)
+    assert trace.peak_reserved_bytes / GIB == pytest.approx(run.reserved_gib, rel=0.03)
 
 
 SFT = """
@@ -414,7 +414,7 @@ def test_trls_trainer_holds_the_same_whether_triton_is_installed_or_not(
     answer: dict[str, Any] = json.loads(captured.out)
     assert (answer["num_steps"], answer["kernels"]["_forward_kernel"]) == (2, 2)
     assert answer["peak_allocated_bytes"] == WITH_TRITON_BYTES
-    assert {"name": "(backward)"}.items() not in [one.items() for one in answer["by_module"]]
+    assert {"name": "(backward)"}.items() not in [row.items() for row in answer["by_module"]]
     assert not any("triton" in note for note in answer["notes"])
 
 

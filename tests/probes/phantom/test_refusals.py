@@ -13,7 +13,7 @@ from planner.hardware.gpus import find_gpu
 from probes.phantom.card import card_of
 from probes.phantom.compiled import EAGER
 from probes.phantom.cuda import Refused
-from probes.phantom.failures import status_of, told
+from probes.phantom.failures import error_text, status_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 
@@ -22,8 +22,8 @@ CARD = card_of(find_gpu("rtx-4090"))
 
 @pytest.fixture
 def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as found:
-        yield found
+    with phantom_gpu(CARD) as virtual_gpu:
+        yield virtual_gpu
 
 
 def test_what_splits_a_model_otherwise_than_fsdp2_is_refused(phantom: Phantom) -> None:
@@ -77,8 +77,10 @@ def test_packages_with_memory_of_their_own_are_refused_when_called(
                 getattr(module, call)(1)
         assert getattr(module, call)(1) == "ran"
     finally:
-        for one in [one for one in sys.modules if one.partition(".")[0] == name.partition(".")[0]]:
-            del sys.modules[one]
+        for module_name in [
+            loaded_name for loaded_name in sys.modules if loaded_name.partition(".")[0] == name.partition(".")[0]
+        ]:
+            del sys.modules[module_name]
 
 
 OPERATOR = """
@@ -124,7 +126,11 @@ def test_streams_events_and_pinned_memory_are_taken_as_they_are(phantom: Phantom
     assert (event.query(), rows.device.type) == (True, "cuda")
     assert any("a stream of its own" in note for note in phantom.notes)
     ids = torch.arange(3)
-    assert [one.is_pinned() for one in (ids, ids.pin_memory(), torch.ones(2, pin_memory=True))] == [False, True, True]
+    assert [tensor.is_pinned() for tensor in (ids, ids.pin_memory(), torch.ones(2, pin_memory=True))] == [
+        False,
+        True,
+        True,
+    ]
     assert ids.pin_memory().tolist() == [0, 1, 2]
 
 
@@ -133,10 +139,10 @@ def test_flash_attention_that_is_not_installed_is_no_fault_of_the_program(phanto
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
-    with pytest.raises(ImportError) as found:
+    with pytest.raises(ImportError) as raised:
         LlamaForCausalLM._from_config(config, attn_implementation=f"flash_attention_{version}")
-    assert status_of(found.value, found.tb) == "untraceable"
-    assert "flash-attention is not installed in this environment" in told(found.value)
+    assert status_of(raised.value, raised.tb) == "untraceable"
+    assert "flash-attention is not installed in this environment" in error_text(raised.value)
 
 
 def _failure_of(program: str) -> str:

@@ -23,8 +23,8 @@ CARD = card_of(find_gpu("rtx-4090"))
 
 @pytest.fixture
 def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as found:
-        yield found
+    with phantom_gpu(CARD) as virtual_gpu:
+        yield virtual_gpu
 
 
 def passed(model: nn.Module, rows: torch.Tensor) -> None:
@@ -47,11 +47,11 @@ def test_a_checkpoint_is_loaded_where_the_program_says(
     with phantom_gpu(CARD):
         layer = nn.Linear(1024, 1024, bias=False, device="cuda")
         before = torch.cuda.memory_allocated()
-        kept = torch.load(tmp_path / "last.pt", map_location=place)
+        checkpoint = torch.load(tmp_path / "last.pt", map_location=place)
         on_card = place != "cpu" and (place is not None or saved_on != "cpu")
-        assert (kept["weight"].is_cuda, kept["step"].item()) == (on_card, 7)
+        assert (checkpoint["weight"].is_cuda, checkpoint["step"].item()) == (on_card, 7)
         assert torch.cuda.memory_allocated() - before == (4 * MIB + 512 if on_card else 0)
-        assert layer.load_state_dict({"weight": kept["weight"]}).missing_keys == []
+        assert layer.load_state_dict({"weight": checkpoint["weight"]}).missing_keys == []
 
 
 def test_what_a_program_saved_itself_is_loaded_again(phantom: Phantom, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_a_program_saved_itself_is_loaded_again(phantom: Phantom, tmp_path:
     torch.save([layer.state_dict(), optimizer.state_dict()], tmp_path / "last.pt")
     for place in ("cuda", "cpu", None, {"cuda:0": "cuda:0"}, to_first_gpu):
         model, states = torch.load(tmp_path / "last.pt", map_location=place)
-        assert {one.is_cuda for one in model.values()} == {place != "cpu"}
+        assert {tensor.is_cuda for tensor in model.values()} == {place != "cpu"}
         layer.load_state_dict(model)
         optimizer.load_state_dict(states)
         optimizer.step()
@@ -98,11 +98,11 @@ def test_a_peak_of_an_evaluation_is_called_one(phantom: Phantom) -> None:
     passed(model, torch.randn(64, 256, device="cuda"))
     model.eval()
     with torch.no_grad():
-        kept = model(torch.randn(65536, 256, device="cuda"))
-    found = summary(phantom, "ended")
-    assert found.peak_phase == "evaluation"
-    assert found.by_category[0].name == "evaluation"
-    del kept
+        output = model(torch.randn(65536, 256, device="cuda"))
+    trace = summary(phantom, "ended")
+    assert trace.peak_phase == "evaluation"
+    assert trace.by_category[0].name == "evaluation"
+    del output
     model.train()
     passed(model, torch.randn(64, 256, device="cuda"))
     assert phantom.origins.phase == "forward"
@@ -113,16 +113,16 @@ def test_states_of_a_sharded_parameter_are_states() -> None:
     local, scale = torch.ones(2), torch.ones(3)
     assert parts_of(SimpleNamespace(_local_tensor=local))[0] is local  # type: ignore[arg-type]
     inner = SimpleNamespace(__tensor_flatten__=lambda: (["codes", "scale"], None), codes=local, scale=scale)
-    assert [one.numel() for one in parts_of(inner)] == [2, 3]  # type: ignore[arg-type]
+    assert [part.numel() for part in parts_of(inner)] == [2, 3]  # type: ignore[arg-type]
 
 
 def test_another_model_that_is_asked_in_a_step_evaluates_nothing(phantom: Phantom) -> None:
     model, reference = nn.Linear(256, 256).cuda(), nn.Linear(256, 256).cuda().eval()
     passed(model, torch.randn(64, 256, device="cuda"))
     with torch.no_grad():
-        kept = reference(torch.randn(65536, 256, device="cuda"))
+        output = reference(torch.randn(65536, 256, device="cuda"))
     assert summary(phantom, "ended").peak_phase == "forward"
-    del kept
+    del output
 
 
 @pytest.mark.parametrize(("on", "training", "idle"), [(True, False, True), (True, True, False), (False, False, False)])
@@ -145,8 +145,8 @@ def test_safetensors_that_a_program_saved_itself_are_loaded_again(tmp_path: Path
         path = tmp_path / "model.safetensors"
         of_torch.save_file(layer.state_dict(), path)
         before = torch.cuda.memory_allocated()
-        kept = of_torch.load_file(path, device=device)
-        assert (kept["weight"].is_cuda, kept["bias"].shape) == (device != "cpu", (1024,))
+        tensors = of_torch.load_file(path, device=device)
+        assert (tensors["weight"].is_cuda, tensors["bias"].shape) == (device != "cpu", (1024,))
         assert (torch.cuda.memory_allocated() > before) == (device != "cpu")
         assert of_torch.load_model(layer, path, device=device) == (set(), [])
         with safetensors.safe_open(path, framework="pt", device=device) as opened:
@@ -160,10 +160,10 @@ def test_a_checkpoint_of_its_own_takes_its_room_on_the_card(phantom: Phantom, tm
     layer = nn.Linear(1024, 1024, bias=False, device="cuda")
     torch.save({"model": layer.state_dict(), "step": 7}, tmp_path / "last.pt")
     before = torch.cuda.memory_allocated()
-    kept = torch.load(tmp_path / "last.pt", map_location=place)
-    assert (torch.cuda.memory_allocated() - before, kept["step"]) == (0 if place == "cpu" else 4 * MIB, 7)
-    layer.load_state_dict(kept["model"])
-    del kept
+    checkpoint = torch.load(tmp_path / "last.pt", map_location=place)
+    assert (torch.cuda.memory_allocated() - before, checkpoint["step"]) == (0 if place == "cpu" else 4 * MIB, 7)
+    layer.load_state_dict(checkpoint["model"])
+    del checkpoint
     assert torch.cuda.memory_allocated() == before
 
 
@@ -178,13 +178,13 @@ SECOND = {
 def test_a_model_that_is_loaded_after_the_steps_is_no_activation(phantom: Phantom, name: str) -> None:
     model = nn.Linear(64, 64).cuda()
     passed(model, torch.randn(8, 64, device="cuda"))
-    kept = SECOND[name]()
-    found = summary(phantom, "ended")
-    assert (found.peak_phase, found.by_category[0].name) == ("load", "weights and buffers")
-    assert found.by_category[0].size_bytes > 64 * MIB
+    second_model = SECOND[name]()
+    trace = summary(phantom, "ended")
+    assert (trace.peak_phase, trace.by_category[0].name) == ("load", "weights and buffers")
+    assert trace.by_category[0].size_bytes > 64 * MIB
     passed(model, torch.randn(1 << 20, 64, device="cuda"))  # the opposite: what a step makes is its own
     assert summary(phantom, "ended").peak_phase in ("forward", "backward")
-    del kept
+    del second_model
 
 
 def test_a_step_in_evaluation_mode_is_a_step(phantom: Phantom) -> None:

@@ -6,13 +6,21 @@ simple branches) up to the call that trains. What only running the program would
 
 from planner.frameworks.readers.program.interpret import Reader, run
 from planner.frameworks.readers.program.reading import Program, ProgramContext
-from planner.frameworks.readers.program.values import Argument, Function, Known, Made, Undecided, Unknown, plain
+from planner.frameworks.readers.program.values import (
+    Argument,
+    CallResult,
+    Constant,
+    Function,
+    Undecided,
+    Unknown,
+    plain,
+)
 
 __all__ = [
     "Argument",
+    "CallResult",
+    "Constant",
     "Function",
-    "Known",
-    "Made",
     "Program",
     "ProgramContext",
     "Reader",

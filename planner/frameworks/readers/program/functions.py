@@ -18,19 +18,19 @@ from planner.frameworks.readers.program.reading import (
 from planner.frameworks.readers.program.values import (
     SLICE,
     Argument,
+    CallResult,
     Class,
-    Dotted,
+    Constant,
+    DictValue,
     Function,
+    ImportedName,
     Instance,
-    Items,
-    Known,
-    Made,
+    ListValue,
     Scope,
-    Table,
     Undecided,
     Unknown,
     Value,
-    either,
+    join_values,
     plain,
     same,
     spend,
@@ -44,16 +44,16 @@ class Expressions(Reading):
         """The value of an expression."""
         self.step()
         if isinstance(node, ast.Name):
-            return scope.find(node.id) or Dotted(node.id)
+            return scope.find(node.id) or ImportedName(node.id)
         value = self.computed(node, scope)
         match value:
-            case Items():
+            case ListValue():
                 spend(len(value.items))
-            case Table():
+            case DictValue():
                 spend(len(value.entries))
-            case Known(data=str()):
+            case Constant(data=str()):
                 spend(len(value.data))
-            case Known(data=int()) if abs(value.data) > objects.MAX_NUMBER:
+            case Constant(data=int()) if abs(value.data) > objects.MAX_NUMBER:
                 return Unknown(f"{self.place(node, scope)}: too large")
         return value
 
@@ -61,7 +61,7 @@ class Expressions(Reading):
         """The value of an expression that is no name."""
         match node:
             case ast.Constant():
-                return Known(node.value, self.place(node, scope))
+                return Constant(node.value, self.place(node, scope))
             case ast.Attribute():
                 return library.attribute(self, self.value(node.value, scope), node.attr, self.place(node, scope))
             case ast.Call():
@@ -96,7 +96,7 @@ class Expressions(Reading):
         """An f-string, or one of its parts in braces."""
         if isinstance(node, ast.JoinedStr):
             return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
-        spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
+        spec = self.value(node.format_spec, scope) if node.format_spec is not None else Constant("")
         return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
 
     def operation(self, node: ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare, scope: Scope) -> Value:
@@ -119,7 +119,7 @@ class Expressions(Reading):
         if truth is not None:
             return self.value(node.body if truth else node.orelse, scope)
         first, other = self.value(node.body, scope), self.value(node.orelse, scope)
-        return either(first, other, f"{self.place(node, scope)}: depends on a condition")
+        return join_values(first, other, f"{self.place(node, scope)}: depends on a condition")
 
     def element(self, node: ast.Subscript, scope: Scope) -> Value:
         """`owner[key]`, the environment's variables too."""
@@ -127,8 +127,8 @@ class Expressions(Reading):
         if isinstance(node.slice, ast.Slice):
             self.cut(node.value, node.slice, scope)
         owner, place = self.value(node.value, scope), self.place(node, scope)
-        if isinstance(owner, Dotted) and owner.path == "os.environ":
-            return files.environment(self, Made("", positional=[key], where=place))
+        if isinstance(owner, ImportedName) and owner.path == "os.environ":
+            return files.environment(self, CallResult("", positional=[key], where=place))
         return objects.element(owner, key, place)
 
     def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
@@ -137,11 +137,16 @@ class Expressions(Reading):
             node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else ""
         )
         upper = self.value(by.upper, scope) if by.upper is not None and by.lower is None else None
-        if isinstance(upper, Known) and type(upper.data) is int and upper.data >= 16 and str(name).endswith(CUT_NAMES):
+        if (
+            isinstance(upper, Constant)
+            and type(upper.data) is int
+            and upper.data >= 16
+            and str(name).endswith(CUT_NAMES)
+        ):
             self.program.cuts.append(upper)
 
-    def table(self, node: ast.Dict, scope: Scope) -> Table:
-        table = Table({}, self.place(node, scope))
+    def table(self, node: ast.Dict, scope: Scope) -> DictValue:
+        table = DictValue({}, self.place(node, scope))
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 inner = objects.as_table(self.value(value, scope))
@@ -165,28 +170,30 @@ class Expressions(Reading):
                 items += inner
             else:
                 items.append(value)
-        return Items(items, place)
+        return ListValue(items, place)
 
     def boolean(self, node: ast.BoolOp, scope: Scope) -> Value:
         stops_at = isinstance(node.op, ast.Or)
-        value: Value = Known(None)
+        value: Value = Constant(None)
         unknown: Value | None = None
         for part in node.values:
             value = self.value(part, scope)
             truth = objects.truth(value)
             if truth is None and (truth := self.decided(part)) is False:
-                value = Known(False, self.place(part, scope))
+                value = Constant(False, self.place(part, scope))
             if truth is None:
                 unknown = unknown or Undecided(f"{self.place(node, scope)}: depends on a condition")
             elif truth == stops_at:
                 return (
-                    value if unknown is None or (isinstance(value, Known) and isinstance(value.data, bool)) else unknown
+                    value
+                    if unknown is None or (isinstance(value, Constant) and isinstance(value.data, bool))
+                    else unknown
                 )
         return unknown if unknown is not None else value
 
     def comparison(self, node: ast.Compare, scope: Scope) -> Value:
         left = self.value(node.left, scope)
-        result: Value = Known(True)
+        result: Value = Constant(True)
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node, scope)
             result = objects.compare(op, left, right, self.place(node, scope))
@@ -215,20 +222,20 @@ class Expressions(Reading):
                 return Undecided(f"{self.place(node, scope)}: a list with conditions that are not known")
             if all(tests):
                 items.append(self.value(node.elt, inner))
-        return Items(items, self.place(node, scope))
+        return ListValue(items, self.place(node, scope))
 
     def table_of(self, node: ast.DictComp, scope: Scope) -> Value:
         """A dictionary made in a comprehension: that of its pairs."""
         pairs = ast.copy_location(ast.Tuple([node.key, node.value], ast.Load()), node)
         listed = self.comprehension(ast.copy_location(ast.ListComp(pairs, node.generators), node), scope)
-        if not isinstance(listed, Items):
+        if not isinstance(listed, ListValue):
             return listed
-        entries = [(plain(pair.items[0]), pair.items[1]) for pair in listed.items if isinstance(pair, Items)]
+        entries = [(plain(pair.items[0]), pair.items[1]) for pair in listed.items if isinstance(pair, ListValue)]
         if not all(isinstance(key, str) for key, _ in entries):
             return Unknown(f"{self.place(node, scope)}: a dictionary not known")
-        return Table(dict(entries), self.place(node, scope))
+        return DictValue(dict(entries), self.place(node, scope))
 
-    def note_lengths(self, callee: Value, call: Made) -> None:
+    def note_lengths(self, callee: Value, call: CallResult) -> None:
         """Remembers lengths handed to the program's own code and to data sets."""
         if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
             for name, value in call.keywords.items():
@@ -236,18 +243,18 @@ class Expressions(Reading):
         for first, other in PARTS_OF_LENGTH:
             parts = (plain(call.keywords.get(first)), plain(call.keywords.get(other)))
             if all(type(part) is int for part in parts):
-                self.program.cuts.append(Known(sum(parts), f"{call.where}, {first} + {other}"))
+                self.program.cuts.append(Constant(sum(parts), f"{call.where}, {first} + {other}"))
 
     def call(self, node: ast.Call, scope: Scope) -> Value:
         callee = self.value(node.func, scope)
-        call = Made(_last(node.func), where=self.place(node, scope))
+        call = CallResult(_last(node.func), where=self.place(node, scope))
         for argument in node.args:
             value = self.value(argument, scope)
             if isinstance(argument, ast.Starred):
                 call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
             else:
                 call.positional.append(value)
-        keywords = Table(call.keywords)
+        keywords = DictValue(call.keywords)
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
             if keyword.arg is not None:
@@ -279,10 +286,10 @@ class Functions(Expressions):
                 function.of = decorator.id
             if isinstance(decorator, ast.Call):
                 made = self.value(decorator, scope)
-                if isinstance(made, Made) and made.name in ("option", "argument"):
+                if isinstance(made, CallResult) and made.name in ("option", "argument"):
                     option = options.Option.of(made)
                     function.options[option.name] = option.value(self.outside)
-                if isinstance(made, Made) and (made.owner, made.name) == ("hydra", "main") and node.args.args:
+                if isinstance(made, CallResult) and (made.owner, made.name) == ("hydra", "main") and node.args.args:
                     function.options[node.args.args[0].arg] = files.hydra_settings(self, made)
         return function
 
@@ -297,7 +304,7 @@ class Functions(Expressions):
                 made.parents += (parent,)
                 fields += parent.fields
                 made.base = made.base or parent.base
-            elif isinstance(parent, Dotted):
+            elif isinstance(parent, ImportedName):
                 made.base = made.base or parent.path
         inner.names["__class__"] = made
         for statement in node.body:
@@ -313,7 +320,7 @@ class Functions(Expressions):
             inner.names[name] = options.field_default(self, value)
         return made
 
-    def instance(self, made_by: Class, call: Made) -> Value:
+    def instance(self, made_by: Class, call: CallResult) -> Value:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
         if made_by.base and objects.is_followed(made_by.base):
             fields = () if call.more else made_by.fields
@@ -321,7 +328,7 @@ class Functions(Expressions):
             call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
             call.package = made_by.base.rpartition(".")[0].partition(".")[0]
             call.keywords = {**defaults, **call.keywords}
-            self.program.made.append(call)
+            self.program.calls.append(call)
             return call
         if {made_by.name, made_by.base.rpartition(".")[2]} & {*options.PARSERS}:
             # its own code does what the base's does
@@ -341,11 +348,11 @@ class Functions(Expressions):
             instance.more = call.more
             after = made_by.attributes.get("__post_init__")
             if isinstance(after, Function):
-                self.called(Function(after.node, after.scope, instance), Made("", where=call.where))
+                self.called(Function(after.node, after.scope, instance), CallResult("", where=call.where))
         self.uncertain = outer
         return instance
 
-    def called(self, function: Function, call: Made) -> Value:
+    def called(self, function: Function, call: CallResult) -> Value:
         """What a function of the program returns for these arguments."""
         node = function.node
         if self.depth >= MAX_DEPTH or (node in self.running and not self.goes_down(node, call)):
@@ -359,12 +366,12 @@ class Functions(Expressions):
         self.running.append(node)
         self.entered_at.append(self.uncertain)
         self.maybe_returned.append([])
-        result: Value = Known(None)
+        result: Value = Constant(None)
         outer = self.uncertain
         try:
             self.block(node.body, scope)
         except Return as leave:
-            result = leave.value if leave.value is not None else Known(None)
+            result = leave.value if leave.value is not None else Constant(None)
         except Loop:
             pass
         finally:
@@ -374,21 +381,23 @@ class Functions(Expressions):
             self.entered_at.pop()
         others = self.maybe_returned.pop()
         if isinstance(plain(result), Unknown) and _walks_modules(node):
-            return Known("all-linear", f"{call.where}, {node.name}()")
+            return Constant("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
-            made = next((value for value in (result, *others) if isinstance(value, (Made, Instance, Items))), None)
+            made = next(
+                (value for value in (result, *others) if isinstance(value, (CallResult, Instance, ListValue))), None
+            )
             return made if made is not None else Undecided(f"{call.where}: depends on a condition inside the function")
         return result
 
-    def goes_down(self, node: ast.AST, call: Made) -> bool:
+    def goes_down(self, node: ast.AST, call: CallResult) -> bool:
         """Whether a function that calls itself is followed once more: certainly, into settings that are at hand (a deep
         merge, an `extends:`), so far as people nest them."""
         last = max(at for at, function in enumerate(self.running) if function is node)
         given = (*call.positional, *call.keywords.values())
-        at_hand = any(isinstance(argument, (Known, Items, Table)) for argument in given)
+        at_hand = any(isinstance(argument, (Constant, ListValue, DictValue)) for argument in given)
         return at_hand and self.entered_at[last] == self.uncertain and self.running.count(node) < MAX_NESTED
 
-    def bind(self, function: Function, call: Made, scope: Scope) -> None:
+    def bind(self, function: Function, call: CallResult, scope: Scope) -> None:
         arguments = function.node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         given = list(call.positional)
@@ -417,13 +426,13 @@ class Functions(Expressions):
             scope.names[name] = value
             self.note_length(name, value, getattr(function.node, "name", ""))
         if arguments.vararg is not None:
-            scope.names[arguments.vararg.arg] = Items(given[len(positional) :])
+            scope.names[arguments.vararg.arg] = ListValue(given[len(positional) :])
         if arguments.kwarg is not None:
-            scope.names[arguments.kwarg.arg] = Table(keywords, more=call.more)
+            scope.names[arguments.kwarg.arg] = DictValue(keywords, more=call.more)
 
     def uncalled(self, scope: Scope) -> None:
         """Functions that nothing calls, where the program trains nothing otherwise: a script may be all functions."""
-        if any(objects.is_trainer(made) for made in self.program.made):
+        if any(objects.is_trainer(made) for made in self.program.calls):
             return
         for value in list(scope.names.values()):
             methods = value.attributes.values() if isinstance(value, Class) else ()
@@ -431,7 +440,8 @@ class Functions(Expressions):
                 if isinstance(candidate, Function) and id(candidate.node) not in self.entered:
                     bound = Instance(self.copied(value.attributes), value) if isinstance(value, Class) else None
                     self.called(
-                        Function(candidate.node, candidate.scope, bound, candidate.options), Made("", where=scope.file)
+                        Function(candidate.node, candidate.scope, bound, candidate.options),
+                        CallResult("", where=scope.file),
                     )
 
 

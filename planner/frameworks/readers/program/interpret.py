@@ -22,7 +22,7 @@ from planner.frameworks.readers.program.reading import (
     MAX_MODULES,
     MAX_SOURCE_BYTES,
     Break,
-    Leave,
+    ControlFlow,
     Loop,
     Program,
     ProgramContext,
@@ -33,19 +33,19 @@ from planner.frameworks.readers.program.reading import (
 )
 from planner.frameworks.readers.program.source import parsable, tree_of
 from planner.frameworks.readers.program.values import (
+    CallResult,
     Class,
-    Dotted,
+    Constant,
+    DictValue,
     Function,
+    ImportedName,
     Instance,
-    Known,
-    Made,
     Scope,
-    Table,
     TooLong,
     Undecided,
     Unknown,
     Value,
-    either,
+    join_values,
     plain,
     same,
     size_budget,
@@ -91,7 +91,7 @@ def _read(
         if retry.makes_trainer():
             return retry.program
     reader.program.starts = reader.makes_trainer()
-    with suppress(TooLong, Leave):
+    with suppress(TooLong, ControlFlow):
         if context.uncalled:
             reader.uncalled(reader.program.module)
     return reader.program
@@ -104,13 +104,13 @@ class Reader(Functions):
         """The main module, as far as it leads."""
         scope = self.program.module
         scope.file = self.name
-        scope.names |= {"__name__": Known("__main__"), "__file__": Known(self.name)}
-        with suppress(Leave):
+        scope.names |= {"__name__": Constant("__main__"), "__file__": Constant(self.name)}
+        with suppress(ControlFlow):
             self.block(tree.body, scope)
 
     def makes_trainer(self) -> bool:
         """Whether a trainer or its arguments were made so far."""
-        made = self.program.made
+        made = self.program.calls
         trains = any(objects.is_trainer(call) or objects.holds_arguments(call) for call in made)
         return trains or any(context.loader is not None for _, context in self.program.steps.backwards.values())
 
@@ -158,7 +158,7 @@ class Reader(Functions):
             case ast.Delete():
                 for target in node.targets:
                     gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
-                    if isinstance(gone, Made):
+                    if isinstance(gone, CallResult):
                         gone.called["del"] = gone
 
     def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
@@ -183,8 +183,8 @@ class Reader(Functions):
                 raise Loop
             case ast.Raise():
                 ended = self.value(node.exc, scope) if node.exc is not None else None
-                raise (Return if objects.ends_well(ended) else Raise)(Known(None))
-        value = self.value(node.value, scope) if node.value is not None else Known(None)
+                raise (Return if objects.ends_well(ended) else Raise)(Constant(None))
+        value = self.value(node.value, scope) if node.value is not None else Constant(None)
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)
         raise Return(value)
@@ -202,7 +202,7 @@ class Reader(Functions):
             return
         place = f"{self.place(node, scope)}: depends on a condition"
         before = self.copied(scope.names)
-        left_by: list[Leave] = []
+        left_by: list[ControlFlow] = []
         ends: list[dict[str, Value]] = []
         outer = self.turn
         every: list[Value | None] = [self.value(divisor, scope) for divisor in loops.divisors(node.test)]
@@ -214,7 +214,7 @@ class Reader(Functions):
             try:
                 self.block(body, scope)
                 ends.append(scope.names)
-            except Leave as leave:
+            except ControlFlow as leave:
                 left_by.append(leave)
                 if isinstance(leave, Loop) and self.maybe_left:
                     self.maybe_left[-1].append(scope.names)
@@ -264,15 +264,15 @@ class Reader(Functions):
         self.maybe_left.append([])
         try:
             self.block(body, scope)
-        except Leave:
+        except ControlFlow:
             pass
         finally:
             self.uncertain -= 1
             left = self.maybe_left.pop()
         for name, value in scope.names.items():
-            if name in before and isinstance(value, Known) and not same(before[name], value):
+            if name in before and isinstance(value, Constant) and not same(before[name], value):
                 scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
-        self.left_by_turn(left, scope, scope.file)
+        self.left_by_iteration(left, scope, scope.file)
 
     def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
         over = self.value(node.iter, scope)
@@ -280,7 +280,7 @@ class Reader(Functions):
         if items is None or len(items) > MAX_LOOP:
             outer = self.turn
             if (loader := loops.loader_of(over)) is not None:
-                self.turn = loops.Turn(loader, self.depth)
+                self.turn = loops.LoopContext(loader, self.depth)
             self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
             self.once(node.body, scope)
             self.turn = outer
@@ -298,9 +298,9 @@ class Reader(Functions):
                     continue
         finally:
             left = self.maybe_left.pop()
-        self.left_by_turn([before, *left] if left else [], scope, self.place(node, scope))
+        self.left_by_iteration([before, *left] if left else [], scope, self.place(node, scope))
 
-    def left_by_turn(self, left: Sequence[dict[str, Value]], scope: Scope, place: str) -> None:
+    def left_by_iteration(self, left: Sequence[dict[str, Value]], scope: Scope, place: str) -> None:
         """After a loop that may have been left earlier, with these names: what they make different is not known."""
         for names in left:
             for name, value in names.items():
@@ -312,8 +312,8 @@ class Reader(Functions):
         match target:
             case ast.Name():
                 scope.names[target.id] = value
-                if isinstance(value, Made) and value.of is not None and self.turn.depth == self.depth:
-                    value.attributes["kept"] = Known(True)
+                if isinstance(value, CallResult) and value.of is not None and self.turn.depth == self.depth:
+                    value.attributes["kept"] = Constant(True)
                 self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
                 parts = objects.unpacked(value, len(target.elts))
@@ -321,11 +321,11 @@ class Reader(Functions):
                     self.assign(element.value if isinstance(element, ast.Starred) else element, part, scope)
             case ast.Attribute():
                 owner = self.value(target.value, scope)
-                if isinstance(owner, (Made, Instance)):
+                if isinstance(owner, (CallResult, Instance)):
                     self.store(owner.attributes, target.attr, value, self.place(target, scope))
             case ast.Subscript():
                 owner, key = self.value(target.value, scope), plain(self.value(target.slice, scope))
-                if isinstance(owner, Table) and isinstance(key, str):
+                if isinstance(owner, DictValue) and isinstance(key, str):
                     self.store(owner.entries, key, value, self.place(target, scope))
 
     def store(self, entries: dict[str, Value], key: str, value: Value, place: str) -> None:
@@ -341,7 +341,7 @@ class Reader(Functions):
                 module_scope = self.module(alias.name.replace(".", "/"))
                 name = alias.asname or top
                 path = alias.name if alias.asname else top
-                scope.names[name] = Dotted(path) if module_scope is None else Instance(module_scope.names)
+                scope.names[name] = ImportedName(path) if module_scope is None else Instance(module_scope.names)
             return
         module = node.module or ""
         path = module.replace(".", "/")
@@ -357,7 +357,7 @@ class Reader(Functions):
             value = module_scope.names.get(alias.name) if module_scope is not None else None
             if value is None:
                 inner = self.module(posixpath.normpath(posixpath.join(path, alias.name)))
-                value = Instance(inner.names) if inner is not None else Dotted(f"{module}.{alias.name}")
+                value = Instance(inner.names) if inner is not None else ImportedName(f"{module}.{alias.name}")
             scope.names[alias.asname or alias.name] = value
 
     def module(self, name: str) -> Scope | None:
@@ -370,14 +370,14 @@ class Reader(Functions):
             text = None if enough else self.outside.read(path)
             if text is None and not enough:
                 path = f"{name}/__init__.py"
-                text = self.outside.exactly(path)
+                text = self.outside.read_exact(path)
             if text is not None:
                 self.source_bytes += len(text)
                 self.program.differentiates += [path] if ".backward(" in text else []
-                scope = Scope({"__name__": Known(name), "__file__": Known(path)}, file=path)
+                scope = Scope({"__name__": Constant(name), "__file__": Constant(path)}, file=path)
                 try:
                     self.block(tree_of(parsable(text)).body, scope)
-                except Leave:
+                except ControlFlow:
                     pass  # it ends itself: what it set until then counts
                 except (SyntaxError, ValueError, RecursionError, MemoryError):
                     return None
@@ -412,10 +412,12 @@ def _joined(first: dict[str, Value], other: dict[str, Value], place: str) -> dic
     spend(len(first) + len(other))
     for name in {**first, **other}:
         if name in first and name in other and not same(first[name], other[name]):
-            keep = next((end[name] for end in (first, other) if isinstance(end[name], (Made, Function, Class))), None)
-            different = either(first[name], other[name], f"{place} ({name})")
+            keep = next(
+                (end[name] for end in (first, other) if isinstance(end[name], (CallResult, Function, Class))), None
+            )
+            different = join_values(first[name], other[name], f"{place} ({name})")
             # one object or another of the same kind: which of them is used is not known
-            made = [value.name for value in (first[name], other[name]) if isinstance(value, Made)]
+            made = [value.name for value in (first[name], other[name]) if isinstance(value, CallResult)]
             merged[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
         else:
             merged[name] = first[name] if name in first else other[name]

@@ -24,16 +24,16 @@ from planner.frameworks.readers.program.objects import (
 from planner.frameworks.readers.program.options import PARSERS, of_parser, on_command_line, parents_of
 from planner.frameworks.readers.program.reading import MAX_LOOP, Reading
 from planner.frameworks.readers.program.values import (
+    CallResult,
     Class,
-    Dotted,
+    Constant,
+    DictValue,
     Function,
+    ImportedName,
     Instance,
-    Items,
-    Known,
-    Made,
+    ListValue,
     Parent,
     Scope,
-    Table,
     Undecided,
     Unknown,
     Value,
@@ -51,7 +51,7 @@ MAX_DIGITS = 400
 """To which `round` rounds; a float has 308 before the point."""
 
 
-def of_module(reader: Reading, callee: Dotted, made: Made) -> Value | None:
+def of_module(reader: Reading, callee: ImportedName, made: CallResult) -> Value | None:
     """What a function of a module, or a built-in one, gives; None where that is not known."""
     first = made.positional[0] if made.positional else None
     for part in (_of_settings, _of_system, _of_collections, _of_start):
@@ -62,13 +62,15 @@ def of_module(reader: Reading, callee: Dotted, made: Made) -> Value | None:
     return None
 
 
-def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     """Libraries that read settings, and what tells which settings a class takes."""
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
-            return loaded(reader, Made("load", positional=[Made("open", positional=[first])], where=made.where))
+            return loaded(
+                reader, CallResult("load", positional=[CallResult("open", positional=[first])], where=made.where)
+            )
         case "omegaconf.OmegaConf.structured" if isinstance(first, Class):
-            return reader.instance(first, Made("", where=made.where))
+            return reader.instance(first, CallResult("", where=made.where))
         case "omegaconf.OmegaConf.to_container" | "omegaconf.OmegaConf.create" | "omegaconf.OmegaConf.structured":
             return first
         case "typing.cast" if len(made.positional) == 2:
@@ -76,14 +78,16 @@ def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Mad
         case "omegaconf.OmegaConf.merge":
             return _merged(made)
         case "omegaconf.OmegaConf.from_cli":
-            data, _ = hydra.composed({}, reader.outside.exactly, words=reader.outside.arguments or ())
+            data, _ = hydra.composed({}, reader.outside.read_exact, words=reader.outside.arguments or ())
             return to_value(data, "the command line")
         case "inspect.signature" | "signature":
-            return Made("signature", keywords={"parameters": parameters(reader, first, made.where)}, where=made.where)
-        case "dataclasses.fields" | "fields" if isinstance(first, Dotted):
+            return CallResult(
+                "signature", keywords={"parameters": parameters(reader, first, made.where)}, where=made.where
+            )
+        case "dataclasses.fields" | "fields" if isinstance(first, ImportedName):
             taken = parameters(reader, first, made.where)
-            return Items(list(taken.entries.values()), made.where) if isinstance(taken, Table) else taken
-        case _ if callee.name in ("get_peft_config", "get_quantization_config") and isinstance(first, Made):
+            return ListValue(list(taken.entries.values()), made.where) if isinstance(taken, DictValue) else taken
+        case _ if callee.name in ("get_peft_config", "get_quantization_config") and isinstance(first, CallResult):
             return _of_model_config(first, made) if first.name == "ModelConfig" and not first.more else None
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
             named = [made.keywords.get(key) for key in ("repo_id", "model_id")]
@@ -93,91 +97,93 @@ def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Mad
     return None
 
 
-def _of_system(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     """The environment, the card, paths."""
     match callee.path:
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return environment(reader, made)
         case "torch.cuda.is_available":
-            return Known(True, "the card")
+            return Constant(True, "the card")
         case _ if callee.name == "is_peft_available" and callee.path.partition(".")[0] in ("transformers", "trl"):
-            return Known(True, "peft is taken to be installed")
+            return Constant(True, "peft is taken to be installed")
         case "torch.cuda.get_device_capability":
-            return Items([Known(part, "the card") for part in reader.outside.capability])
+            return ListValue([Constant(part, "the card") for part in reader.outside.capability])
         case "torch.cuda.device_count":
-            return Known(int(reader.outside.environment.get("WORLD_SIZE", "1")), "the launch")
+            return Constant(int(reader.outside.environment.get("WORLD_SIZE", "1")), "the launch")
         case "open" | "io.open":
-            return Made("open", positional=made.positional, where=made.where)
+            return CallResult("open", positional=made.positional, where=made.where)
         case "os.path.dirname":
             return (
-                Known(above(first.data), made.where) if isinstance(first, Known) and type(first.data) is str else None
+                Constant(above(first.data), made.where)
+                if isinstance(first, Constant) and type(first.data) is str
+                else None
             )
         case "os.path.exists" | "os.path.isfile" if (
-            isinstance(plain(first), str) and reader.outside.exactly(plain(first)) is not None
+            isinstance(plain(first), str) and reader.outside.read_exact(plain(first)) is not None
         ):
-            return Known(True, made.where)
-        case "os.path.expandvars" if isinstance(first, Known) and "$" not in str(first.data):
+            return Constant(True, made.where)
+        case "os.path.expandvars" if isinstance(first, Constant) and "$" not in str(first.data):
             return first
         case "os.path.abspath" | "os.path.realpath" | "os.path.normpath":
             return first
         case "os.getcwd" | "pathlib.Path.cwd" | "Path.cwd":
-            return Known(".", made.where)
+            return Constant(".", made.where)
         case "os.path.join" | "pathlib.Path" | "Path" | "os.path.expanduser" | "str" if made.positional:
             parts = [plain(argument) for argument in made.positional]
             if unknown := next((part for part in parts if isinstance(part, Unknown)), None):
                 return unknown
             joinable = all(isinstance(part, (str, int, float)) for part in parts)
-            return Known("/".join(str(part) for part in parts), made.where) if joinable else None
+            return Constant("/".join(str(part) for part in parts), made.where) if joinable else None
     return None
 
 
-def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_collections(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     """Built-in functions that make or ask collections."""
     match callee.path:
         case "dict" | "easydict.EasyDict" | "types.SimpleNamespace" | "argparse.Namespace" | "SimpleNamespace":
-            inner = as_table(first) if first is not None else Table({}, made.where)
+            inner = as_table(first) if first is not None else DictValue({}, made.where)
             if inner is None:
                 return None
             if callee.name in ("dict",):
-                return Table({**inner.entries, **made.keywords}, made.where, inner.more or made.more)
+                return DictValue({**inner.entries, **made.keywords}, made.where, inner.more or made.more)
             return Instance({**inner.entries, **made.keywords}, more=inner.more or made.more)
         case "sorted" | "reversed" if first is not None:
             return _in_order(first, made, backwards=callee.path == "reversed")
         case "list" | "tuple" | "set" if first is not None:
             items = items_of(first)
-            return Items(items, made.where) if items is not None else Unknown(f"{made.where}: a list not known")
+            return ListValue(items, made.where) if items is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
             return as_table(first)
         case "any" | "all" if (parts := items_of(first) if first is not None else None) is not None:
             decides = callee.path == "any"
             truths = [truth(part) for part in parts]
             if decides in truths or None not in truths:
-                return Known(decides in truths if decides else False not in truths, made.where)
+                return Constant(decides in truths if decides else False not in truths, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "hasattr" if len(made.positional) == 2 and (has := _has(first, plain(made.positional[1]))) is not None:
-            return Known(has, made.where)
+            return Constant(has, made.where)
         case "isinstance" | "hasattr":
             classes = made.positional[1:] if callee.path == "isinstance" else []
-            kinds = classes[0].items if classes and isinstance(classes[0], Items) else classes
+            kinds = classes[0].items if classes and isinstance(classes[0], ListValue) else classes
             answers = {_is_a(first, kind) for kind in kinds} or {None}
             if True in answers or None not in answers:
-                return Known(True in answers, made.where)
+                return Constant(True in answers, made.where)
             return Undecided(f"{made.where}: depends on a condition")
         case "range" if first is not None:
             bounds = [plain(argument) for argument in made.positional]
             if not all(isinstance(bound, int) for bound in bounds) or not 0 < len(bounds) <= 3 or 0 in bounds[2:]:
                 return None
             # not len(): a range may be longer than C counts
-            few = [Known(number, made.where) for number in islice(range(*bounds), MAX_LOOP + 1)]
-            return Items([*few]) if len(few) <= MAX_LOOP else None
+            few = [Constant(number, made.where) for number in islice(range(*bounds), MAX_LOOP + 1)]
+            return ListValue([*few]) if len(few) <= MAX_LOOP else None
     return None
 
 
 def _has(value: Value | None, name: Any) -> bool | None:
     """Whether an object of settings has an attribute, None where that is not known."""
-    if not isinstance(value, (Table, Instance)) or not isinstance(name, str):
+    if not isinstance(value, (DictValue, Instance)) or not isinstance(name, str):
         return None
-    entries = value.entries if isinstance(value, Table) else value.attributes
+    entries = value.entries if isinstance(value, DictValue) else value.attributes
     foreign = isinstance(value, Instance) and value.made_by is not None and value.made_by.base
     return True if name in entries else None if value.more or foreign else False
 
@@ -198,20 +204,20 @@ MAX_WRAPPERS = 8
 
 def _is_a(value: Value | None, kind: Value) -> bool | None:
     """Whether a model is of a library's class, or data of a built-in one; None where that is not known."""
-    path = kind.path if isinstance(kind, Dotted) else ""
+    path = kind.path if isinstance(kind, ImportedName) else ""
     named = path.rpartition(".")[2]
-    if isinstance(value, (Table, Items)):
-        type_names = MAPPINGS if isinstance(value, Table) else LISTS
+    if isinstance(value, (DictValue, ListValue)):
+        type_names = MAPPINGS if isinstance(value, DictValue) else LISTS
         return True if named in type_names else False if named in {*TYPES, *MAPPINGS, *LISTS} - {"tuple"} else None
-    if isinstance(value, Known) and named in (*MAPPINGS, "ListConfig"):
+    if isinstance(value, Constant) and named in (*MAPPINGS, "ListConfig"):
         return False
-    if isinstance(value, Known) and path in TYPES:
+    if isinstance(value, Constant) and path in TYPES:
         return isinstance(value.data, TYPES[path])
     for _ in range(MAX_WRAPPERS):  # that hand back what they are given
-        if not isinstance(value, Made) or value.name != "prepare_model_for_kbit_training":
+        if not isinstance(value, CallResult) or value.name != "prepare_model_for_kbit_training":
             break
         value = value.argument("model", 0)
-    if not isinstance(value, Made) or value.made_by is not None:
+    if not isinstance(value, CallResult) or value.made_by is not None:
         return None
     loads = value.name in ("from_pretrained", "from_config") and "Model" in value.owner
     wraps = value.name == "get_peft_model" and value.package in ("peft", "unsloth")
@@ -223,7 +229,7 @@ def _is_a(value: Value | None, kind: Value) -> bool | None:
     return CLASSES.get(class_path, {}).get(by)
 
 
-def _in_order(first: Value, made: Made, *, backwards: bool) -> Value:
+def _in_order(first: Value, made: CallResult, *, backwards: bool) -> Value:
     """A sorted list."""
     items = items_of(first)
     values = [plain(item) for item in items or ()]
@@ -232,35 +238,39 @@ def _in_order(first: Value, made: Made, *, backwards: bool) -> Value:
     )
     if items is None or not alike or "key" in made.keywords or backwards:
         return Unknown(f"{made.where}: the order of a list")
-    return Items(sorted(items, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
+    return ListValue(sorted(items, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
 
 
-def _of_start(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_start(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     """What starts a program with its words."""
     match callee.path:
         case "fire.Fire" | "Fire" | "typer.run" if isinstance(first, Function):
             words = on_command_line(reader.outside.arguments)
             if callee.path != "typer.run":
                 words = {name: _of_fire(value) for name, value in words.items()}
-            return reader.called(first, Made("", keywords=words, where=made.where))
+            return reader.called(first, CallResult("", keywords=words, where=made.where))
         case "argparse.ArgumentParser" | "ArgumentParser":
-            return Made("ArgumentParser", positional=parents_of(made), keywords=dict(made.keywords), where=made.where)
+            return CallResult(
+                "ArgumentParser", positional=parents_of(made), keywords=dict(made.keywords), where=made.where
+            )
     return None
 
 
-def command_line(reader: Reading) -> Items:
+def command_line(reader: Reading) -> ListValue:
     """`sys.argv`: the program's name, and what is said of its words."""
     words = reader.outside.arguments or ()
-    return Items([Known(reader.name), *(Known(word, "the command line") for word in words)], "the command line")
+    return ListValue(
+        [Constant(reader.name), *(Constant(word, "the command line") for word in words)], "the command line"
+    )
 
 
 def _of_fire(value: Value) -> Value:
     """A word of a command line as Fire takes it: `[q_proj,v_proj]` is a list."""
-    text = value.data if isinstance(value, Known) else None
+    text = value.data if isinstance(value, Constant) else None
     if not isinstance(text, str) or not text.startswith("[") or not text.endswith("]"):
         return value
     where = where_of(value)
-    return Items([Known(part.strip(" '\""), where) for part in text[1:-1].split(",") if part.strip()], where)
+    return ListValue([Constant(part.strip(" '\""), where) for part in text[1:-1].split(",") if part.strip()], where)
 
 
 TRAINER_PARAMETERS = (
@@ -273,31 +283,36 @@ TRAINER_PARAMETERS = (
 
 def parameters(reader: Reading, callee: Value | None, place: str) -> Value:
     """The names that a class of TRL or transformers takes, for programs that hand on those alone."""
-    name = callee.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(callee, Dotted) else ""
+    name = callee.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(callee, ImportedName) else ""
     if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
         return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
     names = TRAINER_PARAMETERS if name == "SFTTrainer" else schema.snapshot()["trl"]["fields"]
-    kind = Known("KEYWORD_ONLY", place)
-    return Table(
-        {parameter: Instance({"name": Known(parameter, f"{name}'s parameters"), "kind": kind}) for parameter in names},
+    kind = Constant("KEYWORD_ONLY", place)
+    return DictValue(
+        {
+            parameter: Instance({"name": Constant(parameter, f"{name}'s parameters"), "kind": kind})
+            for parameter in names
+        },
         place,
     )
 
 
-def _of_model_config(model: Made, made: Made) -> Value:
+def _of_model_config(model: CallResult, made: CallResult) -> Value:
     """What TRL's helpers make of its `ModelConfig`. Source: TRL 1.16 `trainer/utils.py`."""
     arguments = {**argument_defaults(model), **model.keywords, **model.attributes}
     if made.name == "get_peft_config":
         if plain(arguments["use_peft"]) is not True:
-            return Known(None, made.where)
+            return Constant(None, made.where)
         names = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
         names |= {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
-        return Made("LoraConfig", keywords={key: arguments[name] for key, name in names.items()}, where=made.where)
+        return CallResult(
+            "LoraConfig", keywords={key: arguments[name] for key, name in names.items()}, where=made.where
+        )
     bits = next((key for key in ("load_in_4bit", "load_in_8bit") if plain(arguments[key]) is True), "")
     if not bits:
-        return Known(None, made.where)
+        return Constant(None, made.where)
     double = {"bnb_4bit_use_double_quant": arguments["use_bnb_nested_quant"]} if bits == "load_in_4bit" else {}
-    return Made("BitsAndBytesConfig", keywords={bits: arguments[bits], **double}, where=made.where)
+    return CallResult("BitsAndBytesConfig", keywords={bits: arguments[bits], **double}, where=made.where)
 
 
 def above(path: str) -> str:
@@ -306,7 +321,7 @@ def above(path: str) -> str:
     return posixpath.normpath(posixpath.join(path, "..")) if beyond else posixpath.dirname(path) or "."
 
 
-def _number(name: str, made: Made) -> Value:
+def _number(name: str, made: CallResult) -> Value:
     # the tokenizer's own limit is at least as far as the other bound that a program gives with it
     limited = name == "min" and len(made.positional) > 1
     kept = [
@@ -319,9 +334,9 @@ def _number(name: str, made: Made) -> Value:
     if missing is not None or not arguments:
         return missing or Unknown(f"{made.where}: the tokenizer's own limit")
     if limited and len(arguments) == 1:
-        return Known(arguments[0], where_of(kept[0]) or made.where)
-    if name == "len" and isinstance(made.positional[0], (Table, Items)):
-        return Known(len(arguments[0]), made.where)
+        return Constant(arguments[0], where_of(kept[0]) or made.where)
+    if name == "len" and isinstance(made.positional[0], (DictValue, ListValue)):
+        return Constant(len(arguments[0]), made.where)
     numbers = (
         all(isinstance(element, (int, float)) for element in arguments[0]) if isinstance(arguments[0], list) else True
     )
@@ -329,14 +344,14 @@ def _number(name: str, made: Made) -> Value:
     if (name == "sum" and not numbers) or (isinstance(digits, int) and abs(digits) > MAX_DIGITS):
         return Unknown(f"{made.where}: computed while the program runs")
     try:
-        return Known(NUMBERS[name](*arguments), where_of(made.positional[0]) or made.where)
+        return Constant(NUMBERS[name](*arguments), where_of(made.positional[0]) or made.where)
     except (TypeError, ValueError, OverflowError):
         return Unknown(f"{made.where}: computed while the program runs")
 
 
-def _merged(made: Made) -> Value:
+def _merged(made: CallResult) -> Value:
     """What `OmegaConf.merge` gives: of each setting the last."""
-    merged = Table({}, made.where)
+    merged = DictValue({}, made.where)
     for argument in made.positional:
         inner = as_table(argument)
         if inner is None or inner.more:
@@ -347,8 +362,8 @@ def _merged(made: Made) -> Value:
             continue
         for key, value in inner.entries.items():
             before = merged.entries.get(key)
-            both = isinstance(before, (Table, Instance)) and isinstance(value, (Table, Instance))
-            inside = Made("", positional=[side for side in (before, value) if side is not None], where=made.where)
+            both = isinstance(before, (DictValue, Instance)) and isinstance(value, (DictValue, Instance))
+            inside = CallResult("", positional=[side for side in (before, value) if side is not None], where=made.where)
             merged.entries[key] = _merged(inside) if both else value
         merged.more = merged.more or inner.more
     return merged
@@ -389,13 +404,15 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
     if name == "do_train" and reader.outside.arguments is not None:
         reader.program.do_train_decides = True
     match value:
-        case Dotted():
+        case ImportedName():
             # An attribute of something imported or built in.
             if name == "is_floating_point" and value.path.startswith("torch."):
-                return Known("float" in value.name, place)
+                return Constant("float" in value.name, place)
             if name in ("__dataclass_fields__", "__annotations__"):
                 return parameters(reader, value, place)
-            return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
+            return (
+                command_line(reader) if (value.path, name) == ("sys", "argv") else ImportedName(f"{value.path}.{name}")
+            )
         case Instance() | Class():
             if name in value.attributes:
                 member = value.attributes[name]
@@ -407,7 +424,7 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if isinstance(value, Instance) and value.more:
                 return Unknown(value.more)
             if name == "__dict__" and isinstance(value, Instance):
-                return Table(reader.copied(value.attributes), place)
+                return DictValue(reader.copied(value.attributes), place)
             kind = value.made_by if isinstance(value, Instance) else value
             if kind is None or not kind.base:  # foreign code may have it
                 return Unknown(f"{place}: {name} is not set in the program")
@@ -417,15 +434,15 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if isinstance(inherited, Function):
                 kind = value.of.made_by if isinstance(value.of, Instance) else value.of
                 return inherited.bound_to(value.of, kind)
-            return inherited or Made(name, receiver=value, where=place)
-        case Table() if name in value.entries:  # of OmegaConf: settings are its attributes
+            return inherited or CallResult(name, receiver=value, where=place)
+        case DictValue() if name in value.entries:  # of OmegaConf: settings are its attributes
             return value.entries[name]
-        case Known(data=str()) if name in PATH_PARTS:
-            return Known(PATH_PARTS[name](value.data), place)
-        case Known(data=str()) if name == "parents":
+        case Constant(data=str()) if name in PATH_PARTS:
+            return Constant(PATH_PARTS[name](value.data), place)
+        case Constant(data=str()) if name == "parents":
             folders = list(accumulate(range(MAX_PARENTS), lambda path, _: above(path), initial=value.data))
-            return Items([Known(path, place) for path in folders[1:]], place)
-        case Made():
+            return ListValue([Constant(path, place) for path in folders[1:]], place)
+        case CallResult():
             if name in value.attributes:
                 return value.attributes[name]
             if name in value.keywords:
@@ -433,10 +450,12 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if value.more and is_followed(value.name):
                 return Unknown(value.more)
             defaults = argument_defaults(value)
-            return defaults[name] if name in defaults else Made(name, owner=value.name, receiver=value, where=place)
+            return (
+                defaults[name] if name in defaults else CallResult(name, owner=value.name, receiver=value, where=place)
+            )
         case Unknown():
             return value
-    return Made(name, receiver=value, where=place)
+    return CallResult(name, receiver=value, where=place)
 
 
 def _parent(scope: Scope | None) -> Parent | None:
@@ -446,10 +465,10 @@ def _parent(scope: Scope | None) -> Parent | None:
     return Parent(first, kind) if isinstance(first, (Instance, Class)) and isinstance(kind, Class) else None
 
 
-def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None) -> Value:
+def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None = None) -> Value:
     """What a call of foreign code gives; `scope`: where it stands."""
     context = reader.outside
-    if isinstance(callee, Dotted):
+    if isinstance(callee, ImportedName):
         if callee.path == "super" and (parent := _parent(scope)) is not None:
             return parent
         made.name, made.owner = callee.name, callee.path.rpartition(".")[0].rpartition(".")[2]
@@ -457,13 +476,13 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
         returned = _by_others(reader, callee, made) or of_module(reader, callee, made)
         if returned is not None:
             return returned
-    elif isinstance(callee, Made):
+    elif isinstance(callee, CallResult):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
             # Remembers what differentiates, and what steps.
             if made.name == "backward":
                 given = made.positional[0] if made.positional else made.receiver
-                reader.program.steps.backwards.setdefault(made.where, (given or Known(None), reader.turn))
+                reader.program.steps.backwards.setdefault(made.where, (given or Constant(None), reader.turn))
             elif made.name == "step":
                 reader.program.steps.updates.append((made, reader.turn))
             returned = _of_object(reader, callee.receiver, made)
@@ -477,11 +496,11 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
             return Unknown(callee.reason)
         made.more = made.more or callee.reason
     if made.name == "ScalingConfig":
-        reader.program.workers = made.argument("num_workers", 1) or Known(1, made.where)
+        reader.program.workers = made.argument("num_workers", 1) or Constant(1, made.where)
     # Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
     # `fn_kwargs` or `partial` say.
     named = made.keywords.get("fn_kwargs")
-    keywords = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
+    keywords = dict(named.entries) if isinstance(named, DictValue) else made.keywords if made.name == "partial" else {}
     first = made.positional[1:] if made.name == "partial" else []
     if (config := made.argument("train_loop_config")) is not None:  # Ray hands it to each worker
         first = [config]
@@ -489,38 +508,38 @@ def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None)
         if isinstance(value, Function) and id(value.node) not in reader.entered:
             reader.uncertain += 1
             try:
-                reader.called(value, Made("", positional=list(first), keywords=dict(keywords), where=made.where))
+                reader.called(value, CallResult("", positional=list(first), keywords=dict(keywords), where=made.where))
             finally:
                 reader.uncertain -= 1
-    reader.program.made.append(made)
+    reader.program.calls.append(made)
     if made.name in BF16_QUESTIONS:
-        return Known(context.bf16 or _counts_emulation(reader, made), "the card")
+        return Constant(context.bf16 or _counts_emulation(reader, made), "the card")
     return made
 
 
-def _counts_emulation(reader: Reading, made: Made) -> bool:
+def _counts_emulation(reader: Reading, made: CallResult) -> bool:
     """Whether the question about bf16 is answered yes by a card that emulates it (Turing, Volta): torch's is, unless
     told; Unsloth's is not, and importing Unsloth changes torch's.
 
     Source: torch 2.9 `torch.cuda.is_bf16_supported`; unsloth/models/_utils.py.
     """
     emulation = made.argument("including_emulation", 0)
-    if isinstance(emulation, Known):
+    if isinstance(emulation, Constant):
         return bool(emulation.data)
     names = reader.program.module.names.values()
-    unsloth = any(isinstance(value, Dotted) and value.path.split(".")[0].startswith("unsloth") for value in names)
+    unsloth = any(isinstance(value, ImportedName) and value.path.split(".")[0].startswith("unsloth") for value in names)
     return made.name != "is_bfloat16_supported" and not unsloth
 
 
-def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
+def _by_others(reader: Reading, callee: ImportedName, made: CallResult) -> Value | None:
     """What asks an object for an attribute or sets one, copies it, or makes one by its name in settings."""
     if callee.path == "getattr" and len(made.positional) >= 2:
         return _getattr(reader, made)
     if callee.path == "setattr" and len(made.positional) == 3:
         owner, name, value = made.positional
-        if isinstance(owner, (Made, Instance)) and isinstance(plain(name), str):
+        if isinstance(owner, (CallResult, Instance)) and isinstance(plain(name), str):
             reader.store(owner.attributes, str(plain(name)), value, made.where)
-            return Known(None, made.where)
+            return Constant(None, made.where)
     if callee.name in ("replace", "copy", "deepcopy") and callee.path.startswith(("dataclasses.", "copy.")):
         return _copied(reader, made)
     if callee.path in ("hydra.utils.instantiate", "hydra.utils.call") and made.positional:
@@ -530,22 +549,22 @@ def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
         if table is None or not isinstance(target, str):
             return Unknown(f"{made.where}: made from settings that are not known")
         keywords = {key: value for key, value in table.entries.items() if not key.startswith("_")}
-        call_ = Made(
+        call_ = CallResult(
             target.rpartition(".")[2], keywords={**keywords, **made.keywords}, where=made.where, more=table.more
         )
-        return call(reader, Dotted(target), call_)
+        return call(reader, ImportedName(target), call_)
     return None
 
 
-def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
+def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
     """Methods of objects."""
     name = made.name
     first = made.positional[0] if made.positional else None
-    if isinstance(owner, Known) and isinstance(owner.data, str):
+    if isinstance(owner, Constant) and isinstance(owner.data, str):
         return _of_text(reader, owner, made)
-    if isinstance(owner, Table):
+    if isinstance(owner, DictValue):
         return _of_table(reader, owner, made)
-    if isinstance(owner, Items):
+    if isinstance(owner, ListValue):
         if name == "append" and first is not None:
             owner.items.append(first)
         elif name == "extend" and first is not None:
@@ -554,9 +573,9 @@ def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
             return owner
         elif name == "index" and first is not None:
             data = [plain(item) for item in owner.items]
-            return Known(data.index(plain(first)), made.where) if plain(first) in data else None
+            return Constant(data.index(plain(first)), made.where) if plain(first) in data else None
         return None
-    if not isinstance(owner, Made):
+    if not isinstance(owner, CallResult):
         return None
     if owner.name == "ArgumentParser" or owner.name in PARSERS:
         return of_parser(reader, owner, made)
@@ -565,35 +584,35 @@ def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
         return made
     if name == "fit" and owner.name == "SentenceTransformer":
         trainer = fitted(owner, made)
-        reader.program.made.append(trainer)
+        reader.program.calls.append(trainer)
         reader.program.trained.append((trainer, reader.uncertain > 0))
         return made
     if owner.name == "open" and name in ("read", "readline"):
         return owner
     if name in PREPARED and made.positional:
-        return made.positional[0] if len(made.positional) == 1 else Items(made.positional, made.where)
+        return made.positional[0] if len(made.positional) == 1 else ListValue(made.positional, made.where)
     if name in SAME_OBJECT:
         owner.called[name] = made
         return owner
     return None
 
 
-def _of_text(reader: Reading, owner: Known, made: Made) -> Value | None:
+def _of_text(reader: Reading, owner: Constant, made: CallResult) -> Value | None:
     if made.name in SAME_PATH:
         return owner
-    if made.name in THERE and reader.outside.exactly(owner.data) is not None:
-        return Known(True, made.where)
+    if made.name in THERE and reader.outside.read_exact(owner.data) is not None:
+        return Constant(True, made.where)
     if made.name == "is_absolute":
-        return Known(owner.data.startswith("/"), made.where)
+        return Constant(owner.data.startswith("/"), made.where)
     if made.name in ("open", "read_text"):
-        return Made("open", positional=[owner], where=made.where)
+        return CallResult("open", positional=[owner], where=made.where)
     arguments = [plain(argument) for argument in made.positional]
     if any(isinstance(argument, Unknown) for argument in arguments):
         return Unknown(f"{made.where}: text put together while the program runs")
     if made.name == "joinpath" and all(isinstance(argument, str) for argument in arguments):
-        return Known("/".join([owner.data, *arguments]), made.where)
+        return Constant("/".join([owner.data, *arguments]), made.where)
     if made.name == "join" and arguments and isinstance(arguments[0], list):
-        return Known(owner.data.join(str(part) for part in arguments[0])[:10_000], made.where)
+        return Constant(owner.data.join(str(part) for part in arguments[0])[:10_000], made.where)
     if made.name not in TEXT_METHODS or len(owner.data) > 10_000:
         return Unknown(f"{made.where}: text put together while the program runs")
     try:
@@ -603,7 +622,7 @@ def _of_text(reader: Reading, owner: Known, made: Made) -> Value | None:
     return to_value(result, made.where)
 
 
-def _of_table(reader: Reading, owner: Table, made: Made) -> Value | None:
+def _of_table(reader: Reading, owner: DictValue, made: CallResult) -> Value | None:
     first = made.positional[0] if made.positional else None
     match made.name:
         case "get" | "pop" | "setdefault" if first is not None:
@@ -613,39 +632,39 @@ def _of_table(reader: Reading, owner: Table, made: Made) -> Value | None:
                 return owner.entries.pop(key) if gone else owner.entries[key]
             if owner.more:
                 return Unknown(owner.more)
-            return made.positional[1] if len(made.positional) > 1 else Known(None, made.where)
+            return made.positional[1] if len(made.positional) > 1 else Constant(None, made.where)
         case "update":
-            other = as_table(first) if first is not None else Table({})
+            other = as_table(first) if first is not None else DictValue({})
             owner.take(other, f"{made.where}: updated with what is not known")
             owner.entries |= made.keywords
-            return Known(None)
+            return Constant(None)
         case "items" | "keys" | "values" if owner.more:
             return Unknown(owner.more)
         case "items":
-            return Items([Items([Known(key), value]) for key, value in owner.entries.items()])
+            return ListValue([ListValue([Constant(key), value]) for key, value in owner.entries.items()])
         case "keys":
-            return Items([Known(key) for key in owner.entries])
+            return ListValue([Constant(key) for key in owner.entries])
         case "values":
-            return Items(list(owner.entries.values()))
+            return ListValue(list(owner.entries.values()))
         case "copy":
-            return Table(dict(owner.entries), owner.where, owner.more)
+            return DictValue(dict(owner.entries), owner.where, owner.more)
     return None
 
 
-def _getattr(reader: Reading, made: Made) -> Value:
+def _getattr(reader: Reading, made: CallResult) -> Value:
     owner, name = made.positional[0], plain(made.positional[1])
     if isinstance(name, str):
         if isinstance(owner, Instance) and name not in owner.attributes and not owner.more and len(made.positional) > 2:
             return made.positional[2]
-        if isinstance(owner, (Instance, Dotted, Class)):
+        if isinstance(owner, (Instance, ImportedName, Class)):
             return attribute(reader, owner, name, made.where)
     return Unknown(f"{made.where}: computed while the program runs")
 
 
-def _copied(reader: Reading, made: Made) -> Value | None:
+def _copied(reader: Reading, made: CallResult) -> Value | None:
     """A copy of settings, with what is said anew; None of what holds none, such as a model."""
     match made.argument("obj", 0):
-        case Made() as original if is_followed(original.name) and not is_trainer(original):
+        case CallResult() as original if is_followed(original.name) and not is_trainer(original):
             duplicate = replace(
                 original, keywords={**original.keywords, **made.keywords}, attributes=reader.copied(original.attributes)
             )
@@ -655,8 +674,8 @@ def _copied(reader: Reading, made: Made) -> Value | None:
             return Instance(
                 {**reader.copied(original.attributes), **made.keywords}, original.made_by, original.more or made.more
             )
-        case Table() as table:
-            return Table(reader.copied(table.entries), table.where, table.more)
-        case Items() as items:
-            return Items(list(items.items), items.where)
+        case DictValue() as table:
+            return DictValue(reader.copied(table.entries), table.where, table.more)
+        case ListValue() as items:
+            return ListValue(list(items.items), items.where)
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from planner.core.records import dataclass
-from planner.frameworks.readers.program.values import Items, Known, Made, Unknown, Value, plain
+from planner.frameworks.readers.program.values import CallResult, Constant, ListValue, Unknown, Value, plain
 
 OPTIMIZER_CLASSES = (
     "AdamW", "Adam", "SGD", "Adafactor", "RMSprop", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW",
@@ -22,11 +22,11 @@ MAX_WRAPPERS = 6
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoopContext:
     """What goes on where a call stands: the innermost loop over a `DataLoader`, how many functions deep it is, the
     divisors of the conditions that are open in it (None: another condition), the type under autocast."""
 
-    loader: Made | None = None
+    loader: CallResult | None = None
     depth: int = 0
     divisors: tuple[Value | None, ...] = ()
     autocast: Value | None = None
@@ -36,11 +36,11 @@ class Turn:
 class Steps:
     """Forwards, backwards (by their places) and optimizer steps of a program, in order, each with where it stands."""
 
-    forwards: list[tuple[Made, Turn]] = field(default_factory=list)
-    backwards: dict[str, tuple[Value, Turn]] = field(default_factory=dict)
-    updates: list[tuple[Made, Turn]] = field(default_factory=list)
+    forwards: list[tuple[CallResult, LoopContext]] = field(default_factory=list)
+    backwards: dict[str, tuple[Value, LoopContext]] = field(default_factory=dict)
+    updates: list[tuple[CallResult, LoopContext]] = field(default_factory=list)
 
-    def goes_forward(self, made: Made, context: Turn) -> None:
+    def goes_forward(self, made: CallResult, context: LoopContext) -> None:
         """Notes a forward, once for each place and model."""
         if not any(forward.where == made.where and forward.of is made.of for forward, _ in self.forwards):
             self.forwards.append((made, context))
@@ -51,19 +51,19 @@ class Loop:
     """A plain loop: the trainer that makes the same step, the stack whose outputs live as long, sequences that it
     evaluates at once beside training (0: no more than it trains; None: not known)."""
 
-    trainer: Made
+    trainer: CallResult
     stack: str
     eval_seqs: int | None
 
 
-def loader_of(value: Value) -> Made | None:
+def loader_of(value: Value) -> CallResult | None:
     """The `DataLoader` that a loop goes over, through what counts or shows its turns; None of anything else."""
     for _ in range(MAX_WRAPPERS):
-        if not isinstance(value, Made):
+        if not isinstance(value, CallResult):
             return None
         if value.name == "DataLoader":
             return value
-        value = value.positional[0] if value.positional else Known(None)
+        value = value.positional[0] if value.positional else Constant(None)
     return None
 
 
@@ -82,7 +82,7 @@ def _reaches(test: ast.Compare) -> bool:
 def autocast_of(context: Value) -> Value | None:
     """The type that a context computes in ("bf16"; None: its own), `Unknown` where only running tells it; None of
     another context."""
-    if not isinstance(context, Made) or context.name != "autocast" or context.owner == "accelerator":
+    if not isinstance(context, CallResult) or context.name != "autocast" or context.owner == "accelerator":
         return None
     enabled = plain(context.argument("enabled"))
     if isinstance(enabled, Unknown):
@@ -92,10 +92,10 @@ def autocast_of(context: Value) -> Value | None:
     place = 0 if context.owner == "amp" and not context.keywords and len(context.positional) == 1 else 1
     dtype = context.argument("dtype", place)
     word = plain(dtype) if dtype is not None else "float16"
-    return word if isinstance(word, Unknown) else Known(HALVES.get(str(word), "fp16"), context.where)
+    return word if isinstance(word, Unknown) else Constant(HALVES.get(str(word), "fp16"), context.where)
 
 
-def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
+def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
     """The plain loop that a program trains in, None where it trains in none, in another, or in several."""
     if len(steps.backwards) != 1 or any(call.name in SPREADS for call in made):
         return None
@@ -110,17 +110,17 @@ def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
     if len(accelerators) > 1 or context.loader is None:
         return None
     accelerator = accelerators[0] if accelerators else None
-    batch = context.loader.argument("batch_size", 1) or Known(1, context.loader.where)
+    batch = context.loader.argument("batch_size", 1) or Constant(1, context.loader.where)
     keywords: dict[str, Value] = {"per_device_train_batch_size": batch, **_precision(at, accelerator)}
     keywords["gradient_accumulation_steps"] = _accumulation([where for _, where in updates], accelerator, forward.where)
-    optimizers = Items(
+    optimizers = ListValue(
         [next(optimizer for optimizer in map(_optimizer, (step for step, _ in updates)) if optimizer is not None)]
     )
-    trainer = Made(
+    trainer = CallResult(
         "Trainer",
         keywords={
-            "model": forward.of or Known(None),
-            "args": Made("TrainingArguments", keywords=keywords),
+            "model": forward.of or Constant(None),
+            "args": CallResult("TrainingArguments", keywords=keywords),
             "optimizers": optimizers,
         },
         where=forward.where,
@@ -131,36 +131,36 @@ def plain_loop(steps: Steps, made: list[Made]) -> Loop | None:
     return Loop(trainer, stack, _evaluated(steps, context.loader, batch))
 
 
-def _forward(loss: Value) -> Made | None:
+def _forward(loss: Value) -> CallResult | None:
     """The call of the model whose own loss is differentiated."""
     for _ in range(MAX_WRAPPERS):
-        if not isinstance(loss, Made):
+        if not isinstance(loss, CallResult):
             return None
         if loss.of is not None:
             return None  # the outputs themselves
-        if loss.name == "loss" and isinstance(loss.receiver, Made) and loss.receiver.of is not None:
+        if loss.name == "loss" and isinstance(loss.receiver, CallResult) and loss.receiver.of is not None:
             return loss.receiver
-        loss = loss.positional[0] if loss.name == "scale" and loss.positional else loss.receiver or Known(None)
+        loss = loss.positional[0] if loss.name == "scale" and loss.positional else loss.receiver or Constant(None)
     return None
 
 
-def _optimizer(step: Made) -> Made | None:
+def _optimizer(step: CallResult) -> CallResult | None:
     """What a call of `step` steps: an optimizer, also one that is handed to a scaler."""
     given = step.positional[0] if step.positional else step.receiver
-    return given if isinstance(given, Made) and given.name in OPTIMIZER_CLASSES else None
+    return given if isinstance(given, CallResult) and given.name in OPTIMIZER_CLASSES else None
 
 
-def _precision(context: Turn, accelerator: Made | None) -> dict[str, Value]:
+def _precision(context: LoopContext, accelerator: CallResult | None) -> dict[str, Value]:
     word: Value | None = context.autocast
     if accelerator is not None and (precision := accelerator.argument("mixed_precision")) is not None:
         word = precision
     data = plain(word) if word is not None else None
     if isinstance(data, Unknown):
         return {"bf16": data, "fp16": data}
-    return {name: Known(data == name, getattr(word, "where", "")) for name in ("bf16", "fp16")}
+    return {name: Constant(data == name, getattr(word, "where", "")) for name in ("bf16", "fp16")}
 
 
-def _accumulation(turns: list[Turn], accelerator: Made | None, place: str) -> Value:
+def _accumulation(turns: list[LoopContext], accelerator: CallResult | None, place: str) -> Value:
     """Micro-batches of a step."""
     steps = accelerator.argument("gradient_accumulation_steps") if accelerator is not None else None
     if steps is not None:
@@ -170,14 +170,14 @@ def _accumulation(turns: list[Turn], accelerator: Made | None, place: str) -> Va
         return counts[0]
     if any(context.divisors for context in turns):
         return Unknown(f"{place}: the condition on which the optimizer steps")
-    return Known(1, place)
+    return Constant(1, place)
 
 
-def _evaluated(steps: Steps, trained: Made, batch: Value) -> int | None:
+def _evaluated(steps: Steps, trained: CallResult, batch: Value) -> int | None:
     loaders = [
         context.loader for _, context in steps.forwards if context.loader is not None and context.loader is not trained
     ]
-    sizes = [plain(loader.argument("batch_size", 1) or Known(1)) for loader in loaders]
+    sizes = [plain(loader.argument("batch_size", 1) or Constant(1)) for loader in loaders]
     if any(isinstance(size, Unknown) for size in sizes):
         return None
     usual = plain(batch)

@@ -8,13 +8,13 @@ from typing import Any
 
 from planner.frameworks.readers.program.values import (
     SLICE,
+    CallResult,
     Class,
+    Constant,
+    DictValue,
     Function,
     Instance,
-    Items,
-    Known,
-    Made,
-    Table,
+    ListValue,
     Undecided,
     Unknown,
     Value,
@@ -73,12 +73,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def is_trainer(made: Made) -> bool:
+def is_trainer(made: CallResult) -> bool:
     """Whether a call makes a trainer."""
     return made.name.endswith("Trainer") and made.name not in (*TOKENIZER_TRAINERS, *STARTERS)
 
 
-def holds_arguments(made: Made) -> bool:
+def holds_arguments(made: CallResult) -> bool:
     """Whether a call makes a trainer's arguments."""
     return made.name.endswith(("TrainingArguments", "SFTConfig"))
 
@@ -90,7 +90,7 @@ def is_followed(path: str) -> bool:
 
 def ends_well(raised: Value | None) -> bool:
     """Whether what a program raises is its end, `SystemExit(main())`, and no error, `SystemExit("no GPU")`."""
-    if not isinstance(raised, Made) or raised.name != "SystemExit":
+    if not isinstance(raised, CallResult) or raised.name != "SystemExit":
         return False
     return plain(raised.argument("code", 0)) in (None, 0) or isinstance(plain(raised.argument("code", 0)), Unknown)
 
@@ -100,13 +100,13 @@ def truth(value: Value) -> bool | None:
     if isinstance(value, Instance):  # true, where its class does not say when
         attributes = value.made_by.attributes if value.made_by is not None else {}
         return None if {"__bool__", "__len__"} & set(attributes) else True
-    if isinstance(value, (Made, Function, Class)):
-        return None if isinstance(value, Made) else True
-    if isinstance(value, Items):
+    if isinstance(value, (CallResult, Function, Class)):
+        return None if isinstance(value, CallResult) else True
+    if isinstance(value, ListValue):
         return bool(value.items)
-    if isinstance(value, Table):
+    if isinstance(value, DictValue):
         return True if value.entries else None if value.more else False
-    if isinstance(value, Known):
+    if isinstance(value, Constant):
         return bool(value.data)
     return None
 
@@ -114,67 +114,67 @@ def truth(value: Value) -> bool | None:
 def items_of(value: Value) -> list[Value] | None:
     """The elements of something a program may loop over, None where they are not known."""
     match value:
-        case Items():
+        case ListValue():
             spend(len(value.items))
             return list(value.items)
-        case Table() if not value.more:
+        case DictValue() if not value.more:
             spend(len(value.entries))
-            return [Known(key, value.where) for key in value.entries]
-        case Known(data=str()):
-            return [Known(part, value.where) for part in value.data]
+            return [Constant(key, value.where) for key in value.entries]
+        case Constant(data=str()):
+            return [Constant(part, value.where) for part in value.data]
     return None
 
 
 def unpacked(value: Value, count: int) -> list[Value]:
     """The parts of a value that is assigned to `count` names."""
-    if isinstance(value, Items):
+    if isinstance(value, ListValue):
         if len(value.items) == count:
             return value.items
         return [*value.items[:count], *[Unknown(f"{value.where}: too few parts")] * (count - len(value.items))]
-    if isinstance(value, Made):
+    if isinstance(value, CallResult):
         # what loads a model gives (model, tokenizer) where two names take it
-        rest = [Made("item", receiver=value, where=value.where) for _ in range(count - 1)]
+        rest = [CallResult("item", receiver=value, where=value.where) for _ in range(count - 1)]
         return [value, *rest]
     apart = Unknown(f"{where_of(value)}: taken apart while the program runs")
     return [value if isinstance(value, Unknown) else apart] * count
 
 
-def as_table(value: Value) -> Table | None:
+def as_table(value: Value) -> DictValue | None:
     """What ** of a value gives."""
-    if isinstance(value, Table):
+    if isinstance(value, DictValue):
         return value
     if isinstance(value, Instance):
         spend(len(value.attributes))
-        return Table(dict(value.attributes), more=value.more)
-    if isinstance(value, Made) and is_followed(value.name):
+        return DictValue(dict(value.attributes), more=value.more)
+    if isinstance(value, CallResult) and is_followed(value.name):
         more = value.more or f"{value.where}: what {value.name} itself takes for it"
         defaults = {} if value.more else argument_defaults(value)
-        return Table({**defaults, **value.keywords, **value.attributes}, value.where, more)
+        return DictValue({**defaults, **value.keywords, **value.attributes}, value.where, more)
     return None
 
 
-def argument_defaults(made: Made) -> dict[str, Value]:
+def argument_defaults(made: CallResult) -> dict[str, Value]:
     """What transformers' arguments are where nobody sets them."""
     if made.name == "ModelConfig":
-        return {name: Known(data, "ModelConfig's default") for name, data in MODEL_DEFAULTS.items()}
+        return {name: Constant(data, "ModelConfig's default") for name, data in MODEL_DEFAULTS.items()}
     if not holds_arguments(made):
         return {}
     bf16 = {"bf16": False} if made.name.endswith("TrainingArguments") else {}
-    return {name: Known(data, f"{made.name}'s default") for name, data in (ARGUMENT_DEFAULTS | bf16).items()}
+    return {name: Constant(data, f"{made.name}'s default") for name, data in (ARGUMENT_DEFAULTS | bf16).items()}
 
 
 def element(value: Value, key: Value, place: str) -> Value:
     """value[key]"""
     name = plain(key)
-    if isinstance(name, Unknown) and isinstance(value, (Table, Items, Instance)) and name is not SLICE:
+    if isinstance(name, Unknown) and isinstance(value, (DictValue, ListValue, Instance)) and name is not SLICE:
         return name
     if isinstance(value, Instance):
-        value = Table(value.attributes, place, value.more)
-    if isinstance(value, Table):
+        value = DictValue(value.attributes, place, value.more)
+    if isinstance(value, DictValue):
         if isinstance(name, str) and name in value.entries:
             return value.entries[name]
         return Unknown(value.more or f"{place}: {name!r} is not set in the program")
-    if isinstance(value, Items) and isinstance(name, int) and -len(value.items) <= name < len(value.items):
+    if isinstance(value, ListValue) and isinstance(name, int) and -len(value.items) <= name < len(value.items):
         return value.items[name]
     return value if isinstance(value, Unknown) else Unknown(f"{place}: computed while the program runs")
 
@@ -183,7 +183,7 @@ def formatted(parts: list[Value], place: str) -> Value:
     """An f-string."""
     texts = [plain(part) for part in parts]
     missing = next((text for text in texts if isinstance(text, Unknown)), None)
-    return missing if missing is not None else Known("".join(str(text) for text in texts)[:MAX_TEXT], place)
+    return missing if missing is not None else Constant("".join(str(text) for text in texts)[:MAX_TEXT], place)
 
 
 def in_format(value: Value, spec: Value, place: str) -> Value:
@@ -194,16 +194,16 @@ def in_format(value: Value, spec: Value, place: str) -> Value:
     if form and not (isinstance(data, (int, float)) and len(form) < 8):
         return Unknown(f"{place}: text put together while the program runs")
     try:
-        return Known(format(data, form), place)
+        return Constant(format(data, form), place)
     except (ValueError, TypeError):
         return Unknown(f"{place}: text put together while the program runs")
 
 
-def trainer_of(made: Made) -> Made:
+def trainer_of(made: CallResult) -> CallResult:
     """The trainer itself behind functions that hand one back (`train_on_responses_only(trainer)`)."""
     for _ in range(8):
         first = made.positional[0] if made.positional else made.keywords.get("trainer")
-        if is_trainer(made) or not isinstance(first, Made):
+        if is_trainer(made) or not isinstance(first, CallResult):
             return made
         made = first
     return made
@@ -211,13 +211,13 @@ def trainer_of(made: Made) -> Made:
 
 def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     """left op right."""
-    if isinstance(left, Items) and isinstance(right, Items) and isinstance(op, ast.Add):
-        return Items([*left.items, *right.items], place)
-    if isinstance(left, Table) and isinstance(right, Table) and isinstance(op, ast.BitOr):
-        merged = Table(dict(left.entries), place, left.more)
+    if isinstance(left, ListValue) and isinstance(right, ListValue) and isinstance(op, ast.Add):
+        return ListValue([*left.items, *right.items], place)
+    if isinstance(left, DictValue) and isinstance(right, DictValue) and isinstance(op, ast.BitOr):
+        merged = DictValue(dict(left.entries), place, left.more)
         merged.take(right, "")
         return merged
-    if isinstance(op, (ast.Div, ast.Mult)) and isinstance(left, Made):
+    if isinstance(op, (ast.Div, ast.Mult)) and isinstance(left, CallResult):
         return left  # a loss stays one
     first, other = plain(left), plain(right)
     for part in (first, other):
@@ -227,7 +227,7 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
         small = all(isinstance(part, (int, float)) and abs(part) <= 64 for part in (first, other))
         return _checked(lambda: first**other, place) if small else Unknown(f"{place}: computed while the program runs")
     if isinstance(op, ast.Div) and isinstance(first, str):
-        return Known(f"{first.rstrip('/')}/{other}", place)  # pathlib
+        return Constant(f"{first.rstrip('/')}/{other}", place)  # pathlib
     if isinstance(op, ast.Mult) and any(isinstance(part, (str, list)) for part in (first, other)):
         return Unknown(f"{place}: computed while the program runs")
     if isinstance(op, ast.Mod) and isinstance(first, str):
@@ -240,9 +240,9 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
 
 def _is_object(value: Value) -> bool:
     """Whether a value is certainly not None: a list, an object of a class."""
-    if isinstance(value, Made):
+    if isinstance(value, CallResult):
         return value.name[:1].isupper() or value.name == "from_pretrained"
-    return isinstance(value, (Items, Table, Instance, Function, Class))
+    return isinstance(value, (ListValue, DictValue, Instance, Function, Class))
 
 
 def unary(op: ast.unaryop, operand: Value, place: str) -> Value:
@@ -251,18 +251,18 @@ def unary(op: ast.unaryop, operand: Value, place: str) -> Value:
     if isinstance(value, Unknown):
         return value
     if isinstance(op, ast.Not):
-        return Known(not value, place)
+        return Constant(not value, place)
     if isinstance(value, (int, float)) and isinstance(op, (ast.USub, ast.UAdd)):
-        return Known(-value if isinstance(op, ast.USub) else value, place)
+        return Constant(-value if isinstance(op, ast.USub) else value, place)
     return Unknown(f"{place}: computed while the program runs")
 
 
 def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
     """left op right, for one comparison."""
-    if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Known) and right.data is None and _is_object(left):
-        return Known(isinstance(op, ast.IsNot), place)
+    if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Constant) and right.data is None and _is_object(left):
+        return Constant(isinstance(op, ast.IsNot), place)
     first, other = plain(left), plain(right)
-    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Table) and not right.more:
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, DictValue) and not right.more:
         other = list(right.entries)
     if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Instance) and not (right.more or right.made_by):
         other = list(right.attributes)  # a namespace
@@ -285,4 +285,4 @@ def _checked(compute: Callable[[], Any], place: str) -> Value:
     long = isinstance(result, str) and len(result) > MAX_TEXT
     if long or (isinstance(result, int) and abs(result) > MAX_NUMBER):
         return Unknown(f"{place}: too large")
-    return Known(result, place)
+    return Constant(result, place)

@@ -10,14 +10,14 @@ from planner.frameworks.readers.program.files import loaded
 from planner.frameworks.readers.program.objects import as_table, items_of
 from planner.frameworks.readers.program.reading import ProgramContext, Reading
 from planner.frameworks.readers.program.values import (
+    CallResult,
     Class,
-    Dotted,
+    Constant,
+    DictValue,
     Function,
+    ImportedName,
     Instance,
-    Items,
-    Known,
-    Made,
-    Table,
+    ListValue,
     Unknown,
     Value,
     plain,
@@ -49,7 +49,7 @@ class Option:
     where: str
 
     @classmethod
-    def of(cls, made: Made) -> "Option":
+    def of(cls, made: CallResult) -> "Option":
         """From the call of `add_argument`, `option` or `argument`."""
         flags = tuple(text for text in (plain(argument) for argument in made.positional) if isinstance(text, str))
         long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
@@ -61,8 +61,8 @@ class Option:
         kind = made.keywords.get("type")
         default = made.keywords.get("default")
         if default is None:
-            default = Known(not switch, made.where) if switch is not None else Known(None, made.where)
-        words = kind.name if isinstance(kind, Dotted) else ""
+            default = Constant(not switch, made.where) if switch is not None else Constant(None, made.where)
+        words = kind.name if isinstance(kind, ImportedName) else ""
         if isinstance(kind, Function) and not isinstance(kind.node, ast.Lambda):
             words = kind.node.name
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
@@ -76,13 +76,13 @@ class Option:
             if flag.replace("_", "-") not in [spelling.replace("_", "-") for spelling in self.flags]:
                 continue
             if self.switch is not None and not equals:
-                return Known(self.switch, "the command line")
+                return Constant(self.switch, "the command line")
             text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
-            return _open(flag, text) or Known(_converted(text, self.kind), "the command line")
+            return _open(flag, text) or Constant(_converted(text, self.kind), "the command line")
         if self.required or (self.switch is not None and context.open_switches):
             return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
-        if isinstance(self.default, Known):
-            return Known(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
+        if isinstance(self.default, Constant):
+            return Constant(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
         return self.default
 
 
@@ -122,28 +122,28 @@ def on_command_line(arguments: Any) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for name, given in flags(tuple(arguments or ())).items():
         if given is True:
-            values[name] = Known(True, "the command line")
+            values[name] = Constant(True, "the command line")
             if name.startswith("no_"):
-                values[name[3:]] = Known(False, "the command line")
+                values[name[3:]] = Constant(False, "the command line")
         else:
             texts = [given] if isinstance(given, str) else given
-            data = [_open(f"--{name}", text) or Known(_word(text), "the command line") for text in texts]
-            values[name] = data[0] if len(data) == 1 else Items(list(data))
+            data = [_open(f"--{name}", text) or Constant(_word(text), "the command line") for text in texts]
+            values[name] = data[0] if len(data) == 1 else ListValue(list(data))
     return values
 
 
 def field_default(reader: Reading, value: Value) -> Value:
     """The default of a dataclass field."""
-    if isinstance(value, Made) and value.name in ("field", "Field"):
+    if isinstance(value, CallResult) and value.name in ("field", "Field"):
         if "default" in value.keywords:
             return value.keywords["default"]
         factory = value.keywords.get("default_factory")
         if isinstance(factory, Function):
-            return reader.called(factory, Made("", where=value.where))
+            return reader.called(factory, CallResult("", where=value.where))
         if isinstance(factory, Class):
-            return reader.instance(factory, Made("", where=value.where))
-        if isinstance(factory, Dotted) and factory.name in ("list", "dict"):
-            return Items([]) if factory.name == "list" else Table({})
+            return reader.instance(factory, CallResult("", where=value.where))
+        if isinstance(factory, ImportedName) and factory.name in ("list", "dict"):
+            return ListValue([]) if factory.name == "list" else DictValue({})
         if value.positional and value.name == "Field":
             return value.positional[0]
         return Unknown(f"{value.where}: no default")
@@ -152,18 +152,18 @@ def field_default(reader: Reading, value: Value) -> Value:
 
 def option_default(reader: Reading, name: str, value: Value) -> Value:
     """A function's default where typer or the command line may say another."""
-    if isinstance(value, Made) and value.name in ("Option", "Argument"):
+    if isinstance(value, CallResult) and value.name in ("Option", "Argument"):
         default = value.keywords.get("default", value.positional[0] if value.positional else None)
-        if default is None or (isinstance(default, (Known, Dotted)) and plain(default) in (..., "Ellipsis")):
+        if default is None or (isinstance(default, (Constant, ImportedName)) and plain(default) in (..., "Ellipsis")):
             default = Unknown(f"{value.where}: {name} comes from the command line")
         return on_command_line(reader.outside.arguments).get(name, default)
     return value
 
 
-def parents_of(made: Made) -> list[Value]:
+def parents_of(made: CallResult) -> list[Value]:
     """The options of a parser's `parents`."""
-    parents = items_of(made.keywords.get("parents", Items([]))) or []
-    return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
+    parents = items_of(made.keywords.get("parents", ListValue([]))) or []
+    return [option for parent in parents if isinstance(parent, CallResult) for option in parent.positional]
 
 
 def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
@@ -180,24 +180,24 @@ def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
             del words[:1]
     names = [option for option in options if option.flags and not option.flags[0].startswith("-")]
     return {
-        option.name: _open(option.name, word) or Known(_converted(word, option.kind), "the command line")
+        option.name: _open(option.name, word) or Constant(_converted(word, option.kind), "the command line")
         for option, word in zip(names, placed, strict=False)
     }
 
 
-def _parsed(owner: Made, context: ProgramContext) -> Instance:
+def _parsed(owner: CallResult, context: ProgramContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
     two of them have is not known.
     """
-    options = [Option.of(call) for call in owner.positional if isinstance(call, Made)]
+    options = [Option.of(call) for call in owner.positional if isinstance(call, CallResult)]
     namespace = Instance({option.name: option.value(context) for option in options})
     subparsers = owner.keywords.get("subparsers")
-    if not isinstance(subparsers, Made):
+    if not isinstance(subparsers, CallResult):
         namespace.attributes |= _in_place(options, list(context.arguments or ()))
-    if isinstance(subparsers, Made):
-        named = {name: parser for name, parser in subparsers.attributes.items() if isinstance(parser, Made)}
+    if isinstance(subparsers, CallResult):
+        named = {name: parser for name, parser in subparsers.attributes.items() if isinstance(parser, CallResult)}
         words = [word for word in context.arguments or () if word in named]
         trains = [name for name in named if TRAINS.search(name)]
         chosen = words[0] if words else trains[0] if len(trains) == 1 and context.arguments is None else ""
@@ -211,38 +211,38 @@ def _parsed(owner: Made, context: ProgramContext) -> Instance:
         dest = plain(subparsers.keywords.get("dest"))
         if isinstance(dest, str):
             open_ = Unknown(f"{subparsers.where}: {dest} comes from the command line")
-            namespace.attributes[dest] = Known(chosen, where) if chosen else open_
+            namespace.attributes[dest] = Constant(chosen, where) if chosen else open_
     namespace.attributes |= owner.attributes
     return namespace
 
 
 def _has_no_form(option: Value) -> bool:
-    action = option.keywords.get("action") if isinstance(option, Made) else None
-    return isinstance(action, Dotted) and action.name == "BooleanOptionalAction"
+    action = option.keywords.get("action") if isinstance(option, CallResult) else None
+    return isinstance(action, ImportedName) and action.name == "BooleanOptionalAction"
 
 
-def _known_flags(owner: Made) -> set[str] | None:
+def _known_flags(owner: CallResult) -> set[str] | None:
     """Every long option of a parser and its subcommands; None where some are not known by name."""
     long_options: set[str] = set()
-    parents = items_of(owner.keywords.get("parents", Items([])))
-    if parents is None or not all(isinstance(parent, Made) for parent in parents):
+    parents = items_of(owner.keywords.get("parents", ListValue([])))
+    if parents is None or not all(isinstance(parent, CallResult) for parent in parents):
         return None
     for call in owner.positional:
-        flags = [plain(each) for each in call.positional] if isinstance(call, Made) else [None]
+        flags = [plain(each) for each in call.positional] if isinstance(call, CallResult) else [None]
         if not all(isinstance(flag, str) for flag in flags):
             return None
         long_options |= {str(flag) for flag in flags}
         long_options |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(call)}
     subparsers = owner.keywords.get("subparsers")
-    for inner in subparsers.attributes.values() if isinstance(subparsers, Made) else ():
-        below = _known_flags(inner) if isinstance(inner, Made) else None
+    for inner in subparsers.attributes.values() if isinstance(subparsers, CallResult) else ():
+        below = _known_flags(inner) if isinstance(inner, CallResult) else None
         if below is None:
             return None
         long_options |= below
     return long_options
 
 
-def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+def _spelled_out(owner: CallResult, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """The words of a command line as `parse_args` takes them: an option's beginning means the one option that begins
     so; and the first option that the parser does not have, at which the program ends ("" where all are its own, or
     its options are not all known by name). DeepSpeed's and torch's launchers add theirs.
@@ -263,7 +263,7 @@ def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], 
     return tuple(spelled), foreign
 
 
-def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
+def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | None:
     match made.name:
         case "add_argument":
             owner.positional.append(made)
@@ -271,15 +271,15 @@ def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
         case "add_argument_group" | "add_mutually_exclusive_group":
             return owner
         case "add_subparsers":
-            owner.keywords["subparsers"] = Made("ArgumentParser", keywords=dict(made.keywords), where=made.where)
+            owner.keywords["subparsers"] = CallResult("ArgumentParser", keywords=dict(made.keywords), where=made.where)
             return owner.keywords["subparsers"]
         case "add_parser":
-            inner = Made("ArgumentParser", positional=parents_of(made), where=made.where)
+            inner = CallResult("ArgumentParser", positional=parents_of(made), where=made.where)
             owner.attributes[str(plain(made.positional[0]) if made.positional else "")] = inner
             return inner
         case "set_defaults":
             owner.attributes |= made.keywords
-            return Known(None)
+            return Constant(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
             # What `parse_args` and `parse_known_args` make of the command line.
             context = reader.outside
@@ -288,14 +288,14 @@ def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
             if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
                 ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
                 namespace.attributes = dict.fromkeys(namespace.attributes, ends)
-            return Items([namespace, Items([])]) if made.name == "parse_known_args" else namespace
+            return ListValue([namespace, ListValue([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
 
 OF_FILES = ("parse_yaml_file", "parse_json_file")
 
 
-def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
+def _of_file(reader: Reading, owner: CallResult, made: CallResult) -> dict[str, Value]:
     """Settings of the YAML or JSON file that a parser of dataclasses reads: `--config FILE`, or the first word."""
     words = list(reader.outside.arguments or ())
     path: Any = None
@@ -303,16 +303,18 @@ def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
         path = plain(made.positional[0] if made.positional else next(iter(made.keywords.values()), None))
     elif owner.name != "HfArgumentParser" and made.name in ("parse_args_and_config", "parse"):
         first = words[0] if words and owner.name != "TrlParser" else None
-        path = plain(on_command_line(words).get("config", Known(first)))
+        path = plain(on_command_line(words).get("config", Constant(first)))
     if not isinstance(path, str) or not path.endswith((".yaml", ".yml", ".json")):
         return {}
     table = as_table(
-        loaded(reader, Made("load", positional=[Made("open", positional=[Known(path)])], where=made.where))
+        loaded(
+            reader, CallResult("load", positional=[CallResult("open", positional=[Constant(path)])], where=made.where)
+        )
     )
     return {} if table is None else table.entries
 
 
-def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
+def _dataclasses(reader: Reading, owner: CallResult, made: CallResult) -> Value:
     """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
     given = owner.argument("dataclass_types", 0)
     classes = items_of(given) if given is not None else None
@@ -328,21 +330,23 @@ def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
     for kind in classes or []:
         if isinstance(kind, Class):
             keywords = {key: value for key, value in words.items() if key in kind.fields}
-            value = reader.instance(kind, Made(kind.name, keywords=dict(keywords) if not kind.base else dict(words)))
+            value = reader.instance(
+                kind, CallResult(kind.name, keywords=dict(keywords) if not kind.base else dict(words))
+            )
             if isinstance(value, Instance):
                 for key in kind.fields:
-                    if key not in words and more and isinstance(value.attributes.get(key), Known):
+                    if key not in words and more and isinstance(value.attributes.get(key), Constant):
                         default = value.attributes[key]
-                        value.attributes[key] = Known(plain(default), f"{where_of(default)}, default of --{key}")
-            elif isinstance(value, Made):
+                        value.attributes[key] = Constant(plain(default), f"{where_of(default)}, default of --{key}")
+            elif isinstance(value, CallResult):
                 value.more = more
             values.append(value)
-        elif isinstance(kind, Dotted):
-            library = Made(kind.name, keywords=dict(words), where=made.where, more=more)
-            reader.program.made.append(library)
+        elif isinstance(kind, ImportedName):
+            library = CallResult(kind.name, keywords=dict(words), where=made.where, more=more)
+            reader.program.calls.append(library)
             values.append(library)
         else:
             values.append(Unknown(f"{made.where}: a class that is not known"))
     if plain(made.keywords.get("return_remaining_strings")) is True:
-        values.append(Items([]))
-    return Items(values, made.where)
+        values.append(ListValue([]))
+    return ListValue(values, made.where)

@@ -6,8 +6,17 @@ from dataclasses import field
 from typing import Any
 
 from planner.core.records import dataclass
-from planner.frameworks.readers.program.loops import Steps, Turn
-from planner.frameworks.readers.program.values import Class, Function, Known, Made, Scope, TooLong, Value, spend
+from planner.frameworks.readers.program.loops import LoopContext, Steps
+from planner.frameworks.readers.program.values import (
+    CallResult,
+    Class,
+    Constant,
+    Function,
+    Scope,
+    TooLong,
+    Value,
+    spend,
+)
 
 MAX_STEPS = 200_000
 MAX_DEPTH = 24
@@ -63,7 +72,7 @@ class ProgramContext:
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
     read: Callable[[str], str | None] = field(default=lambda _: None)
-    exactly: Callable[[str], str | None] = field(default=lambda _: None)
+    read_exact: Callable[[str], str | None] = field(default=lambda _: None)
 
 
 @dataclass(slots=True)
@@ -84,13 +93,13 @@ class Program:
         differentiates: its files in which a backward stands, also where nothing is known to call it.
     """
 
-    trained: list[tuple[Made, bool]] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    trained: list[tuple[CallResult, bool]] = field(default_factory=list)
+    calls: list[CallResult] = field(default_factory=list)
     module: Scope = field(default_factory=Scope)
     sources: list[str] = field(default_factory=list)
     do_train_decides: bool = False
-    cuts: list[Known] = field(default_factory=list)
-    lengths: list[Known] = field(default_factory=list)
+    cuts: list[Constant] = field(default_factory=list)
+    lengths: list[Constant] = field(default_factory=list)
     starts: bool = True
     workers: Value | None = None
     open_conditions: dict[str, str] = field(default_factory=dict)
@@ -98,14 +107,14 @@ class Program:
     differentiates: list[str] = field(default_factory=list)
 
 
-class Leave(Exception):
+class ControlFlow(Exception):
     """A return, break or continue on the way that is certainly taken."""
 
     def __init__(self, value: Value | None = None) -> None:
         self.value = value
 
 
-class Return(Leave):
+class Return(ControlFlow):
     """Leaves the function."""
 
 
@@ -113,7 +122,7 @@ class Raise(Return):
     """Ends in an error: a way that a program which runs does not take."""
 
 
-class Loop(Leave):
+class Loop(ControlFlow):
     """Leaves this turn of the loop."""
 
 
@@ -128,9 +137,9 @@ class Reading:
     statement: Callable[[ast.stmt, Scope], None]
     assign: Callable[[ast.expr, Value, Scope], None]
     value: Callable[[ast.expr, Scope], Value]
-    called: Callable[[Function, Made], Value]
+    called: Callable[[Function, CallResult], Value]
     store: Callable[[dict[str, Value], str, Value, str], None]
-    instance: Callable[[Class, Made], Value]
+    instance: Callable[[Class, CallResult], Value]
 
     def __init__(self, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> None:
         self.outside = context
@@ -146,7 +155,7 @@ class Reading:
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
         self.maybe_left: list[list[dict[str, Value]]] = []
-        self.turn = Turn()
+        self.turn = LoopContext()
 
     def step(self) -> None:
         """One more statement or expression.
@@ -178,7 +187,7 @@ class Reading:
 
     def note_length(self, name: str, value: Value, called: str = "") -> None:
         """Remembers what a name for a length stands for; `called` is the function that it is handed to."""
-        if name.lower() not in LENGTH_NAMES or not isinstance(value, Known) or type(value.data) is not int:
+        if name.lower() not in LENGTH_NAMES or not isinstance(value, Constant) or type(value.data) is not int:
             return
         running = [node.name for node in self.running if isinstance(node, ast.FunctionDef)]
         inside = [name.lower() for name in (*running, called)]

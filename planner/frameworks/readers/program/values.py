@@ -19,11 +19,22 @@ MAX_SIZE = 2_000_000
 """Elements, names and characters that one reading may make, copy or compare, all together. Of 203 modules of TRL, PEFT
 and transformers, read as if they were programs, the largest takes 456,122."""
 
-Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance", "Parent"]
+Value = Union[
+    "Constant",
+    "Unknown",
+    "ListValue",
+    "DictValue",
+    "ImportedName",
+    "CallResult",
+    "Function",
+    "Class",
+    "Instance",
+    "Parent",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Constant:
     """A number, text, truth value or None; `where` is "file:line" or the words for a default."""
 
     data: Any
@@ -54,7 +65,7 @@ SLICE = Unknown("a slice")
 
 
 @dataclass(slots=True)
-class Items:
+class ListValue:
     """A list, tuple or set."""
 
     items: list[Value]
@@ -62,14 +73,14 @@ class Items:
 
 
 @dataclass(slots=True)
-class Table:
+class DictValue:
     """A dictionary with text as keys; `more` says why there may be entries that are not known."""
 
     entries: dict[str, Value]
     where: str = ""
     more: str = ""
 
-    def take(self, other: "Table | None", why: str, *, over: bool = True) -> None:
+    def take(self, other: "DictValue | None", why: str, *, over: bool = True) -> None:
         """Puts another's entries on top; `why` says why some are not known where that is not.
 
         Args:
@@ -83,7 +94,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Dotted:
+class ImportedName:
     """Something imported or built in, by its full name ("torch.bfloat16")."""
 
     path: str
@@ -95,7 +106,7 @@ class Dotted:
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class CallResult:
     """What a call of foreign code returned: the call itself.
 
     Attributes:
@@ -117,10 +128,10 @@ class Made:
     where: str = ""
     more: str = ""
     attributes: dict[str, Value] = field(default_factory=dict)
-    called: dict[str, "Made"] = field(default_factory=dict)
+    called: dict[str, "CallResult"] = field(default_factory=dict)
     made_by: "Class | None" = None
     package: str = ""
-    of: "Made | None" = None
+    of: "CallResult | None" = None
 
     def argument(self, keyword: str, position: int = -1) -> Value | None:
         """An argument by name or position."""
@@ -244,22 +255,22 @@ def _plain(value: Value | None, num: list[int], depth: int) -> Any:
     match value:
         case None:
             return None
-        case Known():
+        case Constant():
             return value.data
-        case Items():
+        case ListValue():
             return _all([_plain(item, num, depth + 1) for item in value.items])
-        case Table():
+        case DictValue():
             entries = value.entries.items()
             return (
                 Unknown(value.more) if value.more else _all({k: _plain(inner, num, depth + 1) for k, inner in entries})
             )
-        case Dotted():
+        case ImportedName():
             if value.path.partition(".")[0] in NAMING:
                 return value.name
             return Unknown(f"{value.path} is defined elsewhere")
         case Unknown():
             return value
-        case Made():
+        case CallResult():
             return Unknown(f"{value.where}: what {value.name}() returns")
     return Unknown("a function or an object of the program")
 
@@ -274,16 +285,18 @@ def where_of(value: Value | None) -> str:
     return getattr(value, "where", "")
 
 
-def either(first: Value, other: Value, reason: str) -> Value:
+def join_values(first: Value, other: Value, reason: str) -> Value:
     """One of two values, where it is not known which: what they have in common is."""
     spend(1)
     if same(first, other):
         return first
-    if isinstance(first, Table) and isinstance(other, Table):
+    if isinstance(first, DictValue) and isinstance(other, DictValue):
         absent = Undecided(reason)
         names = {**first.entries, **other.entries}
-        entries = {key: either(first.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names}
-        return Table(entries, first.where, first.more or other.more)
+        entries = {
+            key: join_values(first.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names
+        }
+        return DictValue(entries, first.where, first.more or other.more)
     return Undecided(reason)
 
 
@@ -291,7 +304,9 @@ def same(first: Value | None, other: Value | None) -> bool:
     """Whether two values are certainly the same."""
     if first is other:
         return True
-    if isinstance(first, (Known, Items, Table, Dotted)) and isinstance(other, (Known, Items, Table, Dotted)):
+    if isinstance(first, (Constant, ListValue, DictValue, ImportedName)) and isinstance(
+        other, (Constant, ListValue, DictValue, ImportedName)
+    ):
         left, right = plain(first), plain(other)
         return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
     return False

@@ -11,13 +11,13 @@ from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.gather import Groups, padded
 from planner.memory.layer_terms import replicas
-from planner.memory.states import COMPUTE, Held, Trained, weights_held
+from planner.memory.states import COMPUTE, Allocation, Trained, weight_allocation
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ExpertShare:
     """A rank's experts, in elements.
 
     Attributes:
@@ -32,16 +32,16 @@ class Share:
     gathered: int
     replicas: int
 
-    def beside(self, local: Trained) -> Trained:
+    def added_to(self, local: Trained) -> Trained:
         """What the rank's optimizer updates, its share of all the rest being `local`."""
         return replace(local, num=local.num + self.stored, largest=max(local.largest, self.largest))
 
 
 @lru_cache(maxsize=256)
-def around_experts(model: ModelSpec) -> ModelSpec:
+def moe_layers_without_experts(model: ModelSpec) -> ModelSpec:
     """As `without_experts`, of the layers alone that have some: a mixture may begin with dense ones."""
     expert_kinds = [
-        kind for kind, layer in enumerate(model.layer_kinds) if any(linear.dealt for linear in layer.linears)
+        kind for kind, layer in enumerate(model.layer_kinds) if any(linear.expert_parallel for linear in layer.linears)
     ]
     order = tuple(expert_kinds.index(kind) for kind in model.layer_order if kind in expert_kinds)
     kinds = tuple(model.layer_kinds[kind] for kind in expert_kinds)
@@ -52,26 +52,26 @@ def around_experts(model: ModelSpec) -> ModelSpec:
 def without_experts(model: ModelSpec) -> ModelSpec:
     """The model but for its stacks of experts: what is sharded over all ranks."""
     kinds = tuple(
-        replace(layer, linears=tuple(linear for linear in layer.linears if not linear.dealt))
+        replace(layer, linears=tuple(linear for linear in layer.linears if not linear.expert_parallel))
         for layer in model.layer_kinds
     )
     return replace(model, layer_kinds=kinds)
 
 
-def share_of(model: ModelSpec, setup: TrainSetup) -> Share:
+def share_of(model: ModelSpec, setup: TrainSetup) -> ExpertShare:
     """A rank's share of the experts; `model` is its part (`planner.memory.rank_part.expert_shard`)."""
     return _share_of(model, replicas(setup))
 
 
 @lru_cache(maxsize=256)
-def _share_of(model: ModelSpec, ranks: int) -> Share:
+def _share_of(model: ModelSpec, ranks: int) -> ExpertShare:
     """FSDP2 cuts a stack along its experts, padded to a multiple of the ranks."""
     layers: list[tuple[int, int, int]] = []
     stored = 0
     for layer, num in model.layer_counts:
         stacks: list[tuple[int, int]] = []
         for linear in layer.linears:
-            if linear.dealt:
+            if linear.expert_parallel:
                 each = linear.in_features * linear.out_features + linear.out_features * linear.bias
                 elements = padded(linear.num, ranks) * each
                 stacks.append((elements // ranks, elements))
@@ -80,10 +80,12 @@ def _share_of(model: ModelSpec, ranks: int) -> Share:
             shares = [share for share, _ in stacks]
             layers.append((sum(stack_elements for _, stack_elements in stacks), sum(shares), max(shares)))
     whole, layer_own, largest = max(layers)
-    return Share(stored, layer_own, largest, whole, ranks)
+    return ExpertShare(stored, layer_own, largest, whole, ranks)
 
 
-def gathered_beside(model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup) -> list[Held]:
+def gathered_with_experts(
+    model: ModelSpec, groups: Groups, around: int, share: ExpertShare, inner: TrainSetup
+) -> list[Allocation]:
     """Gathered weights and all-gather buffers where a layer's experts are a group of their own; `groups` are of all the
     rest, `around` bytes of a layer that has experts without them.
 
@@ -98,18 +100,18 @@ def gathered_beside(model: ModelSpec, groups: Groups, around: int, share: Share,
     name, buffer = "gathered weights", "all-gather buffer"
     dense_first = groups.layer + groups.embedding - around - experts if groups.layer > around else groups.embedding
     return [
-        weights_held(name, tied + 2 * around + experts * (1 + (share.replicas > 1)), "gather"),
-        weights_held(name, tied + around + experts, "forward", "first", "turn", "last"),
-        weights_held(name, groups.tail, "loss"),
-        weights_held(name, tied, "head"),
-        weights_held(buffer, around, "head", "first", "turn"),
-        weights_held(buffer, max(groups.layer, dense_first), "last"),
-        weights_held("gathered root group", groups.root, *COMPUTE, "end"),
+        weight_allocation(name, tied + 2 * around + experts * (1 + (share.replicas > 1)), "gather"),
+        weight_allocation(name, tied + around + experts, "forward", "first", "turn", "last"),
+        weight_allocation(name, groups.tail, "loss"),
+        weight_allocation(name, tied, "head"),
+        weight_allocation(buffer, around, "head", "first", "turn"),
+        weight_allocation(buffer, max(groups.layer, dense_first), "last"),
+        weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
     ]
 
 
 def at_the_loss(
-    model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup, *, whole: bool
+    model: ModelSpec, groups: Groups, around: int, share: ExpertShare, inner: TrainSetup, *, whole: bool
 ) -> tuple[int, int]:
     """(bytes of buffers beside the loss's forward, beside its backward); `whole`: the loss makes whole logits."""
     left = SIZE_BYTES[inner.weight_dtype] * share.gathered if share.replicas > 1 else 0

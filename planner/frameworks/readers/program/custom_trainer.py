@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from planner.frameworks.readers.program.values import Function, Made
+from planner.frameworks.readers.program.values import CallResult, Function
 
 STEPS = ("compute_loss", "training_step", "_inner_training_loop", "get_batch_loss_metrics")
 """Methods that make the step."""
@@ -17,7 +17,7 @@ WORDS = {
 """What a step trains -> parts of the names in it."""
 
 
-def other_objective(trainer: Made, trainers: Mapping[str, str]) -> tuple[str, str]:
+def other_objective(trainer: CallResult, trainers: Mapping[str, str]) -> tuple[str, str]:
     """What a trainer's own step trains, and the name that says so ("" twice where nothing does).
 
     `trainers` holds classes of trainers of other objectives: one that the class holds or makes decides.
@@ -34,17 +34,17 @@ def other_objective(trainer: Made, trainers: Mapping[str, str]) -> tuple[str, st
     return "", ""
 
 
-def forwards(trainer: Made) -> int:
+def forwards(trainer: CallResult) -> int:
     """Calls of a model in the largest of its own steps; 0 where it has none."""
     return max((_calls(method.node) for method in _steps(trainer)), default=0)
 
 
-def _methods(trainer: Made) -> Iterator[Function]:
+def _methods(trainer: CallResult) -> Iterator[Function]:
     attributes = trainer.made_by.attributes if trainer.made_by is not None else {}
     yield from (value for value in attributes.values() if isinstance(value, Function))
 
 
-def _steps(trainer: Made) -> Iterator[Function]:
+def _steps(trainer: CallResult) -> Iterator[Function]:
     yield from (method for method in _methods(trainer) if getattr(method.node, "name", "") in STEPS)
 
 

@@ -21,7 +21,7 @@ OF_TRL, OF_TRL_GPUS = ("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
 FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 
 
-class Said(NamedTuple):
+class LauncherArguments(NamedTuple):
     """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind; `open`: the
     word for the processes or nodes that only the machine or the shell knows; `accelerate`: what Accelerate's own words
     say of the layout, as its file would."""
@@ -34,7 +34,7 @@ class Said(NamedTuple):
     accelerate: Mapping[str, Any] = MappingProxyType({})
 
 
-def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
+def parse_launcher(launcher: str, words: Sequence[str], shown: int | None) -> LauncherArguments:
     """Of a launcher's words, up to the program; `shown`: GPUs that the environment shows it."""
     num_gpus, num_nodes, config, open_ = shown, 1, "", ""
     flags: dict[str, str] = {}
@@ -62,7 +62,7 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
         index += 2 if takes else 1
     layout = {} if config else _as_file(flags, num_gpus or 0)
     gpus = num_gpus * num_nodes if num_gpus else None
-    return Said(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
+    return LauncherArguments(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
 
 
 OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps")
@@ -87,30 +87,30 @@ def _as_file(words: Mapping[str, str], num_gpus: int) -> dict[str, Any]:
     return {"distributed_type": kind, "num_processes": num_gpus, **block, **mixed}
 
 
-def said_by_tool(tool: str, words: Sequence[str], shown: int | None) -> Said:
+def parse_tool_launcher(tool: str, words: Sequence[str], shown: int | None) -> LauncherArguments:
     """Of the words behind a tool's verb, where it hands some on: `axolotl` those behind "--" to the launcher that it
     names, `tune run` its first to torchrun, `trl` Accelerate's own wherever they stand.
 
     Source: Axolotl 0.21 `cli/main.py`, torchtune 0.6 `_cli/run.py`, TRL 1.16 `cli/accelerate.py`.
     """
     if tool == "tune":
-        return said("torchrun", words, shown)
+        return parse_launcher("torchrun", words, shown)
     if tool == "axolotl" and "--" in words:
         launcher_words, handed = words[: words.index("--")], words[words.index("--") + 1 :]
         named = [launcher_words[at + 1] for at in range(len(launcher_words) - 1) if launcher_words[at] == "--launcher"]
         launcher = next(iter(named), "accelerate")
-        return said(launcher, handed, shown) if launcher in LAUNCHERS else Said(shown)
+        return parse_launcher(launcher, handed, shown) if launcher in LAUNCHERS else LauncherArguments(shown)
     if tool == "trl":
         flags = ("--num_processes", "--accelerate_config")
         starts = [at for at, word in enumerate(words) if word.partition("=")[0] in flags]
         launcher_words = [
             part for at in starts for part in (words[at : at + 1] if "=" in words[at] else words[at : at + 2])
         ]
-        parsed = said("accelerate", launcher_words, shown)
+        parsed = parse_launcher("accelerate", launcher_words, shown)
         if parsed.config in OF_TRL:
             return parsed._replace(num_gpus=parsed.num_gpus or OF_TRL_GPUS, config="")
         return parsed
-    return Said(shown)
+    return LauncherArguments(shown)
 
 
 _LINE = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)[=\s]*(\S+)", re.MULTILINE)

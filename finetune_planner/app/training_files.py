@@ -39,7 +39,7 @@ class _Data:
     files: Mapping[str, str]
 
 
-def own_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "LaunchedFile":
+def training_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "LaunchedFile":
     """A training file that was read; `arguments`: words behind it on its command line.
 
     Raises:
@@ -57,12 +57,12 @@ def own_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "
             hint="write the model into the file: it is run as it is",
         )
     data = _DATA.get(config.format, _own_data)(path.name, config)
-    texts = {path.name: text, **dict(_beside(path)), **data.files}
+    texts = {path.name: text, **dict(_siblings(path)), **data.files}
     if Path(model).exists():  # a folder: the run stands elsewhere
         name = str(Path(model).resolve()) if here else STAND_IN
         texts, model = {**texts, path.name: text.replace(model, name)}, name
     command = PROGRAMS[config.format].format(
-        command=config.setup.aim.targets.get("trl", "sft"), file=shlex.quote(path.name)
+        command=config.setup.objective_spec.targets.get("trl", "sft"), file=shlex.quote(path.name)
     )
     return LaunchedFile(
         target={"hf-script": "hf"}.get(config.format, config.format),
@@ -78,7 +78,7 @@ def own_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "
     )
 
 
-def _beside(path: Path) -> Iterator[tuple[str, str]]:
+def _siblings(path: Path) -> Iterator[tuple[str, str]]:
     """The small text files in the file's folder."""
     for file in sorted(path.parent.iterdir())[: 10 * MAX_BESIDE]:
         if file.suffix in BESIDE and file.is_file() and file.stat().st_size <= MAX_BESIDE_BYTES and file != path:

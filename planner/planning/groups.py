@@ -16,7 +16,7 @@ from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts
-from planner.planning.space import branches, micro_batches, own_layers
+from planner.planning.space import branches, layer_variants, micro_batches
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
 
@@ -32,7 +32,7 @@ UNFUSED = frozenset({"eager", "math"})
 
 
 @dataclass(slots=True)
-class Run:
+class SetupGroup:
     """A branch under one layout with its attention kernels and layers: only loss, optimizer and micro-batch are open.
 
     Attributes:
@@ -54,8 +54,8 @@ class Run:
     choices: Choices
     pairs: tuple[tuple[int, int], ...]
     ranks: list[Rank]
-    rival: "Run | None" = None
-    ends: "tuple[Run, Run] | None" = None
+    rival: "SetupGroup | None" = None
+    ends: "tuple[SetupGroup, SetupGroup] | None" = None
     families: list[Family] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
     alike: dict[tuple[str, tuple[str, ...]], Peaks] | None = None
@@ -76,13 +76,13 @@ class WalkCache:
     def _begin(self, model: ModelSpec | None) -> None:
         """Forgets all that is of another model."""
         self._model = model
-        self._runs: dict[Any, tuple[Run, ...]] = {}
+        self._runs: dict[Any, tuple[SetupGroup, ...]] = {}
         self._peaks: dict[Any, dict[tuple[str, tuple[str, ...]], Peaks]] = {}
         self._layers = SharedLayers()
 
     def runs(
         self, workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]"
-    ) -> Iterable[Run]:
+    ) -> Iterable[SetupGroup]:
         """The runs of a workload; named launch targets may ask whose card it is."""
         if self._model is not workload.model:
             self._begin(workload.model)
@@ -95,7 +95,7 @@ class WalkCache:
             runs = self._runs[key] = tuple(_runs(workload, values, layouts))
         return runs
 
-    def peaks(self, workload: Workload, run: Run, loss: str) -> Peaks:
+    def peaks(self, workload: Workload, run: SetupGroup, loss: str) -> Peaks:
         """The peaks of a run with one loss, of the fullest rank."""
         peaks = run.peaks.get(loss)
         if peaks is None:
@@ -110,7 +110,7 @@ class WalkCache:
             run.peaks[loss] = peaks
         return peaks
 
-    def _families(self, workload: Workload, run: Run) -> list[Family]:
+    def _families(self, workload: Workload, run: SetupGroup) -> list[Family]:
         if not run.ranks:
             parts = distinct_parts(workload.model, run.setup)
             run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
@@ -119,7 +119,9 @@ class WalkCache:
         return run.families
 
 
-def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]") -> Iterator[Run]:
+def _runs(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]"
+) -> Iterator[SetupGroup]:
     """The runs of a workload, in the order in which they are walked."""
     model, gpu = workload.model, workload.gpu
     for branch in branches(workload, values):
@@ -156,11 +158,13 @@ def _runs_of(
     groups: Mapping[tuple[str, ...], Sequence[str]],
     choices: Choices,
     pairs: tuple[tuple[int, int], ...],
-) -> Iterable[Run]:
+) -> Iterable[SetupGroup]:
     """The runs of a branch under one layout, by kernels and layers."""
     ranks = list[Rank]()
-    layers_of = sorted(own_layers(setup, values), key=lambda layers: min(2, layers["checkpointing"]))  # ends come first
-    runs: dict[tuple[Any, ...], Run] = {}
+    layers_of = sorted(
+        layer_variants(setup, values), key=lambda layers: min(2, layers["checkpointing"])
+    )  # ends come first
+    runs: dict[tuple[Any, ...], SetupGroup] = {}
     expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():
         for layers in layers_of:
@@ -176,7 +180,7 @@ def _runs_of(
                 expressed[alike_files] = _expressed(workload, shared, attentions, choices)
             for alike, fitting in expressed[alike_files]:
                 run_fields["attention"] = alike[0]
-                runs[tuple(run_fields.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
+                runs[tuple(run_fields.values())] = SetupGroup(setup, shared, alike, kernels, fitting, pairs, ranks)
     _name_rivals(workload, values, groups, runs)
     for (attention, kernels, every, *rest), run in runs.items():
         none, each = (runs.get((attention, kernels, apart, *rest)) for apart in (0, 1))
@@ -189,7 +193,7 @@ def _name_rivals(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     groups: Mapping[tuple[str, ...], Sequence[str]],
-    runs: Mapping[tuple[Any, ...], Run],
+    runs: Mapping[tuple[Any, ...], SetupGroup],
 ) -> None:
     """Tells every run its rival, where there is one; `runs` by attention, kernel family and the rest of its layers."""
     fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
@@ -271,6 +275,6 @@ def _memory_kind(workload: Workload) -> tuple[Any, ...]:
     """What of a card decides how much memory a setup takes there."""
     gpu = workload.gpu
     linked = workload.num_gpus > 1 and gpu.nvlink_bytes_per_s > 0
-    shared = gpu.memory_bytes if workload.aim.rolls_out else 0  # of which vLLM takes its share
+    shared = gpu.memory_bytes if workload.objective_spec.rolls_out else 0  # of which vLLM takes its share
     apple = gpu.vendor == "Apple"
     return attention_generation(gpu), cublas_workspace_bytes(gpu), apple, linked, shared

@@ -1,6 +1,6 @@
-"""The child of `ahead.py`: loads a dry run's libraries, then makes reports until nobody asks any more.
+"""The child of `helper.py`: loads a dry run's libraries, then makes reports until nobody asks any more.
 
-python -P -m probes.dryrun.beside [one-gpu]    # requests and answers are pickles, on its standard input and output
+python -P -m probes.dryrun.helper_child [one-gpu]    # requests and answers: pickles on its standard input and output
 
 With "one-gpu" the libraries are loaded as runs on one GPU need them (`standins.py`).
 """

@@ -17,6 +17,7 @@ from planner.planning.decision.layouts import Layout, LayoutKey, layout_key, lay
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import equals, full_quality, point_tie_break, worst_quality
 from planner.planning.evidence.bands import dry_run_band, memory_band, profile_band
+from planner.planning.groups import WalkCache
 from planner.planning.refine import (
     ANY_SETUP,
     CANNOT_RUN,
@@ -26,10 +27,9 @@ from planner.planning.refine import (
     layout_correction_key,
     stopped,
 )
-from planner.planning.runs import WalkCache
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches, planned_values
-from planner.planning.walk import Point, walk
+from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
 
@@ -53,29 +53,29 @@ class NodeResults:
     walked: int = 0
     infeasible: int = 0
     limits: "Limits | None" = None
-    smallest: Point | None = None
-    smallest_unchecked: Point | None = None
-    fitting: list[Point] = field(default_factory=list)
-    sure: list[Point] = field(default_factory=list)
-    nearest: tuple[float, Point] | None = None
+    smallest: WalkedSetup | None = None
+    smallest_unchecked: WalkedSetup | None = None
+    fitting: list[WalkedSetup] = field(default_factory=list)
+    sure: list[WalkedSetup] = field(default_factory=list)
+    nearest: tuple[float, WalkedSetup] | None = None
     worst_quality: int = 1
-    preferred: dict[bool, tuple[int, Point | None]] = field(default_factory=dict)
+    preferred: dict[bool, tuple[int, WalkedSetup | None]] = field(default_factory=dict)
 
-    def best(self) -> Point | None:
+    def best(self) -> WalkedSetup | None:
         """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
         speed, because it surely fits first."""
         return self.best_sure() or (self.nearest[1] if self.nearest else None)
 
-    def best_sure(self) -> Point | None:
+    def best_sure(self) -> WalkedSetup | None:
         """Of the points that surely fit and are no slower than the fastest of them by more than is given
         (`Limits`): the simplest, then the smallest, then the fastest."""
         return self._preferred(self.sure, sure=True)
 
-    def best_of(self, wanted: Callable[[TrainSetup], bool]) -> Point | None:
+    def best_of(self, wanted: Callable[[TrainSetup], bool]) -> WalkedSetup | None:
         """The same of those whose shared setup is wanted."""
         return self._find_preferred([point for point in self.sure if wanted(point.shared)])
 
-    def best_tight(self) -> Point | None:
+    def best_tight(self) -> WalkedSetup | None:
         """The same of all points that fit, whether or not the error band reaches past the budget."""
         return self._preferred(self.fitting, sure=False)
 
@@ -84,13 +84,13 @@ class NodeResults:
         """Whether its best fits: "fits", or "may fit" where the error band reaches past the budget."""
         return "fits" if self.sure else "may fit"
 
-    def _preferred(self, points: list[Point], *, sure: bool) -> Point | None:
+    def _preferred(self, points: list[WalkedSetup], *, sure: bool) -> WalkedSetup | None:
         cached = self.preferred.get(sure)
         if cached is None or cached[0] != self.walked:
             cached = self.preferred[sure] = self.walked, self._find_preferred(points)
         return cached[1]
 
-    def _find_preferred(self, points: list[Point]) -> Point | None:
+    def _find_preferred(self, points: list[WalkedSetup]) -> WalkedSetup | None:
         if not points or self.limits is None:
             return None
         if not self.worst_quality:
@@ -99,7 +99,7 @@ class NodeResults:
                 return None
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
-        def preference(point: Point) -> tuple[bool, int, int, int, float]:
+        def preference(point: WalkedSetup) -> tuple[bool, int, int, int, float]:
             lossy, simple = point_tie_break(point.shared, point.attention, point.loss, point.optimizer)
             key = id(point.shared), point.attention
             if key not in sure:
@@ -110,17 +110,19 @@ class NodeResults:
         priced = PACKAGE_PRICES if limits.given_fraction else {}
         return min(near_fastest(points, limits.given_fraction, priced), key=preference)
 
-    def fits_with_margin(self, point: Point) -> bool:
+    def fits_with_margin(self, point: WalkedSetup) -> bool:
         """Whether a point's peak is below the budget by more than its rung errs."""
         setup = point.shared.replace_trusted(attention=point.attention)
         return self.limits is not None and point.peak_device_bytes <= self.limits.bytes_with_margin(setup)
 
-    def ranked(self) -> list[Point]:
+    def ranked(self) -> list[WalkedSetup]:
         """The points that fit, fastest first."""
         return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
 
 
-def near_fastest(points: list[Point], fraction: float, prices: Mapping[str, float] | None = None) -> list[Point]:
+def near_fastest(
+    points: list[WalkedSetup], fraction: float, prices: Mapping[str, float] | None = None
+) -> list[WalkedSetup]:
     """The points no slower than the fastest by this share, each taken for slower by the price of its attention."""
     if not prices:
         floor = max(point.tokens_per_s for point in points) * (1 - fraction)
@@ -207,15 +209,17 @@ class Limits:
         return self.budget_bytes if awaited else self.bytes_with_margin(setup)
 
 
-def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[TrainSetup], NodeResults]) -> None:
-    """Adds the walked points to the facts that `facts_of` gives for what they share."""
+def collect_into(
+    points: Iterable[WalkedSetup], limits: Limits, results_of: Callable[[TrainSetup], NodeResults]
+) -> None:
+    """Adds the walked points to the results that `results_of` gives for what they share."""
     shared = node = attention = None
     taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
     by_attention: dict[str, float] = {}
     for point in points:
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
-            node, attention, by_attention = facts_of(shared), None, {}
+            node, attention, by_attention = results_of(shared), None, {}
             node.limits = limits
             least = shared.least_seqs(point.micro_batch_seqs)
         if point.attention != attention:
@@ -250,18 +254,18 @@ LAYOUT_GAIN_FRACTION = PREFERENCE_FRACTION
 
 @dataclass(slots=True)
 class WalkResults:
-    """Facts of every (spread, node) walked so far.
+    """Results of every (layout, node) walked so far.
 
     Attributes:
-        known: what walks of the same model computed, for the next plan of it.
+        cache: what walks of the same model computed, for the next plan of it.
         walked: the layouts, in the order they were walked.
-        refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
-        too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
+        refused: (layout, node) -> why no engine runs it, where none of the node's branches can run.
+        too_large_for_hosts: layout -> bytes that would lie in every node's host, beyond what it is taken to hold.
         whole: `nodes` of what was walked, until more is.
     """
 
-    known: WalkCache = field(default_factory=WalkCache)
-    facts: dict[tuple[LayoutKey, Node], NodeResults] = field(default_factory=dict)
+    cache: WalkCache = field(default_factory=WalkCache)
+    by_layout_and_node: dict[tuple[LayoutKey, Node], NodeResults] = field(default_factory=dict)
     walked: list[Layout] = field(default_factory=list)
     refused: dict[tuple[LayoutKey, Node], str] = field(default_factory=dict)
     too_large_for_hosts: dict[LayoutKey, int] = field(default_factory=dict)
@@ -270,11 +274,11 @@ class WalkResults:
     def of(self, shared: TrainSetup) -> NodeResults:
         """The facts that a point with this shared setup adds to."""
         key = (layout_key(shared), node_of_setup(shared))
-        return self.facts.get(key) or self.facts.setdefault(key, NodeResults())
+        return self.by_layout_and_node.get(key) or self.by_layout_and_node.setdefault(key, NodeResults())
 
     def of_node(self, node: Node) -> dict[LayoutKey, NodeResults]:
         """The facts of one node by spread."""
-        return {key: results for (key, name), results in self.facts.items() if name == node}
+        return {key: results for (key, name), results in self.by_layout_and_node.items() if name == node}
 
     def nodes(self) -> dict[Node, NodeResults]:
         """Facts of every node over all layouts; of the points that fit those of its best spread (`best_spread`)."""
@@ -315,7 +319,7 @@ def merged(parts: Collection[NodeResults]) -> NodeResults:
     return whole
 
 
-def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> Point | None:
+def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> WalkedSetup | None:
     """The best point over all layouts, None where nothing fits.
 
     DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
@@ -323,12 +327,12 @@ def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> Point | None:
     simplest. A spread that surely fits goes before all that only may.
     """
     sure = [results for results in by_layout.values() if results.best_sure() is not None]
-    families: dict[int, list[Point]] = {}
+    families: dict[int, list[WalkedSetup]] = {}
     for results in sure or by_layout.values():
         point = results.best()
         if point is not None:
             families.setdefault(_family(point.shared), []).append(point)
-    taken: Point | None = None
+    taken: WalkedSetup | None = None
     for number in sorted(families):
         # The simplest spread of those within one percent of the fastest.
         close = near_fastest(families[number], TIE_FRACTION)
@@ -361,17 +365,19 @@ def add_layouts(
     results.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
-    points: Iterable[Point] = walk(
-        workload, values, chosen, results.known, limits.fitting_bytes, limits.surely_fitting_bytes
+    points: Iterable[WalkedSetup] = walk(
+        workload, values, chosen, results.cache, limits.fitting_bytes, limits.surely_fitting_bytes
     )
     limited = workload.host_bytes or "offload" not in workload.fixed
     if limited and any(layout.stage == "offload" for layout in chosen):
-        points = _that_hosts_hold(workload, results, points)
+        points = _within_host_memory(workload, results, points)
     collect_into(corrected(points, limits), limits, results.of)
     _note_refusals(workload, values, results, chosen)
 
 
-def _that_hosts_hold(workload: Workload, results: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
+def _within_host_memory(
+    workload: Workload, results: WalkResults, points: Iterable[WalkedSetup]
+) -> Iterator[WalkedSetup]:
     """The points whose offloaded states the host can hold, or a usual one; the others are refused with their bytes.
 
     Who asks for offloading (--offload) and says nothing of the machine knows it: nothing is left out then.
@@ -411,21 +417,21 @@ def _note_refusals(
             except SetupError:
                 continue
             key = (layout_key(setup), node)
-            if key in results.facts or key in results.refused:
+            if key in results.by_layout_and_node or key in results.refused:
                 continue
             reason = why_not(workload.model, setup)
             if reason:
                 results.refused[key] = reason
 
 
-def corrected(points: Iterable[Point], limits: Limits) -> Iterable[Point]:
+def corrected(points: Iterable[WalkedSetup], limits: Limits) -> Iterable[WalkedSetup]:
     """The points with the peaks of corrected families, beyond what is exact, multiplied by their ratio."""
     if not limits.corrections:
         return points
     return (_scaled(point, limits) for point in points)
 
 
-def _scaled(point: Point, limits: Limits) -> Point:
+def _scaled(point: WalkedSetup, limits: Limits) -> WalkedSetup:
     ratio = limits.ratio(point.shared)
     if ratio is None:
         return point

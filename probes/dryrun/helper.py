@@ -1,8 +1,8 @@
 """The libraries of a dry run, in a child process: it can import them while this one still plans.
 
 Importing torch, transformers and peft takes two thirds of a cold plan, and needs nothing of what the formula chooses.
-A process that has not loaded torch has a child (`beside.py`) that makes its reports; `load_ahead` starts it before the
-first is asked for. Whatever goes wrong with it, the report is made in this process as without it.
+A process that has not loaded torch has a child (`helper_child.py`) that makes its reports; `load_ahead` starts it
+before the first is asked for. Whatever goes wrong with it, the report is made in this process as without it.
 """
 
 import atexit
@@ -29,7 +29,7 @@ class _Helper:
         self._child: subprocess.Popen[bytes] | None = None
         with suppress(OSError):  # no process can be started: this one does it
             self._child = subprocess.Popen(
-                python_argv("-m", "probes.dryrun.beside", *["one-gpu"] * one_gpu),
+                python_argv("-m", "probes.dryrun.helper_child", *["one-gpu"] * one_gpu),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # where it fails, this process tries again and says why

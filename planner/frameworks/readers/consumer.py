@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.core.errors import ConfigError, NotPlanned
+from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.outside import FileContext
 from planner.frameworks.readers.types import ReadConfig
 
 TOPS = (".git", "pyproject.toml", "requirements.txt", "setup.py", "README.md")

@@ -55,13 +55,15 @@ class FileContext:
         inner = [place for place in places if any(place.is_relative_to(top) for top in tops)]
         return replace(self, roots=(*inner, *self.roots)) if inner else self
 
-    def by_end(self, path: str) -> str | None:
-        """As `beside`, by the end of the path where another machine, or only the shell, knows its beginning."""
+    def read_by_suffix(self, path: str) -> str | None:
+        """As `read_relative`, by the end of the path where another machine, or only the shell, knows its beginning."""
         parts = path.split("/")
         if not path.startswith("/") and "$" not in path:
-            return self.beside(path)
+            return self.read_relative(path)
         ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
-        return next((text for end in ends if end and "$" not in end and (text := self.beside(end)) is not None), None)
+        return next(
+            (text for end in ends if end and "$" not in end and (text := self.read_relative(end)) is not None), None
+        )
 
     def of_program(self) -> ProgramContext:
         """What a program that is read may learn from outside."""
@@ -71,15 +73,15 @@ class FileContext:
             environment={**self.environment, "WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
             bf16=gpu.bf16 if gpu is not None else True,
             capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
-            read=self.beside,
-            exactly=self.exactly,
+            read=self.read_relative,
+            read_exact=self.read_exact,
         )
 
-    def exactly(self, path: str) -> str | None:
-        """As `beside`, by no other path than this."""
-        return self.beside(path, exact=True)
+    def read_exact(self, path: str) -> str | None:
+        """As `read_relative`, by no other path than this."""
+        return self.read_relative(path, exact=True)
 
-    def beside(self, path: str, *, exact: bool = False) -> str | None:
+    def read_relative(self, path: str, *, exact: bool = False) -> str | None:
         """The text of a file that lies beside the config by a relative path, None where there is none."""
         if (text := self.written.get(path, self.written.get(path.rpartition("/")[2]))) is not None:
             return text

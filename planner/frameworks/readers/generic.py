@@ -105,7 +105,7 @@ OPEN_AS = FIELD_OF | {
 
 def is_training(values: Mapping[str, Any]) -> bool:
     """Whether a mapping names a batch and a model, a length, or adapters and an accumulation: less is no training's."""
-    entries = _found(values)
+    entries = _named_settings(values)
     certain = "micro" in entries and entries["micro"][0].endswith("per_device_train_batch_size")
     named = {"model", "length"} & set(entries)
     adapted = {"rank", "accumulation"} <= set(entries) and bool({"model", "micro"} & set(entries))
@@ -146,7 +146,7 @@ def read(settings: Settings) -> ReadConfig:
     if marks := sorted(OF_ROLLOUTS & {part.lower() for path, _ in _leaves(values, ()) for part in path}):
         raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
     objective, certain = of_own(values, name, (name.lower(), *texts))
-    entries = _found(values)
+    entries = _named_settings(values)
     opened = {key: value for key, (_, value) in entries.items() if hydra.is_open(value)}
     entries = {key: entry for key, entry in entries.items() if key not in opened and _makes_sense(key, entry[1])}
     entries = _in_words(entries) | entries
@@ -306,7 +306,7 @@ def _adapter(word: Any) -> str:
     return next((kind for kind in ADAPTERS if kind in (parts if kind != "none" else [word])), "")
 
 
-def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def _named_settings(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """What is asked -> (path of the key, value), where the file says one thing."""
     # the last two of a path's names, as programs spell them
     leaves = [

@@ -27,7 +27,7 @@ COVERAGE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnReport:
+class CalibrationReport:
     """A calibration by own measurements, and how it was tested.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Timed:
 def _by_program(point: Point, start: Calibration) -> Callable[[float], float] | None:
     """Seconds of a step by its program at a scale of the host."""
     setup, trainer = point.setup, point.conditions.trainer_overhead
-    speed = program_speed(headed(point.model, setup.aim.head), point.gpu, setup)
+    speed = program_speed(headed(point.model, setup.objective_spec.head), point.gpu, setup)
     if speed is None:
         return None
     card = start.constants_for(point.gpu).card_scale / load_calibration().constants_for(point.gpu).card_scale
@@ -111,7 +111,7 @@ def _by_card(points: Sequence[_Timed]) -> dict[str, tuple[float, float]]:
     return {card: _scales([sample for sample in points if sample.point.gpu.key == card]) for card in cards}
 
 
-def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
+def calibrate(points: Sequence[Point], start: Calibration) -> CalibrationReport:
     """The start's calibration with each card's own two numbers, tested by leaving out a model and method at a time.
 
     Raises:
@@ -138,7 +138,7 @@ def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
         after += [abs(sample.error(*others.get(sample.point.gpu.key, (0.0, 0.0)))) for sample in held_out]
     scales = {card: (exp(card_scale), exp(host)) for card, (card_scale, host) in _by_card(timed).items()}
     band = exp(band_of(after)) - 1.0
-    return OwnReport(
+    return CalibrationReport(
         calibration=_named(start, points, scales, band),
         scales=scales,
         num_held_out=len(groups),
