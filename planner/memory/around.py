@@ -12,8 +12,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.model import predict_memory
-from planner.memory.states import trained_parameters
 from planner.memory.step import loss_parts
+from planner.memory.trained import trained_parameters
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears

@@ -29,7 +29,7 @@ from planner.memory.layer_terms import (
     math_scores,
     rank_heads,
 )
-from planner.memory.states import of_tokens
+from planner.memory.trained import of_tokens
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec

@@ -12,7 +12,7 @@ from planner.memory.attention_kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.layer_terms import LayerContext
 from planner.memory.layers import LayerCosts, LayerMoment, layer_costs, norm_saved
-from planner.memory.states import (
+from planner.memory.trained import (
     adapted_names,
     decoder_alone,
     frozen_below,

@@ -185,7 +185,7 @@ class LayerSpec:
             position table).
         fixed_tokens: so many tokens of every sequence pass through it, whatever the text's length (Whisper's encoder);
             0: the text's.
-        frozen: nothing of it trains and it has no adapters, where other layers do (`planner.memory.states.parted`).
+        frozen: nothing of it trains and it has no adapters, where other layers do (`planner.memory.trained.parted`).
     """
 
     kind: str

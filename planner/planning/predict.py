@@ -14,7 +14,8 @@ from planner.memory.attention_kernels import (
 )
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
-from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, trained_parameters
+from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks
+from planner.memory.trained import trained_parameters
 from planner.models.earlier import with_one_kernel_gelu
 from planner.models.spec import ModelSpec
 from planner.models.stored import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.memory.states import layer_numbers, of_tokens, scaled_inputs
+from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
 from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec

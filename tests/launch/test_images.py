@@ -11,7 +11,7 @@ from benchmarks.image_models import configs
 from benchmarks.images import METHODS, setup_of, spec_of
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
-from planner.memory.states import trained_parameters
+from planner.memory.trained import trained_parameters
 from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
 from planner.options.images import Images

@@ -10,7 +10,7 @@ import pytest
 
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
-from planner.memory.states import trained_parameters
+from planner.memory.trained import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

@@ -16,8 +16,9 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
 from planner.memory.states import int8_bytes as int8_weight_bytes
-from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
+from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes
 from planner.memory.step import allocator_gap_bytes, gap_of_loss, holes_of_loss
+from planner.memory.trained import trained_parameters
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.options.losses import LOSSES

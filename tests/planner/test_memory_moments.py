@@ -7,8 +7,9 @@ from planner.memory.dtypes import DtypePolicy, dtype_policy_of
 from planner.memory.layer_terms import eager_scores, math_scores
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
-from planner.memory.states import backward_gradients, halves_stay_apart, trained_parameters
+from planner.memory.states import backward_gradients, halves_stay_apart
 from planner.memory.step import computing, loss_parts
+from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded

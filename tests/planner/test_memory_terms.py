@@ -12,8 +12,8 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import activation_parts, step_dtype_policy
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import rank_parts
-from planner.memory.states import trained_parameters
 from planner.memory.step import computing, fixed_segments_gap_bytes, loss_parts
+from planner.memory.trained import trained_parameters
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models import catalogue
 from planner.setup import TrainSetup

@@ -7,7 +7,8 @@ import pytest
 from planner.core.units import GIB
 from planner.frameworks.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.hardware.gpus import find_gpu
-from planner.memory.states import int8_bytes, nf4_bytes, paged_bytes, state_bytes, step_bytes, trained_parameters
+from planner.memory.states import int8_bytes, nf4_bytes, paged_bytes, state_bytes, step_bytes
+from planner.memory.trained import trained_parameters
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.targets import num_lora_params

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from planner.core.errors import SetupError  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS  # noqa: E402
-from planner.memory.states import trained_parameters  # noqa: E402
+from planner.memory.trained import trained_parameters  # noqa: E402
 from planner.models import module_tree  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
 from planner.options.adapters import ADAPTERS  # noqa: E402

@@ -20,7 +20,7 @@ from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
-from planner.memory.states import trained_parameters
+from planner.memory.trained import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens
 from planner.models.stored import stored_refusal

@@ -5,7 +5,7 @@ from planner.frameworks.exporters import common, deepspeed, prepare, several_gpu
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
-from planner.memory.states import layer_numbers
+from planner.memory.trained import layer_numbers
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.options.kernels import KERNELS, parts_of

@@ -7,7 +7,7 @@ from planner.frameworks.exporters.install import checkpointing_key, versions
 from planner.frameworks.exporters.text import Code, Line, call, constant, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
-from planner.memory.states import scaled_inputs, tuned_norms
+from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup

@@ -10,7 +10,7 @@ from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_L
 from planner.frameworks.readers import versions
 from planner.frameworks.readers.values import Settings
 from planner.memory.attention_kernels import attention_refusal, default_attention
-from planner.memory.states import trained_parameters
+from planner.memory.trained import trained_parameters
 from planner.models.encoders import SEEING
 from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method

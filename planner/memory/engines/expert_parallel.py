@@ -11,7 +11,8 @@ from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.gather import Groups, padded
 from planner.memory.layer_terms import replicas
-from planner.memory.states import COMPUTE, Allocation, Trained, weight_allocation
+from planner.memory.states import COMPUTE, Allocation, weight_allocation
+from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 

@@ -22,7 +22,6 @@ from planner.memory.states import (
     REFERENCE,
     Allocation,
     RankState,
-    Trained,
     gradient_allocation,
     halves_stay_apart,
     part_trained,
@@ -30,6 +29,7 @@ from planner.memory.states import (
     weight_allocation,
     weight_bytes,
 )
+from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS

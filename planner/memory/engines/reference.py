@@ -1,7 +1,8 @@
 """What FSDP2 gathers for the forward of a reference that an objective asks."""
 
 from planner.memory.engines.gather import Groups
-from planner.memory.states import Trained, state_bytes
+from planner.memory.states import state_bytes
+from planner.memory.trained import Trained
 from planner.setup import TrainSetup
 
 

@@ -5,7 +5,8 @@ The parts are cut by `planner.memory.rank_part`.
 
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
-from planner.memory.states import COMPUTE, Allocation, Trained, gradient_allocation, weight_allocation
+from planner.memory.states import COMPUTE, Allocation, gradient_allocation, weight_allocation
+from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS

@@ -8,13 +8,13 @@ from planner.memory.rank_part import RankPart
 from planner.memory.states import (
     Allocation,
     RankState,
-    Trained,
     gradient_allocation,
     heeds_loss,
     part_trained,
     whole_gradients,
     whole_weights,
 )
+from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -25,7 +25,7 @@ def _whole(
     """Weights, adapters and gradients as one GPU holds them; of a tensor split this rank's part."""
     allocations = [
         *whole_weights(part.model, inner, trained),
-        *whole_gradients(part.model, inner, trained, accumulated),
+        *whole_gradients(part.model, inner, trained.reached, accumulated),
     ]
     if setup.tensor_degree > 1:
         from planner.memory.engines.splits import gathered_head, split_tables  # one GPU never needs it
@@ -42,9 +42,10 @@ class _Whole(Engine):
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
         allocations = (*_whole(part, inner, setup, trained, accumulated), *self._extra_allocations(trained))
-        stepped = trained.largest if inner.trainer.steps_in_backward else None
+        reached = trained.reached
+        stepped = reached.largest if inner.trainer.steps_in_backward else None
         return RankState(
-            part=part, setup=inner, trained=trained, local=trained, allocations=allocations, stepped=stepped
+            part=part, setup=inner, trained=reached, local=reached, allocations=allocations, stepped=stepped
         )
 
     def equivalent_loss(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:

@@ -12,7 +12,6 @@ from planner.memory.states import (
     REFERENCE,
     Allocation,
     RankState,
-    Trained,
     gradient_allocation,
     halves_stay_apart,
     part_trained,
@@ -22,6 +21,7 @@ from planner.memory.states import (
     whole_gradients,
     whole_weights,
 )
+from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup

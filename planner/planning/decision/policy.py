@@ -13,7 +13,8 @@ from planner.memory.around import DEFAULT_EVAL_SEQS, evaluates_whole, evaluation
 from planner.memory.attention_kernels import missing_kernels, supported_attentions
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines import engine_of
-from planner.memory.states import paged_bytes, state_bytes, trained_parameters
+from planner.memory.states import paged_bytes, state_bytes
+from planner.memory.trained import trained_parameters
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.models.targets import adapts_expert_stacks, scaling_targets

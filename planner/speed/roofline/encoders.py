@@ -6,7 +6,7 @@ from typing import NamedTuple
 from planner.core.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.modality_encoder import asks_gradients, encoder_adapted, encoder_setup
-from planner.memory.states import frozen_below
+from planner.memory.trained import frozen_below
 from planner.models.encoders import encoder_of
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears

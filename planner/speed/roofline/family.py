@@ -4,7 +4,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
-from planner.memory.states import frozen_below
+from planner.memory.trained import frozen_below
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.speed.roofline.counts import CHUNK, SINGLE_HOST
 from planner.speed.roofline.model import SpeedModel

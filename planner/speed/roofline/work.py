@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
-from planner.memory.states import kind_linears, layer_numbers, streamed_stacks, trained_parameters
+from planner.memory.states import streamed_stacks
+from planner.memory.trained import kind_linears, layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.speed.roofline.counts import SINGLE_WEIGHT, Moved
 from planner.speed.roofline.model import LayerMatmuls, SpeedModel

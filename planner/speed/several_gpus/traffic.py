@@ -6,7 +6,7 @@ Engines shard by unit: one per transformer layer, and a root unit with embedding
 from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.engines import engine_of
-from planner.memory.states import trained_parameters
+from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline.counts import adapted_linears

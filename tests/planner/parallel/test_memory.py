@@ -11,7 +11,8 @@ from planner.memory.engines.host import host_bytes
 from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
-from planner.memory.states import MOMENTS, RankState, trained_parameters
+from planner.memory.states import MOMENTS, RankState
+from planner.memory.trained import trained_parameters
 from planner.memory.workspace import (
     NCCL_NVLINK_BYTES,
     NCCL_NVLINK_PAIR_BYTES,
