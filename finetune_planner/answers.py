@@ -73,17 +73,17 @@ class Planned(_Answer):
 
     @property
     def chosen(self) -> Candidate:
-        """The setup to train with, or the one that comes nearest to fitting; its figures by rung."""
+        """The setup to train with, or the one that comes nearest to fitting; its figures by level."""
         return self.answer.subject
 
     @property
     def peak_device_bytes(self) -> int:
-        """Predicted or measured peak on the device, from the highest rung."""
+        """Predicted or measured peak on the device, from the highest level."""
         return self.chosen.memory_evidence.peak_device_bytes
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted or measured training speed of the chosen setup, from the highest rung."""
+        """Predicted or measured training speed of the chosen setup, from the highest level."""
         return self.chosen.tokens_per_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Planned(_Answer):
         return plan_to_dict(self.answer)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The chosen setup and the alternatives, one row each: label, every setting, bytes, tokens/s, rung, trade.
+        """The chosen setup and the alternatives, one row each: label, every setting, bytes, tokens/s, level, trade.
 
         Raises:
             EnvironmentProblem: pandas is not installed.
@@ -211,7 +211,7 @@ class Estimate(_Answer):
 
     @property
     def fits(self) -> bool:
-        """Whether the highest rung's peak stays inside the budget."""
+        """Whether the highest level's peak stays inside the budget."""
         return self.candidate.fits
 
     def to_dict(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Comparison(_Answer):
         return [{"name": name, **planned.to_dict()} for name, planned in self.plans]
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """One row a plan: model, GPU, every setting, bytes, tokens/s, rung.
+        """One row a plan: model, GPU, every setting, bytes, tokens/s, level.
 
         Raises:
             EnvironmentProblem: pandas is not installed.
@@ -341,7 +341,7 @@ class Comparison(_Answer):
 
 
 def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
-    """One line of a table: base units, and the rung that each figure stands on."""
+    """One line of a table: base units, and the level that each figure stands on."""
     from planner.setup.interchange import setup_to_dict
 
     memory, speed = candidate.memory_evidence, candidate.speed_evidence

@@ -1,4 +1,4 @@
-"""Rung 4: run a planned setup at full depth and hold the plan to its promise."""
+"""Level 4: run a planned setup at full depth and hold the plan to its promise."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ EVERY_MICRO_BATCH = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What the plan said of one setup, by its highest rung."""
+    """What the plan said of one setup, by its highest level."""
 
     rung: Fidelity
     peak_allocated_bytes: int
@@ -48,7 +48,7 @@ class Confirmation:
 
 
 def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement) -> Promise:
-    """The promise from the rungs that gave memory and speed."""
+    """The promise from the levels that gave memory and speed."""
     return Promise(
         rung=memory.rung,
         peak_allocated_bytes=memory.peak_allocated_bytes,

@@ -33,7 +33,7 @@ def memory_bars(
 ) -> Chart:
     """Stacked bars by category against the card's capacity.
 
-    Each bar is the answer of one rung alone (terms, allocator gap and context of the same prediction); where a probe
+    Each bar is the answer of one level alone (terms, allocator gap and context of the same prediction); where a probe
     measured the device peak, it is a mark beside the bar.
     """
     shown = list(candidates)[:limit]
@@ -46,7 +46,7 @@ def memory_bars(
     ]
     labels = [clean(label) for label, _ in shown]
     # The numbers under the bars.
-    header = ("candidate", "rung", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
+    header = ("candidate", "level", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
     rows = [
         (
             label,
@@ -192,11 +192,11 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
     for parameter in dict.fromkeys(point.parameter for point in extras.sensitivity):
         points = [point for point in extras.sensitivity if point.parameter == parameter]
         words = parameter_words(parameter)
-        rungs = ", ".join(dict.fromkeys(clean(point.rung.replace("_", " ")) for point in points))
+        levels = ", ".join(dict.fromkeys(clean(point.rung.replace("_", " ")) for point in points))
         charts.append(
             {
                 "kind": "sensitivity",
-                "title": f"If the {clean(words)} moved ({rungs})",
+                "title": f"If the {clean(words)} moved ({levels})",
                 "parameter": clean(words),
                 "values": [point.value for point in points],
                 "bytes": [point.peak_device_bytes for point in points],
@@ -291,7 +291,7 @@ def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
         "memory_error_fraction": [row["memory_error_fraction"] for row in rows],
         "speed_error_fraction": [row["speed_error_fraction"] for row in rows],
         "table": table_of(
-            ("candidate", "rung", "predicted allocated", "measured", "error", "predicted speed", "measured", "error"),
+            ("candidate", "level", "predicted allocated", "measured", "error", "predicted speed", "measured", "error"),
             (
                 (
                     row["label"],

@@ -18,7 +18,7 @@ from reports.plain import clean
 def default_next_command(answer: Plan, also: Sequence[str] = ()) -> str:
     """The command that makes this plan again and writes its launch files.
 
-    Where a higher rung refuted the choice, the reserve grows by what was missing.
+    Where a higher level refuted the choice, the reserve grows by what was missing.
 
     Args:
         also: what was asked for and no workload holds: a data set on the hub, a revision of the model.

@@ -211,7 +211,7 @@ def neighbours(setup: TrainSetup) -> Iterator[tuple[str, int, TrainSetup]]:
 
 
 def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -> tuple[SensitivityPoint, ...]:
-    """The chosen setup's neighbours as `predict` (a rung given by the caller) sees them."""
+    """The chosen setup's neighbours as `predict` (a level given by the caller) sees them."""
     points = []
     for parameter, value, setup in neighbours(chosen.setup):
         is_chosen = setup == chosen.setup

@@ -116,7 +116,7 @@ def _setup() -> Schema:
 
 
 def _rung(write: _Writer) -> Schema:
-    """One rung: every key of RUNG_KEYS, null where the rung does not know."""
+    """One level: every key of LEVEL_KEYS, null where the level does not know."""
     hints = {**get_type_hints(Measurement), **get_type_hints(Prediction)}
     special = {
         "terms": {"type": "object", "additionalProperties": _PLAIN[int]},
@@ -178,8 +178,8 @@ def answer_schema(*, whole: bool = True) -> Schema:
         setup = write.defs["Setup"]
         named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
         level: Schema = {"$ref": "#/$defs/Rung"}
-        rungs = {name: {"anyOf": [level, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
-        properties = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": level, **rungs}
+        levels = {name: {"anyOf": [level, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
+        properties = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": level, **levels}
         assert set(properties) == {"fits", *(field.name for field in fields(Candidate))}
         write.defs["Candidate"] = _object(properties, required=list(properties))
         write.defs["Workload"] = _workload(write)

@@ -55,11 +55,11 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
             peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
             marks = text.memory_mark(evidence) + (f"; {text.speed_mark(evidence)}" if evidence.tokens_per_s else "")
             rows.append((name, *(*(gib(peak) for peak in peaks), step, speed, marks)))
-    header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
+    header = ("level", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
     blocks += [
         escape(text.space_sentence(plan)),
         *[
-            "## Every rung of the chosen setup",
+            "## Every level of the chosen setup",
             table(header, rows, right=("allocated", "reserved", "device", "step", "speed")),
         ],
     ]

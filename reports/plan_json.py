@@ -1,6 +1,6 @@
 """plan.json: a plan as data, and back. Every report is built from it alone.
 
-Each candidate has the interchange form with the same keys on every rung; `fits` and the figures are base units.
+Each candidate has the interchange form with the same keys on every level; `fits` and the figures are base units.
 """
 
 import os
@@ -48,7 +48,7 @@ LEVEL_KEYS = (
     "failure",
     "measured",
 )
-"""What every rung says, null where it does not know. `terms` are bytes per category at the peak."""
+"""What every level says, null where it does not know. `terms` are bytes per category at the peak."""
 
 
 DATA_KEYS = {
@@ -101,15 +101,15 @@ def level_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: 
 
 
 def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
-    """One candidate in the interchange form: setup, fits, budget and the rungs."""
-    rungs = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe", "run")}
+    """One candidate in the interchange form: setup, fits, budget and the levels."""
+    levels = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe", "run")}
     return {
         "setup": {"model": model_id, "gpu": gpu_key, **request_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
         **{
             name: None if evidence is None else level_to_dict(evidence, detail=detail)
-            for name, evidence in rungs.items()
+            for name, evidence in levels.items()
         },
     }
 
@@ -252,7 +252,7 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
 
 
 def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The notes of an answer or of a rung, with their places (absent in older files)."""
+    """The notes of an answer or of a level, with their places (absent in older files)."""
     notes = decode(tuple[str, ...], values["notes"], "notes")
     return placed(notes, decode(tuple[int, ...], values.get("note_places") or [], "note_places"))
 
@@ -290,7 +290,7 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     setup = {key: value for key, value in values["setup"].items() if key not in ("model", "gpu")}
     formula = level_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
-        raise ConfigError("the formula rung of a candidate must hold a prediction")
+        raise ConfigError("the formula level of a candidate must hold a prediction")
     dry_run, trace = (_level(values.get(name)) for name in ("dry_run", "trace"))
     probe, run = (_level(values.get(name)) for name in ("probe", "run"))  # trace and run are not in older files
     if isinstance(dry_run, Measurement) or isinstance(trace, Measurement):
@@ -313,7 +313,7 @@ def _level(values: Mapping[str, Any] | None) -> Prediction | Measurement | Probe
 
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
-    """One rung's answer back."""
+    """One level's answer back."""
     if values["failure"] is not None:
         return decode(ProbeFailure, {"rung": values["rung"], **values["failure"]}, "failure")
     keys = ["rung", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]

@@ -66,7 +66,7 @@ class Breakdown:
     Attributes:
         rows: slices from 0 up to the device peak, then headroom and what is free; they add up to the card's memory
             when the candidate fits.
-        terms_evidence: the rung that names the terms; the peaks may come from a higher one.
+        terms_evidence: the level that names the terms; the peaks may come from a higher one.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -75,7 +75,7 @@ class Breakdown:
 
 
 def best_terms(candidate: Candidate) -> Prediction:
-    """The highest rung that names the terms of memory."""
+    """The highest level that names the terms of memory."""
     dry_run = candidate.dry_run
     if dry_run is not None and not isinstance(dry_run, ProbeFailure) and dry_run.terms:
         return dry_run
@@ -102,7 +102,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
     """The slices of the card that this candidate fills at its peak.
 
     With `max_terms`, terms are listed one by one, largest first, the rest summed; without, they are summed by category.
-    A higher rung's peak beside a lower rung's terms leaves a difference: it is its own row, "not attributed", so that
+    A higher level's peak beside a lower level's terms leaves a difference: it is its own row, "not attributed", so that
     nothing is hidden in another term. The row is negative where the terms promise more than the peak.
     """
     named, peak = best_terms(candidate), candidate.memory_evidence
@@ -138,7 +138,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 
 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
-    """The rungs that were asked side by side, lowest first."""
+    """The levels that were asked side by side, lowest first."""
     return tuple((LEVEL_WORDS[level], evidence) for level, evidence in candidate.levels)
 
 
@@ -153,7 +153,7 @@ class Row(NamedTuple):
 
 
 def compared(plan: Plan) -> list[Row]:
-    """The chosen setup and its alternatives, each figure of all of them from one rung; speeds are corrected by what a
+    """The chosen setup and its alternatives, each figure of all of them from one level; speeds are corrected by what a
     higher one says of the chosen setup, so that its speed is the same here as everywhere."""
     rows = list(chosen_and_alternatives(plan))
     figures = on_one_level([candidate for _, candidate, _ in rows])

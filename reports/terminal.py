@@ -111,8 +111,8 @@ def render_estimate(
     enough: Sequence[str] | None = None,
     over: "OverLengths | None" = None,
 ) -> None:
-    """One setup: does it fit, else what is `enough` alone (empty: nothing is), the rungs side by side, and where the
-    memory goes; `notes` beside those of the rung."""
+    """One setup: does it fit, else what is `enough` alone (empty: nothing is), the levels side by side, and where the
+    memory goes; `notes` beside those of the level."""
     page = Page(console)
     card = clean(gpu.name) if candidate.setup.num_gpus == 1 else f"{candidate.setup.num_gpus} × {clean(gpu.name)}"
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
@@ -128,10 +128,10 @@ def render_estimate(
         page.line(f"One change should be enough: {', or '.join(enough[:NUM_ENOUGH])}.")
     elif enough is not None:
         page.line("No single change is enough: plan MODEL --gpu GPU looks for a setup that fits.")
-    page.head("Every rung")
+    page.head("Every level")
     present = evidence_columns(candidate)
-    rungs = tuple(name for name, _ in present)
-    page.whole(("", *rungs), _level_rows(present), right=rungs)
+    levels = tuple(name for name, _ in present)
+    page.whole(("", *levels), _level_rows(present), right=levels)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
             page.line(text.failure_words(evidence), indent=2)
@@ -156,11 +156,11 @@ _LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...
     ("  error band, ±", lambda evidence: text.speed_band(evidence).removeprefix("±") or "-"),
     ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
 )
-"""Label -> the figure of a rung that knows it, in words."""
+"""Label -> the figure of a level that knows it, in words."""
 
 
 def _level_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, ...]]:
-    """The figures of all rungs, one line per figure; a rung that failed says so in the first."""
+    """The figures of all levels, one line per figure; a level that failed says so in the first."""
     for number, (label, words) in enumerate(_LEVEL_FIGURES):
         none = "-" if number else "failed"
         yield label, *(none if isinstance(evidence, ProbeFailure) else words(evidence) for _, evidence in present)
@@ -276,13 +276,13 @@ def _alternatives(page: Page, plan: Plan) -> None:
     words = f"Peaks: {peaks}. Speeds: {speeds}."
     mine = plan.chosen.memory_evidence
     if mine is not rows[0].peak:
-        words += f" One rung for all rows; the chosen setup's own peak is {gib(mine.peak_device_bytes)} "
+        words += f" One level for all rows; the chosen setup's own peak is {gib(mine.peak_device_bytes)} "
         words += f"({text.memory_mark(mine)})."
     page.line(words, style="dim", indent=2)
 
 
 def _marks(marks: Sequence[str]) -> str:
-    """The rungs of a column: one word where all rows share it, else the chosen row's and the others'."""
+    """The levels of a column: one word where all rows share it, else the chosen row's and the others'."""
     first, others = marks[0], list(dict.fromkeys(marks[1:]))
     return first if others in ([], [first]) else f"{first} (chosen), {', '.join(others)} (others)"
 

@@ -94,12 +94,12 @@ def speed_band(evidence: Evidence) -> str:
 
 
 def memory_mark(evidence: Evidence) -> str:
-    """The rung of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
+    """The level of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
     return _mark(evidence.rung, memory_band(evidence))
 
 
 def speed_mark(evidence: Evidence) -> str:
-    """The rung of a speed figure with its error band."""
+    """The level of a speed figure with its error band."""
     return _mark(speed_level(evidence), speed_band(evidence))
 
 
@@ -108,7 +108,7 @@ def _mark(level: Fidelity, band: str) -> str:
 
 
 def memory_marks(figures: Iterable[Evidence]) -> str:
-    """The rungs of several memory figures, each with the range of its bands: "formula ±4 to ±8 %"."""
+    """The levels of several memory figures, each with the range of its bands: "formula ±4 to ±8 %"."""
     return _marks(
         (evidence.rung, evidence.memory_band_fraction if isinstance(evidence, Prediction) else None)
         for evidence in figures
@@ -170,7 +170,7 @@ def parameter_words(parameter: str) -> str:
 
 
 def verdict_sentence(plan: Plan) -> str:
-    """What to do, in one sentence. A plan whose choice a higher rung refuted says so instead of recommending it."""
+    """What to do, in one sentence. A plan whose choice a higher level refuted says so instead of recommending it."""
     words = setup_words(plan.chosen.setup)
     return f"Train with {words}." if plan.chosen.fits else f"Do not run this yet, it does not fit: {words}."
 
@@ -203,7 +203,7 @@ def nothing_sentence(no_plan: NoPlan) -> str:
 
 
 def memory_sentence(candidate: Candidate) -> str:
-    """Whether it fits, with the bytes and their rung."""
+    """Whether it fits, with the bytes and their level."""
     evidence = candidate.memory_evidence
     peak, budget = gib(evidence.peak_device_bytes), gib(candidate.budget_bytes)
     words = {
@@ -215,7 +215,7 @@ def memory_sentence(candidate: Candidate) -> str:
 
 
 def _disagreement(candidate: Candidate) -> str:
-    """What the trace of the launch file says against the rung below it, where that is more than its band; else ""."""
+    """What the trace of the launch file says against the level below it, where that is more than its band; else ""."""
     trace, below = candidate.trace, candidate.dry_run
     if not isinstance(below, Prediction):
         below = candidate.formula
@@ -231,7 +231,7 @@ def _disagreement(candidate: Candidate) -> str:
 
 
 def speed_sentence(candidate: Candidate) -> str:
-    """Speed and step time with their rung, empty where no rung knows them."""
+    """Speed and step time with their level, empty where no level knows them."""
     evidence = candidate.speed_evidence
     if not evidence.tokens_per_s or not evidence.step_time_s:
         return ""

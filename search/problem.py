@@ -138,7 +138,7 @@ class Problem:
 
 
 def with_evidence(candidate: Candidate, evidence: Evidence | None) -> Candidate:
-    """The candidate with what a rung answered in its place."""
+    """The candidate with what a level answered in its place."""
     if evidence is None:
         return candidate
     if isinstance(evidence, Prediction):
@@ -164,7 +164,7 @@ def pareto_set(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
     One dominates another when it is at least as fast, needs at most as much memory, has at least the rank, and is
     better in one of the three. Full fine-tuning (rank 0) adapts every weight: it counts as the highest rank.
-    Each candidate speaks from its own highest rung.
+    Each candidate speaks from its own highest level.
     """
     ranked = sorted(
         (candidate for candidate in candidates if candidate.fits),

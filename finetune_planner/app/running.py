@@ -1,4 +1,4 @@
-"""The last rung: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
+"""The last level: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
 
 import os
 import re

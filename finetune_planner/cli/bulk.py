@@ -30,7 +30,7 @@ def table(
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Plan every configuration on every card, at every length, by every method (formula rung), and write Parquet.
+    """Plan every configuration on every card, at every length, by every method (formula level), and write Parquet.
 
     A row is what `plan MODEL --gpu GPU --seq-len N --method M --no-dry-run` chooses.
     """

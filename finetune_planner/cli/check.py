@@ -83,12 +83,12 @@ class FixOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """The rung of the answer, and its form."""
+    """The level of the answer, and its form."""
 
     no_dry_run: options.NoDryRun = False
     as_json: options.Json = False
     annotations: Annotated[
-        str | None, typer.Option(help="For CI: github or sarif, formula rung.", show_default=False)
+        str | None, typer.Option(help="For CI: github or sarif, formula level.", show_default=False)
     ] = None
 
     def __post_init__(self) -> None:
@@ -244,7 +244,7 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
 def compare_configs(
     files: Sequence[Path], gpu: str, *, model: str | None = None, memory_gib: float | None = None, as_json: bool = False
 ) -> int:
-    """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
+    """Several configs side by side on one GPU, formula level; the exit code of the worst (1, then 3, then 0)."""
     results = [checked(file, gpu, CheckRequest(model=model), memory_gib=memory_gib)[0] for file in files]
     if as_json:
         print_json([as_document(result, None) for result in results])
@@ -260,7 +260,7 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
 
     bands = [result.band_fraction for result in results]
     widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))
-    title = f"{results[0].gpu.name}, formula rung (memory +-{widths})"
+    title = f"{results[0].gpu.name}, formula level (memory +-{widths})"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("config", "verdict", "peak", "spare", "tokens/s", "method", "batch", "saves memory by"):
         number = name in ("peak", "spare", "tokens/s")
@@ -331,7 +331,7 @@ def candidates(folder: Path) -> Iterator[Path]:
 
 
 def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Finding | None:
-    """The answer for one file on the formula rung; None where nothing in it trains."""
+    """The answer for one file on the formula level; None where nothing in it trains."""
     try:
         result, _, _ = checked(path, gpu, request, **vars(limits))
     except NotATraining:

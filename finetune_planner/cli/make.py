@@ -117,7 +117,7 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions:
-    """Which rungs of the ladder a plan climbs."""
+    """Which fidelity levels a plan climbs."""
 
     no_dry_run: options.NoDryRun = False
     no_history: Annotated[
@@ -143,7 +143,7 @@ def make(
     request: RequestOptions,
     data: DataOptions,
     files: FileOptions,
-    rungs: EvidenceOptions,
+    levels: EvidenceOptions,
     lookup: options.Lookup,
     show: ShowOptions,
     as_json: options.Json = False,
@@ -152,7 +152,7 @@ def make(
     request.fixed()  # what the flags alone contradict is said before anything is looked up
     names = files.targets(request.gpus)
     asked_for = partial(workload_for, model, request=request, data=data.checked(), targets=names)
-    if not rungs.no_dry_run:
+    if not levels.no_dry_run:
         dry_runs_ahead(request.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
     try:
         workload = asked_for(gpu=gpu, lookup=lookup)
@@ -163,7 +163,7 @@ def make(
     files.check_job(workload)
     options.announced(workload.model)
     options.announced(workload.gpu)
-    written = _Written(rungs.answer(workload, local=gpu.lower() == "local"))
+    written = _Written(levels.answer(workload, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
         written.sentences += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()

@@ -91,8 +91,8 @@ def which_gpu(
     """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first; with
     --dataset, --samples or --tokens by the time and the cost of the whole job.
 
-    Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
-    over a coarse choice of setups (DDP and FSDP2).
+    Formula level: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of
+    them, over a coarse choice of setups (DDP and FSDP2).
     """
     request_options = RequestOptions(
         **vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom
@@ -189,7 +189,7 @@ def which_model(
 ) -> None:
     """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.
 
-    Formula rung: plan MODEL --gpu GPU then looks closer at one model.
+    Formula level: plan MODEL --gpu GPU then looks closer at one model.
     """
     plan_request = PlanRequest(
         fixed=space.fixed(),
@@ -252,7 +252,7 @@ def compare_adapters(
 ) -> None:
     """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.
 
-    Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
+    Formula level: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
     card, fixed = options.announced(find_gpu(gpu)), space.fixed()
     if "adapter" in fixed:
@@ -290,7 +290,7 @@ def compare_targets(
 ) -> None:
     """The fastest plan of every launch target: TRL, the Trainer, Axolotl, LLaMA-Factory, Unsloth, torchtitan.
 
-    Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
+    Formula level: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
     sheet = targets_sheet(model, gpu, request, lookup)
     show_table(out, as_json, sheet)

@@ -350,7 +350,7 @@ def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) ->
 
 
 def sentence(target: str, traced: Prediction | ProbeFailure, below: Prediction | Measurement) -> Note:
-    """What the trace said of a target's file, beside the rung below it."""
+    """What the trace said of a target's file, beside the level below it."""
     if isinstance(traced, ProbeFailure):
         return noted(f"Traced, launch/{target}: not possible: {traced.message}")
     words = below.rung.value.replace("_", " ")

@@ -110,7 +110,7 @@ def which_cluster(
 ) -> None:
     """The smallest, the cheapest and the fastest set of GPUs that keeps a deadline and a budget.
 
-    Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
+    Formula level: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
     request_options = RequestOptions(
         **vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch

@@ -187,10 +187,10 @@ def launch_files(
 ) -> tuple[Launch, ...]:
     """The launch of every wanted target (all by default); one without files says why.
 
-    A target that runs the setup otherwise than planned is predicted as it runs, on the plan's rung. Files that would
+    A target that runs the setup otherwise than planned is predicted as it runs, on the plan's level. Files that would
     run out of memory are left out, or say so in their first lines (`force`). Local paths are written relative to
     `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
-    said; its figure stands above the plan's rung.
+    said; its figure stands above the plan's level.
     """
     chosen = plan.subject
     request = request_of(plan.workload, chosen, plan.workload.data if data is None else data, folder)
@@ -293,7 +293,7 @@ def _launch(
 
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
-    """What a target makes of the chosen setup, on the rung of the plan."""
+    """What a target makes of the chosen setup, on the level of the plan."""
     workload = plan.workload
     evaluated = candidate(workload, setup)
     if not isinstance(chosen.dry_run, Prediction):
@@ -304,7 +304,7 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
-    """What is predicted of the run that a target makes of the plan: one number, with its rung."""
+    """What is predicted of the run that a target makes of the plan: one number, with its level."""
     evidence = really.memory_evidence
     level = evidence.rung.value.replace("_", " ")
     words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({level})"

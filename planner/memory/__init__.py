@@ -1,1 +1,1 @@
-"""The formula rung's memory model: one function per term, composed in `model.predict_memory`."""
+"""The formula level's memory model: one function per term, composed in `model.predict_memory`."""

@@ -1,6 +1,6 @@
 """`ModelSpec`: the module inventory of one causal language model, as plain data.
 
-A spec is what the formula rung knows of a model: every module that transformers would build, with its shape, in the
+A spec is what the formula level knows of a model: every module that transformers would build, with its shape, in the
 order of the layers. Adapters (one per architecture family) derive it from `config.json`; the dry run reads the real
 module tree instead and a test compares the two.
 """

@@ -1,4 +1,4 @@
-"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the layouts stage by stage (`decision.choosing`),
+"""From a workload to a `Plan` or `NoPlan` on the formula level: walk the layouts stage by stage (`decision.choosing`),
 ask the tree, explain."""
 
 from collections import Counter
@@ -77,7 +77,7 @@ def plan_workload(
     helped: bool = True,
     explained: bool = True,
 ) -> Plan | NoPlan:
-    """The formula rung's whole answer.
+    """The formula level's whole answer.
 
     Args:
         corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.

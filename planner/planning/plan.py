@@ -53,7 +53,7 @@ class Alternative:
 
 
 def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
-    """(memory, speed) evidence of each candidate, a whole column from one rung, because the difference of two rungs
+    """(memory, speed) evidence of each candidate, a whole column from one level, because the difference of two levels
     would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
     launch file does not replace, else the formula."""
     peaks = [candidate.memory_evidence for candidate in candidates]
@@ -72,7 +72,7 @@ def trade(chosen: Candidate, other: Candidate) -> str:
 
 
 def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
+    """The alternatives with what each costs or buys against `chosen`, in the figures of one level for all of them."""
     mine, *theirs = on_one_level((chosen, *(alternative.candidate for alternative in others)))
     return tuple(
         replace(alternative, trade=_trade(mine, other, verdict=alternative.candidate.verdict))

@@ -1,4 +1,4 @@
-"""The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
+"""The formula level: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
 from typing import TYPE_CHECKING
 

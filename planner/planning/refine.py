@@ -1,4 +1,4 @@
-"""A higher rung corrects a plan: dry-run what the formula chose, learn the ratio, plan again until the two agree.
+"""A higher level corrects a plan: dry-run what the formula chose, learn the ratio, plan again until the two agree.
 
 Pure: planning and the dry run come in as callables.
 """

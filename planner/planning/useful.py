@@ -40,7 +40,7 @@ def useful_speeds(workload: Workload, setup: TrainSetup) -> Speeds:
 
 
 def useful_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
-    """Tokens/s of the samples' own: its rung's speed by what the formula says of padding and of shorter rows."""
+    """Tokens/s of the samples' own: its level's speed by what the formula says of padding and of shorter rows."""
     setup = candidate.setup
     pair = [(setup.micro_batch_seqs, setup.accumulation_steps)]
     whole = family_speeds(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s(setup.optimizer, pair)[0]

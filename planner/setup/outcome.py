@@ -1,4 +1,4 @@
-"""What the rungs of the ladder answer about one setup: predictions, measurements and failures, all plain data."""
+"""What the fidelity levels answer about one setup: predictions, measurements and failures, all plain data."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -11,7 +11,7 @@ from planner.setup.memory_terms import MemoryTerm
 
 
 class Fidelity(StrEnum):
-    """Where a number comes from. A higher rung corrects the lower ones."""
+    """Where a number comes from. A higher level corrects the lower ones."""
 
     FORMULA = "formula"
     PROFILE = "profile"
@@ -24,7 +24,7 @@ class Fidelity(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a rung without a GPU (formula, dry run, trace of the launch file) says about one setup.
+    """What a level without a GPU (formula, dry run, trace of the launch file) says about one setup.
 
     Attributes:
         phase_peaks_bytes: allocated peak of each phase, keys of `memory.types.PHASES`.
@@ -34,7 +34,7 @@ class Prediction:
         bands: of a run that anybody may have started, by figure ("allocated", "reserved", "device", "tokens_per_s"), as
             (below, above): in 9 of 10 published runs the measured figure lay from predicted x (1 - below) to
             predicted x (1 + above). Empty for a plan's own setup.
-        step_time_s, tokens_per_s: None where the rung does not predict speed.
+        step_time_s, tokens_per_s: None where the level does not predict speed.
         time_parts_s: where the time goes, by operator class.
         notes: what a person must know (a math-kernel fallback, an assumption), one sentence each.
         rank_peaks: (name, how many GPUs, their device peak in bytes) of every distinct rank, worst first; empty with
@@ -196,7 +196,7 @@ def speed_level(evidence: Evidence) -> Fidelity:
 class Candidate:
     """One setup with all that is known about it.
 
-    `fits` and `tokens_per_s` speak from the highest rung that answered.
+    `fits` and `tokens_per_s` speak from the highest level that answered.
     """
 
     setup: TrainSetup
@@ -223,19 +223,19 @@ class Candidate:
 
     @property
     def memory_evidence(self) -> Prediction | Measurement:
-        """The highest rung that gave memory figures."""
+        """The highest level that gave memory figures."""
         return next(evidence for _, evidence in reversed(self.levels) if not isinstance(evidence, ProbeFailure))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What every rung that answered says, the highest first; what a lower one knows stays true."""
+        """What every level that answered says, the highest first; what a lower one knows stays true."""
         answered = (evidence for _, evidence in reversed(self.levels) if not isinstance(evidence, ProbeFailure))
         notes = (note for evidence in answered for note in evidence.notes)
         return tuple(dict.fromkeys(notes))
 
     @property
     def speed_evidence(self) -> Prediction | Measurement:
-        """The highest rung that gave a step time."""
+        """The highest level that gave a step time."""
         for evidence in (self.run, self.probe, self.dry_run):
             if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s is not None:
                 return evidence
@@ -243,7 +243,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Device peak within the budget on the highest rung, and neither probe nor run ran out of memory."""
+        """Device peak within the budget on the highest level, and neither probe nor run ran out of memory."""
         failed = (evidence for evidence in (self.probe, self.run) if isinstance(evidence, ProbeFailure))
         if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed):
             return False
@@ -260,5 +260,5 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s from the highest rung that has one; 0 where nobody knows."""
+        """Tokens/s from the highest level that has one; 0 where nobody knows."""
         return self.speed_evidence.tokens_per_s or 0.0

@@ -1,4 +1,4 @@
-"""Rung 2 of the ladder: the real training step on meta tensors."""
+"""Level 2 of the ladder: the real training step on meta tensors."""
 
 from probes.dryrun.api import dry_run, dry_run_report, report_for_config
 from probes.dryrun.report import DryRunReport

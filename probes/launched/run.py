@@ -1,4 +1,4 @@
-"""Runs a launch file by its own tool for a few steps and says what it took: the last rung.
+"""Runs a launch file by its own tool for a few steps and says what it took: the last level.
 
 The file is run as it was written, in a folder of its own, where what it names and this machine lacks is a directory of
 that name: the model with random weights, texts that fill every sequence. It is watched from inside (`watch`). Nothing

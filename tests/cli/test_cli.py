@@ -23,7 +23,14 @@ INTERCHANGE = {
     "optimizer": "paged-adamw-8bit", "attention": "sdpa", "checkpointing": True, "loss": "full", "micro_batch_seqs": 1,
     "accumulation_steps": 1, "seq_len_tokens": 2048, "num_gpus": 1,
 }  # fmt: skip
-RUNG_KEYS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s", "terms"}
+LEVEL_KEYS = {
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_device_bytes",
+    "step_time_s",
+    "tokens_per_s",
+    "terms",
+}
 
 
 def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +90,7 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     good, broken, unknown, targets, repeat = answers
     assert good == repeat
     assert {key: good["setup"][key] for key in INTERCHANGE} == INTERCHANGE
-    assert set(good["formula"]) >= RUNG_KEYS
+    assert set(good["formula"]) >= LEVEL_KEYS
     assert good["dry_run"] is None
     assert good["probe"] is None
     assert 1 * GIB < good["formula"]["peak_allocated_bytes"] < 16 * GIB

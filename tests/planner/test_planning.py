@@ -1,4 +1,4 @@
-"""Planning on the formula rung: the walk is complete, the tree explains itself, properties hold."""
+"""Planning at the formula level: the walk is complete, the tree explains itself, properties hold."""
 
 import itertools
 from dataclasses import replace

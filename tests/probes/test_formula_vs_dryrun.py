@@ -1,4 +1,4 @@
-"""The formula rung against the dry run of the real training step: four points, with TESTS_WHOLE=1 twenty."""
+"""The formula level against the dry run of the real training step: four points, with TESTS_WHOLE=1 twenty."""
 
 import statistics
 

@@ -201,7 +201,7 @@ def make_setup(**changes: Any) -> TrainSetup:
 def make_candidate(
     setup: TrainSetup | None = None, workload: Workload | None = None, *, level: Fidelity = Fidelity.FORMULA
 ) -> Candidate:
-    """A candidate known up to `rung`."""
+    """A candidate known up to `level`."""
     setup, workload = setup or make_setup(), workload or make_workload()
     formula = make_prediction(setup)
     dry_run = make_prediction(setup, Fidelity.DRY_RUN, scale=1.03) if level is not Fidelity.FORMULA else None

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.accuracy`: the formula rung over the recorded rows, files, and bad options."""
+"""`python -m benchmarks.accuracy`: the formula level over the recorded rows, files, and bad options."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Aim of the formula rung: median at most 8 %, no more than 2 % of cases predicted to fit where they did not."""
+    """Aim of the formula level: median at most 8 %, no more than 2 % of cases predicted to fit where they did not."""
     _, out, _ = run(capsys, "--what", "allocated", "--json")
     (table,) = json.loads(out)
     assert table["overall"]["median_error"] <= 0.08

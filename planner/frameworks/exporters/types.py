@@ -50,7 +50,7 @@ class ExportRequest:
         num_steps: optimizer steps of the run, None where they are not known.
         loss_on: "answers", where the data have any, or "all" tokens.
         held_out: samples that are evaluated instead of trained on; None: a share, of data whose number is not known.
-        about: sentences for the header (predicted peak, rung).
+        about: sentences for the header (predicted peak, level).
         lacks_template: whether the tokenizer has no chat template; None: not known.
         num_nodes: machines over which `setup.num_gpus` are spread evenly.
     """
@@ -156,7 +156,7 @@ class Launch(Draft):
         refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
         about: what is predicted of the run, as in the files' headers.
-        peak_device_bytes, rung: the prediction of what really runs and its rung; 0 and "" where nobody predicted.
+        peak_device_bytes, rung: the prediction of what really runs and its level; 0 and "" where nobody predicted.
     """
 
     target: str

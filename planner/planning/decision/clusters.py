@@ -1,4 +1,4 @@
-"""Which cluster for a piece of work: every GPU of a list in every number, with time and cost, on the formula rung.
+"""Which cluster for a piece of work: every GPU of a list in every number, with time and cost, on the formula level.
 
 The walk is a coarse one (DDP and FSDP2; few optimizers and losses): `plan MODEL --gpu GPU --gpus N` looks closer.
 """

@@ -111,7 +111,7 @@ class NodeResults:
         return min(near_fastest(points, limits.given_fraction, priced), key=preference)
 
     def fits_with_margin(self, point: WalkedSetup) -> bool:
-        """Whether a point's peak is below the budget by more than its rung errs."""
+        """Whether a point's peak is below the budget by more than its level errs."""
         setup = point.shared.replace_trusted(attention=point.attention)
         return self.limits is not None and point.peak_device_bytes <= self.limits.bytes_with_margin(setup)
 
@@ -185,7 +185,7 @@ class Limits:
         return exact + uncorrected_bytes
 
     def bytes_with_margin(self, setup: TrainSetup) -> float:
-        """The largest peak at which this setup fits by more than its rung errs."""
+        """The largest peak at which this setup fits by more than its level errs."""
         ran = self.corrections is not None and correction_key(setup) in self.corrections
         return self.budget_bytes / (1 + (dry_run_band(setup) if ran else self._own_band(setup)))
 

@@ -1,7 +1,7 @@
-"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which.
+"""Error bands of the levels: fitted on comparisons, dated; docs/accuracy says on which.
 
 Two kinds meet here: how far the formula is from the dry run by what a setup is (`memory_band`), and how far published
-runs of a stack lie from either rung (`evidence_bands`, docs/accuracy/bands.md).
+runs of a stack lie from either level (`evidence_bands`, docs/accuracy/bands.md).
 """
 
 import json

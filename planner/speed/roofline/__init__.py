@@ -1,4 +1,4 @@
-"""The formula rung's speed model: operator counts, a roofline per operator class, fitted constants apart from facts.
+"""The formula level's speed model: operator counts, a roofline per operator class, fitted constants apart from facts.
 
 `step_time(model, gpu, setup)` answers one setup whole; `throughput_profile(model, gpu, setup).at(micro, accumulation)`
 ranks whole spaces. Pure Python, no numpy.
