@@ -2,7 +2,7 @@
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
-from planner.memory.profiles import profiled_breakdown, profiled_step
+from planner.memory.profiles import ProfiledStep, profiled_breakdown, profiled_step
 from planner.memory.rank_part import followers, rank_parts
 from planner.memory.step import breakdown
 from planner.models.spec import ModelSpec
@@ -11,18 +11,27 @@ from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryBreakdown, RankMemory
 
 
+def step_profile_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
+    """The step profile that answers for a setup: of one GPU, which a rank of DDP does too, or of FSDP2's and ZeRO's
+    ranks; None where closed forms do."""
+    if setup.parallel not in SHARDED:
+        return profiled_step(model, gpu, setup)
+    from planner.memory.ranks import rank_step  # late: one GPU needs none of it
+
+    return rank_step(model, gpu, setup)
+
+
 def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
     """The memory of every distinct rank, the largest device peak first: of one GPU, of DDP, FSDP2 and ZeRO by the
     structure's step profile where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
-    step, breakdown_of = profiled_step(model, gpu, setup), profiled_breakdown
-    if step is None and setup.parallel in SHARDED:
-        from planner.memory.ranks import rank_breakdown, rank_step  # late: one GPU needs none of it
-
-        step, breakdown_of = rank_step(model, gpu, setup), rank_breakdown
+    step = step_profile_of(model, gpu, setup)
     if step is None:
         return rank_memories(model, gpu, setup)
     (part,) = rank_parts(model, setup)
     state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
+    breakdown_of = profiled_breakdown
+    if setup.parallel in SHARDED:
+        from planner.memory.ranks import rank_breakdown as breakdown_of
     return (RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=breakdown_of(step, gpu, setup, state)),)
 
 

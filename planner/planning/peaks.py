@@ -13,7 +13,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
 from planner.memory.layers import in_common
 from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
-from planner.memory.profiles import ProfiledStep, profiled_peaks, profiled_step
+from planner.memory.model import step_profile_of
+from planner.memory.profiles import ProfiledStep, profiled_peaks
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
@@ -259,15 +260,10 @@ class Family:
     def peaks(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         """The peaks without the CUDA context, by the step profile where there is one."""
         whole = self._setup.replace_trusted(loss=loss)
-        step = profiled_step(self._rank.part.model, self._rank.gpu, whole)
+        step = step_profile_of(self._rank.part.model, self._rank.gpu, whole)
         if step is not None:
-            return self._profiled(step, loss, optimizers)
-        if whole.parallel in SHARDED:
-            from planner.memory.ranks import rank_step  # late: one GPU needs none of it
-
-            step = rank_step(self._rank.part.model, self._rank.gpu, whole)
-            if step is not None:
-                return self._of_rank(step, loss, optimizers)
+            by_profile = self._of_rank if whole.parallel in SHARDED else self._profiled
+            return by_profile(step, loss, optimizers)
         return self._by_closed_forms(loss, optimizers)
 
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:

@@ -66,7 +66,7 @@ def test_textbook_llama2_7b_activations_at_4096_tokens() -> None:
 @pytest.fixture(autouse=True)
 def by_closed_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the textbook's terms are held against."""
-    monkeypatch.setattr("planner.memory.model.profiled_step", lambda *_: None)
+    monkeypatch.setattr("planner.memory.model.step_profile_of", lambda *_: None)
 
 
 def term_gib(prediction: Prediction, *names: str) -> float:

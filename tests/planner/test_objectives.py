@@ -620,7 +620,7 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss, forwards without gradients and generation; the memory's is the formula's, as traced trainers say."""
-    monkeypatch.setattr("planner.memory.model.profiled_step", lambda *_: None)
+    monkeypatch.setattr("planner.memory.model.step_profile_of", lambda *_: None)
     model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, micro_batch_seqs=4)
     prediction, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())

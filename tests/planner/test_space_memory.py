@@ -66,8 +66,7 @@ def test_what_a_rival_outruns_is_never_smaller(
 ) -> None:
     """A run is left out for its speed, or because its rival does not fit: no plan that fits may be lost by it. Both by
     closed forms: what is left out has no step profile."""
-    monkeypatch.setattr("planner.planning.peaks.profiled_step", lambda *_: None)
-    monkeypatch.setattr("planner.memory.ranks.rank_step", lambda *_: None)
+    monkeypatch.setattr("planner.planning.peaks.step_profile_of", lambda *_: None)
     workload, cache = plan_request(name, gpu, seq_len=seq_len), WalkCache()
     if num_gpus > 1:
         workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))

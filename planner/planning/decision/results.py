@@ -9,10 +9,9 @@ from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import why_not
-from planner.memory.profiles import find_profile
+from planner.memory.model import step_profile_of
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
-from planner.options.layouts import SHARDED
 from planner.planning.decision.layouts import Layout, LayoutKey, layout_key, layout_order
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import equals, full_quality, point_tie_break, worst_quality
@@ -191,16 +190,9 @@ class Limits:
 
     def _own_band(self, setup: TrainSetup) -> float:
         """Of a walked point before any dry run."""
-        if self.gpu is not None and self._profiled(self.gpu, setup):
+        if self.gpu is not None and step_profile_of(self.model, self.gpu, setup) is not None:
             return profile_band(setup)
         return memory_band(self.model, setup, self.gpu)
-
-    def _profiled(self, gpu: GpuSpec, setup: TrainSetup) -> bool:
-        if setup.parallel not in SHARDED:
-            return find_profile(self.model, gpu, setup) is not None
-        from planner.memory.ranks import rank_step  # late: one GPU needs none of it
-
-        return rank_step(self.model, gpu, setup) is not None
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
