@@ -256,7 +256,7 @@ def strategy_of(setup: TrainSetup) -> str:
     for field in ("context", "expert", "tensor", "pipeline"):
         degree = getattr(setup, f"{field}_degree")
         name += f", {field} {degree}" * (degree > 1)
-    if setup.shards != setup.copies and setup.parallel == "fsdp2":
+    if setup.shards != setup.shardable_ranks and setup.parallel == "fsdp2":
         name += ", hybrid"
     if setup.offload != "none":
         name += f", {setup.offload} offloaded"

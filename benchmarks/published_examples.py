@@ -358,7 +358,7 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
             f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
-    alone = {row["path"] for row in rows if "setup" in row and setup_from_request(row["setup"]).alone}
+    alone = {row["path"] for row in rows if "setup" in row and setup_from_request(row["setup"]).single_gpu}
     halves = {
         "all": list(ratios),
         "kept out": [path for path in ratios if kept_out(path)],

@@ -23,7 +23,7 @@ from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
 from benchmarks.measured import MeasuredRow, Quantity, load_rows
 from planner.core.errors import PlannerError
-from planner.planning.evidence.bands import Cell, band_stack, metric_of
+from planner.planning.evidence.bands import Cell, band_stack, gpu_count_kind
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 
@@ -91,7 +91,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, level: str, source: str)
                 "rung": level,
                 "metric": what,
                 "stack": band_stack(setup.stack, what),
-                "gpus": metric_of(setup),
+                "gpus": gpu_count_kind(setup),
                 "gpu": row.gpu,
                 "source": source,
                 "config": f"{row.group}|{row.config_id}",
@@ -367,7 +367,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = comparable_rows()
     recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
-    today = {row.id: {"gpus": metric_of(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None}
+    today = {
+        row.id: {"gpus": gpu_count_kind(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None
+    }
     excluded = {row.id for row in rows if gathered.otherwise(row, "reserved")}
     dry = [
         error for error in recorded if error["rung"] == "dry_run" and {**error, **today.get(error["id"], {})} == error

@@ -268,7 +268,7 @@ def _levels(candidate: Candidate) -> dict[str, Any]:
             for _, evidence in present
         )
         figures.append((f"{label} peak", *cells))
-    figures.append(("memory band", *(text.memory_band(evidence) or "-" for _, evidence in present)))
+    figures.append(("memory band", *(text.memory_band_text(evidence) or "-" for _, evidence in present)))
     timed = [
         evidence if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s else None
         for _, evidence in present

@@ -19,7 +19,7 @@ from reports.page import Page, Sheet
 from reports.plain import clean, joined
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import LEVEL_WORDS, failure_words, fit_word, memory_band, rate, speed_band
+from reports.text import LEVEL_WORDS, failure_words, fit_word, memory_band_text, rate, speed_band
 
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
@@ -164,7 +164,7 @@ def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
     return (
         clean(lane.label),
         fit_word(candidate),
-        joined((gib(memory.peak_device_bytes), memory_band(memory)), " "),
+        joined((gib(memory.peak_device_bytes), memory_band_text(memory)), " "),
         joined((f"{candidate.tokens_per_s:,.0f}", speed_band(speed)), " ") if candidate.tokens_per_s else "-",
         ", ".join(levels),
         "" if ratio is None else f"{ratio:.2f} x" + ("" if heat.surely(lane) else " ?"),

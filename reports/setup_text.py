@@ -67,7 +67,7 @@ def quantization_words(setup: TrainSetup) -> str:
 def batch_words(setup: TrainSetup) -> str:
     """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
     gpus = f" on {setup.num_gpus} GPUs" if setup.num_gpus > 1 else ""
-    gpus += "" if setup.alone else f" ({layout_words(setup)})"
+    gpus += "" if setup.single_gpu else f" ({layout_words(setup)})"
     images = f" with {setup.images.words}" if setup.images is not None else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
@@ -91,7 +91,7 @@ def rollout_words(setup: TrainSetup) -> str:
 
 def layout_words(setup: TrainSetup) -> str:
     """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
-    if setup.alone:
+    if setup.single_gpu:
         return "one GPU"
     from planner.planning.decision.layouts import layout_name  # one GPU never needs it
 
@@ -138,7 +138,7 @@ def setup_words(setup: TrainSetup) -> str:
 def short_setup_words(setup: TrainSetup) -> str:
     """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
-    gpus = "" if setup.alone else layout_words(setup)
+    gpus = "" if setup.single_gpu else layout_words(setup)
     return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
 
 
@@ -147,7 +147,7 @@ def trial_words(setup: TrainSetup) -> str:
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps} of {setup.seq_len_tokens:,}"
     return joined(
         (
-            "" if setup.alone else layout_words(setup),
+            "" if setup.single_gpu else layout_words(setup),
             method_words(setup, short=True),
             setup.quantization if setup.quantized else "",
             setup.precision,

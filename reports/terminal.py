@@ -142,7 +142,7 @@ def render_estimate(
 def _memory_band(evidence: Prediction | Measurement) -> str:
     if isinstance(evidence, Prediction) and "device" in evidence.bands:
         return text.sides_words(*evidence.bands["device"])
-    return text.memory_band(evidence).removeprefix("±") or "measured"
+    return text.memory_band_text(evidence).removeprefix("±") or "measured"
 
 
 _LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (

@@ -74,7 +74,7 @@ def _two_digits(number: float) -> str:
     return f"{number:.2g}" if number < 99.5 else f"{number:.0f}"
 
 
-def memory_band(evidence: Evidence) -> str:
+def memory_band_text(evidence: Evidence) -> str:
     """The error band of a memory figure: "±8 %", "measured", or nothing where none is known."""
     if isinstance(evidence, ProbeFailure):
         return ""
@@ -95,7 +95,7 @@ def speed_band(evidence: Evidence) -> str:
 
 def memory_mark(evidence: Evidence) -> str:
     """The level of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
-    return _mark(evidence.rung, memory_band(evidence))
+    return _mark(evidence.rung, memory_band_text(evidence))
 
 
 def speed_mark(evidence: Evidence) -> str:
@@ -299,7 +299,7 @@ def data_sentence(workload: Workload) -> str:
 def layout_sentence(candidate: Candidate) -> str:
     """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything."""
     setup, formula = candidate.setup, candidate.formula
-    if setup.alone:
+    if setup.single_gpu:
         return ""
     words = f"{setup.num_gpus} GPUs: {layout_words(setup)}" if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:

@@ -1,6 +1,6 @@
 """What a study's trials say, read as what others wrote: a foreign program, an older version, a damaged file.
 
-The one reader of a trial's attributes. `record_of` and `marks_of` take every attribute by its type and its bounds; what
+The one reader of a trial's attributes. `record_of` takes every attribute by its type and its bounds; what
 is neither is as if it were not there, so that no attribute can stop a search.
 """
 

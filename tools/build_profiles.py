@@ -29,7 +29,8 @@ from planner.memory.profiles import OF_RANKS, SCHEMA, SHIPPED, config_digest, pr
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import AttentionSpec, ModelSpec
-from planner.models.structures import VOCABULARY_TILE, sizes_of, structure_of
+from planner.models.structures import sizes_of, structure_of
+from planner.options.losses import TRL_VOCAB_CHUNK
 from planner.planning.space import PLANNED_CHECKPOINTING
 from planner.setup import TrainSetup
 from planner.speed.step_program import SHIPPED as PROGRAMS
@@ -210,7 +211,7 @@ def apart(model: ModelSpec, *, own_heads: bool, num_layers: int = 37) -> ModelSp
     """
     attention = model.layer_kinds[0].attention
     assert attention is not None
-    whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
+    whole, rest = divmod(model.vocab_size, TRL_VOCAB_CHUNK)
     scaling = model.config.get("rope_scaling") or {}
     paired = any(
         isinstance(value, list) for value in scaling.values()
@@ -224,7 +225,7 @@ def apart(model: ModelSpec, *, own_heads: bool, num_layers: int = 37) -> ModelSp
         "num_key_value_heads": 1 if attention.num_kv_heads == 1 else 7 if groups else heads,
         "num_hidden_layers": num_layers, "max_window_layers": num_layers,
         "head_dim": head, "shared_expert_intermediate_size": 41 * 128,
-        "pad_token_id": 0, "vocab_size": whole * VOCABULARY_TILE + (31_744 if rest else 0),
+        "pad_token_id": 0, "vocab_size": whole * TRL_VOCAB_CHUNK + (31_744 if rest else 0),
     }  # fmt: skip
     if not own_heads:
         del config["head_dim"]

@@ -216,7 +216,7 @@ def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
     """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
-    if setup.alone:
+    if setup.single_gpu:
         return ""
     from planner.memory.engines import why_not
 

@@ -200,7 +200,7 @@ def math_scores(traits: Traits) -> ScoreBytes:
 def rank_heads(attention: AttentionSpec, setup: TrainSetup) -> AttentionSpec:
     """The attention as a rank of the cut sequence sees it: Ulysses repeats a key-value head for the GPUs that share
     it."""
-    if setup.context_degree == 1 or setup.rings or attention.num_kv_heads >= setup.context_degree:
+    if setup.context_degree == 1 or setup.uses_ring_attention or attention.num_kv_heads >= setup.context_degree:
         return attention
     return replace(attention, num_kv_heads=setup.context_degree)
 
@@ -224,7 +224,7 @@ def exchanged_bytes(attention: AttentionSpec, context: LayerContext) -> tuple[in
     given = attention.num_heads * attention.value_head_dim
     rank_attention = rank_heads(attention, setup)
     pairs = rank_attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
-    if not setup.rings:
+    if not setup.uses_ring_attention:
         moved = size * (3 * max(queries, given) + pairs)
         return tokens * moved, tokens * moved
     all_pairs = size * setup.context_degree * pairs
@@ -325,7 +325,7 @@ def inputs_saved(
         return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
     base = _base_keeps(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
     pinned = 0
-    if setup.pins_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
+    if setup.saves_matmul_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
     adapter_bytes = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)

@@ -365,7 +365,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
             return max(gradients, rows), gradients
         return gradients, gradients
     # a multiplication that keeps its input on the node itself, which lives as long as the layer's graph
-    kept_on = context.setup.pins_inputs and down.quantizes and not context.trained
+    kept_on = context.setup.saves_matmul_inputs and down.quantizes and not context.trained
     pinned = SIZE_BYTES[input_dtype(down, layer, context)] * down.in_features if kept_on else 0
     gone = max(0, saved.down // context.tokens - pinned)
     activated = activation_dtype(mlp.activation, dtypes, hidden_dtype)
@@ -433,7 +433,7 @@ def backward_temporary(layer: LayerSpec, context: LayerContext, saved: Saved) ->
 
 
 def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
-    """As `backward_transient`, of the norm's backward and of the attention's alone."""
+    """As `backward_temporary`, of the norm's backward and of the attention's alone."""
     dtypes = context.dtypes
     residual = SIZE_BYTES[dtypes.residual] * context.hidden
     size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
@@ -465,7 +465,7 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     and of merged stacks, a matrix): a stack of experts' gradient, DoRA's largest matrix, the MLP's last matrix
     dequantized.
 
-    Apart from `backward_transient`, so that each moment is a straight line in the micro-batch.
+    Apart from `backward_temporary`, so that each moment is a straight line in the micro-batch.
     """
     residual = SIZE_BYTES[context.dtypes.residual] * context.hidden
     mlp, at_matrix = _mlp_moments(layer, context, saved)

@@ -76,8 +76,8 @@ class EncoderBytes:
         inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
             `Trainer.get_batch_samples`), so that they stay until the step's end.
         stored: from the encoder's forward to its backward; 0 where nothing asks for a gradient there.
-        mask: as long, of all frames with all: it grows with the square of the micro-batch.
-        behind: between its layers and the text, gone when the layers' backward comes.
+        mask: the attention mask, frames x frames, alive as long: it grows with the square of the micro-batch.
+        between_encoder_and_text: freed when the backward reaches the encoder.
         forward: the encoder's own forward at its largest beyond what is stored.
         backward: its backward's moments beyond what is stored.
     """
@@ -85,7 +85,7 @@ class EncoderBytes:
     inputs: int = 0
     stored: int = 0
     mask: int = 0
-    behind: int = 0
+    between_encoder_and_text: int = 0
     forward: int = 0
     backward: tuple[int, ...] = ()
 
@@ -98,7 +98,7 @@ class ActivationParts(NamedTuple):
     """Activations of one micro-batch, all in bytes.
 
     Attributes:
-        stored: kept over the layers, by part.
+        stored: of all layers, from the forward to the backward, by part (`saved` elsewhere is of one layer).
         recomputed: the largest checkpointed layer during its backward; temporary: one layer's gradients of activations.
         forward_temp: one layer's forward temporaries.
         dequantized: one 16-bit copy of a quantized matrix.
@@ -136,8 +136,8 @@ class ActivationParts(NamedTuple):
         return self.weight_casts[0] - self.weight_casts[1] + self.adapter_casts
 
     @property
-    def until_loss(self) -> int:
-        """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
+    def freed_before_loss_backward(self) -> int:
+        """Bytes that are freed when the loss's own backward begins: of the model, or of a reference model."""
         return max(self.cast_cache, self.reference.cached)
 
 
@@ -166,7 +166,7 @@ NO_ADAPTER_CASTS = AdapterCasts()
 
 
 def adapter_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> AdapterCasts:
-    """Those of a setup."""
+    """The 16-bit copies that autocast makes of a setup's adapters."""
     if setup.method == "full" or not dtypes.autocast or dtypes.adapter != "fp32":
         return NO_ADAPTER_CASTS
     network = 2 * 3 * model.hidden_size**2 if setup.adapter == "p-tuning" else 0
@@ -186,34 +186,36 @@ class WeightCasts(NamedTuple):
         size_bytes: of all matrices, of those that train alone where others do not.
         frozen_bytes: of those beside them, which only the graph keeps.
         trained: whether they are cached until the forward ends; else only the graph keeps them.
-        gone: whether none of them outlives the forward, whichever layers keep their activations.
+        freed_after_forward: whether none of them outlives the forward, whichever layers keep their activations.
     """
 
     size_bytes: int = 0
     frozen_bytes: int = 0
     trained: bool = False
-    gone: bool = False
+    freed_after_forward: bool = False
 
     def at(self, num_kept: int, layers: int) -> tuple[int, int]:
         """Bytes alive in (forward and loss, backward) where so many of the layers keep their activations."""
-        if self.gone:
+        if self.freed_after_forward:
             return self.size_bytes, 0
         of_kept, frozen = (size * num_kept // max(1, layers) for size in (self.size_bytes, self.frozen_bytes))
         return frozen + (self.size_bytes if self.trained else of_kept), frozen + of_kept
 
 
 def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> WeightCasts:
-    """Those of a setup.
+    """The 16-bit copies that autocast makes of a setup's matrices.
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
     not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
-    stacked experts is not on autocast's list; Llama 4's batched one is: its frozen copies are in `moe_saved`, as a
-    recomputed layer holds them too.
+    stacked experts is not on autocast's list; Llama 4's batched one is: its frozen copies are counted with the
+    experts, as a recomputed layer holds them too.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
     if setup.widens_trained:
-        return WeightCasts(2 * trained_parameters(model, setup).num, trained=True, gone=setup.checkpointing > 0)
+        return WeightCasts(
+            2 * trained_parameters(model, setup).num, trained=True, freed_after_forward=setup.checkpointing > 0
+        )
     trained = setup.method == "full"
     batched = model.traits.dense_experts and trained
     if dtypes.autocast is None or setup.quantized or dtypes.table != "fp32":
@@ -313,7 +315,8 @@ def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, dty
 
 
 ON_DEVICE_INPUTS = 2
-"""Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""
+"""Inputs of checkpointed layers on the device while the others are on the host: the one being prefetched, and the
+first, which the model's forward still holds."""
 
 
 def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
@@ -358,7 +361,7 @@ def shared_layer_costs(
     *,
     casts_adapters: bool = True,
 ) -> SharedLayerCosts:
-    """The groundwork of a setup; equal for all that have the same `in_common`.
+    """What the layers of a setup cost whatever is checkpointed; equal for all that have the same `in_common`.
 
     Args:
         costs: of every kind of layer; None: `costs_of`.
@@ -371,7 +374,7 @@ def shared_layer_costs(
     return SharedLayerCosts(
         dtypes=dtypes,
         costs=costs,
-        layers=_counted(model, setup, below)[0],
+        layers=_layer_counts(model, setup, below)[0],
         below=below,
         outside={"norm": before, "masks": _masks(model, costs)},
         final_norm=final_norm,
@@ -391,7 +394,7 @@ def activation_parts(
     ground = shared_layer_costs(model, gpu, setup) if ground is None else ground
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
-    kept_counts = _counted(model, setup, ground.below)[1]
+    kept_counts = _layer_counts(model, setup, ground.below)[1]
     num, num_kept = sum(counts), sum(kept_counts)
     stored = _stored(model, setup, ground, kept_counts)
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
@@ -497,7 +500,7 @@ def _largest_moments(
 
 
 def _moment(recomputed: int, temporary: int, constant: int) -> LayerMoment:
-    """One moment, where less than nothing beside what is recomputed is part of that which is not there."""
+    """One moment; a negative temporary reduces the recomputed bytes."""
     return LayerMoment(max(0, recomputed + min(0, temporary)), max(0, temporary), constant)
 
 
@@ -535,7 +538,7 @@ def _stored(
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
-    counts, kept_counts = _counted(model, setup, frozen_below(model, setup))
+    counts, kept_counts = _layer_counts(model, setup, frozen_below(model, setup))
     size = SIZE_BYTES[step_dtype_policy(model, setup).residual]
     return (
         (sum(counts) - sum(kept_counts))
@@ -562,7 +565,7 @@ def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = Fa
         return 0
     dtypes = step_dtype_policy(model, setup)
     size = SIZE_BYTES[dtypes.autocast or dtypes.attention_input]
-    counts, kept_counts = _counted(model, setup, 0)
+    counts, kept_counts = _layer_counts(model, setup, 0)
     total = 0
     for layer, count, num in zip(model.layer_kinds, counts, kept_counts, strict=True):
         if (spec := layer.attention) is None or spec.kind == "linear":
@@ -586,13 +589,15 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return (2 if setup.reentrant_checkpointing else 1) * checkpointed_inputs_bytes(model, setup)
 
 
-def _counted(model: ModelSpec, setup: TrainSetup, below: int) -> tuple[Sequence[int], Sequence[int]]:
-    """`_checkpointed` of a setup."""
-    return _checkpointed(model, setup.checkpointing, below, whole_where_frozen(setup))
+def _layer_counts(model: ModelSpec, setup: TrainSetup, below: int) -> tuple[Sequence[int], Sequence[int]]:
+    """`_layer_and_kept_counts` of a setup."""
+    return _layer_and_kept_counts(model, setup.checkpointing, below, whole_where_frozen(setup))
 
 
 @lru_cache(maxsize=1024)
-def _checkpointed(model: ModelSpec, every: int, below: int, whole: bool) -> tuple[Sequence[int], Sequence[int]]:
+def _layer_and_kept_counts(
+    model: ModelSpec, every: int, below: int, whole: bool
+) -> tuple[Sequence[int], Sequence[int]]:
     """For each kind of layer above the first `below`: how many there are, and how many keep their activations (layer i
     is checkpointed when i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`; with `whole` no frozen
     one)."""

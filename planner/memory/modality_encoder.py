@@ -149,7 +149,7 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
         _patches(encoder, tower_setup) * encoder.model.hidden_size + _seen(encoder, tower_setup) * model.hidden_size
     )
     if not asks_gradients(encoder, setup, adapted):
-        return EncoderBytes(inputs=inputs, behind=outputs, forward=parts.forward_temp + mask)
+        return EncoderBytes(inputs=inputs, between_encoder_and_text=outputs, forward=parts.forward_temp + mask)
     text_gradients = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
     if encoder.looked_at:  # text is embedded after the encoder has run, so that its gradients come back first
         text_gradients += SIZE_BYTES[dtypes.table] * model.num_embedding_params * (setup.method == "full")
@@ -157,7 +157,7 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
         inputs=inputs,
         stored=sum(parts.stored.values()) + parts.weight_casts[1],
         mask=mask,
-        behind=outputs + parts.final_norm + projectors_saved(encoder, tower_setup, dtypes, adapted),
+        between_encoder_and_text=outputs + parts.final_norm + projectors_saved(encoder, tower_setup, dtypes, adapted),
         forward=parts.forward_temp,
         backward=tuple(moment.total + text_gradients for moment in parts.layer_moments),
     )
@@ -174,7 +174,7 @@ def _convolved(
     features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, tower_setup) * model.hidden_size
     frozen = EncoderBytes(
         inputs=frames * encoder.input_bytes,
-        behind=features
+        between_encoder_and_text=features
         + (projectors_saved(encoder, tower_setup, widened, adapted) if tower_setup.method == "full" or adapted else 0),
         forward=frames * sizes.idle,
     )

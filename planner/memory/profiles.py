@@ -20,7 +20,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.states import Allocation, RankState
-from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, holes_of_loss
+from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, profile_loss_gap
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of, structure_of
@@ -158,7 +158,7 @@ class ProfiledStep:
     def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None) -> None:
         self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
         self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
-        self._holes = holes_of_loss(model, setup, cublas_workspace_bytes(gpu) // 2 if gpu is not None else 0)
+        self._holes = profile_loss_gap(model, setup, cublas_workspace_bytes(gpu) // 2 if gpu is not None else 0)
         self._pieces = {
             one_sequence: profile.piece(one_sequence=one_sequence, tokens=setup.seq_len_tokens)
             for one_sequence in (False, True)
@@ -367,13 +367,13 @@ def profiled_kind(setup: TrainSetup) -> bool:
     """
     covered = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     plain = (
-        setup.alone
+        setup.single_gpu
         and covered
         and setup.images is None
         and not setup.compile
         and setup.attention not in (XFORMERS, FLEX)
     )
-    plain = plain and not (any(_LATER(setup)) and setup.computed_otherwise)
+    plain = plain and not (any(_LATER(setup)) and setup.uses_older_code_paths)
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
 
 

@@ -30,7 +30,7 @@ from planner.memory.step import (
     LossMoment,
     allocator_gap_bytes,
     fixed_segments_gap_bytes,
-    gap_of_loss,
+    formula_loss_gap_share,
     loss_parts,
 )
 from planner.models.spec import ModelSpec
@@ -143,7 +143,8 @@ class RankMoments:
         larger."""
         state, whole = self._state, LossMoment.of(self._state, chain, 0)
         alone = whole._replace(
-            within=whole.within - state.loss_forward_bytes, backward=whole.backward - state.loss_backward_bytes
+            in_model_forward=whole.in_model_forward - state.loss_forward_bytes,
+            backward=whole.backward - state.loss_backward_bytes,
         )
         return whole.largest(0, ReferenceForward()) - alone.largest(0, ReferenceForward())
 
@@ -159,7 +160,7 @@ def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float, h
     """Of a rank's moments, with expandable segments.
 
     Args:
-        of_loss: `planner.memory.step.gap_of_loss`.
+        of_loss: `planner.memory.step.formula_loss_gap_share`.
         holes_bytes: see `RankState`.
     """
     largest = max(moment.size_bytes for phase in PHASES[1:-1] for moment in moments[phase])
@@ -190,7 +191,7 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
                 remaining -= allocation.size_bytes
         terms.add("weights", "weights and buffers beside the loss", remaining, phase)
     if setup.expandable_segments:
-        before = before_step(moments, gap_of_loss(setup.loss, setup.checkpointing), state.holes_bytes)
+        before = before_step(moments, formula_loss_gap_share(setup.loss, setup.checkpointing), state.holes_bytes)
         at_end = largest["step"].size_bytes + terms.temporaries
         return terms.breakdown(gap_until_step(before.size_bytes, before.gap_bytes, at_end))
     saved = next(candidate.computing for candidate in moments["forward"] if candidate.of_profile == LOSS_BEGINS)

@@ -37,7 +37,7 @@ Measured: reserved peak against the dry run's replay with expandable segments, 2
 H200 median 0.5 %, worst 1.2 % (0.9 and 7.1 %)."""
 GAP_OF_TWO_BLOCKS, GAP_OF_SPACED_LOSS = 0.34, 0.26
 """The same of all logits at once, where two blocks of 16-bit logits lie open, each a sixth of the chain, and of spaced
-checkpoints over weights that are not packed, of which it is 0.19 to 0.32 (`holes_of_loss`)."""
+checkpoints over weights that are not packed, of which it is 0.19 to 0.32 (`profile_loss_gap`)."""
 UNPACKED_FILLED = 0.85
 """From this share of the last matrix's unpacked copy on the residual stream fills its hole: of 62 replays of 17 models
 those at 0.84 and less leave two blocks but for three, those at 0.86 and more one but for two (of a 135M)."""
@@ -45,7 +45,7 @@ GAP_FLOOR_BYTES = 24 * MIB
 """A small pool's segment and a large pool's segment are never full."""
 
 
-OF_LOSS, OF_FORWARD, OF_MIXED = 0.16, 0.12, 0.54
+FIXED_GAP_OF_LOSS, FIXED_GAP_OF_FORWARD, FIXED_GAP_OF_MIXED = 0.16, 0.12, 0.54
 """Shares of what fixed segments leave as holes: of the loss chain beside the activations kept, of one layer's forward
 temporaries, and of whichever is smaller, the activations kept or one layer's backward: blocks of the one lie between
 blocks of the other. Fitted to 112 replays by the dry run and 39 measured peaks (T4, RTX 4080), weighed by the peak:
@@ -64,16 +64,21 @@ def fixed_segments_gap_bytes(*, saved: int, forward: int, loss: int, backward: i
     Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp`.
     """
     mixed = min(saved, max(0, backward - saved))
-    holes = OF_LOSS * max(0, loss - saved) + OF_FORWARD * max(0, forward - saved) + OF_MIXED * mixed
+    holes = (
+        FIXED_GAP_OF_LOSS * max(0, loss - saved)
+        + FIXED_GAP_OF_FORWARD * max(0, forward - saved)
+        + FIXED_GAP_OF_MIXED * mixed
+    )
     return GAP_FLOOR_BYTES + int(holes)
 
 
-def gap_of_loss(loss: str, checkpointing: int) -> float:
-    """The share of a loss's chain that stays behind as holes where every so manyth layer is checkpointed."""
+def formula_loss_gap_share(loss: str, checkpointing: int) -> float:
+    """The share of a loss chain that stays reserved as holes, by closed forms and of ranks' profiles, where every so
+    manyth layer is checkpointed. Step profiles of one GPU know more (`profile_loss_gap`)."""
     return GAP_OF_TWO_BLOCKS if loss == "full" and checkpointing > 1 else GAP_OF_LOSS
 
 
-class LossHoles(NamedTuple):
+class LossGap(NamedTuple):
     """The share of a loss chain that stays behind as holes, by the bytes of the residual stream of a micro-batch."""
 
     below: float
@@ -85,42 +90,45 @@ class LossHoles(NamedTuple):
         return self.below if stream_bytes < self.stream_bytes else self.from_there
 
 
-def holes_of_loss(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> LossHoles:
-    """What all logits at once leave open beside adapters: one block of 16-bit logits, or two.
+def profile_loss_gap(model: ModelSpec, setup: TrainSetup, workspace_bytes: int) -> LossGap:
+    """The share of a loss chain that stays reserved as holes, by a step profile of one GPU: with all logits at once
+    and adapters one block of 16-bit logits, or two.
 
-    The gradient of the logits takes the place that the chain left, and cuBLAS's workspace of the backward, made once,
-    lies right behind it; the next micro-batch's logits fit in front of the workspace only where no more lies below them
-    than the first time. What a last norm of single operations gives lies above its fp32 temporaries, so that they do
-    not (with one kernel they do), unless the workspace went into another hole: autocast leaves some as large as the
-    residual stream. Over 4 bits it is the last matrix's unpacked copy whose hole takes what the norm gives, or, where
-    checkpoints are spaced and norms are one kernel each, what they keep, if that is no smaller than the hole.
+    The gradient of the logits takes the chain's place, and cuBLAS's workspace of the backward, made once, lies right
+    behind it. The next micro-batch's logits fit before the workspace if no more memory lies below them than the first
+    time. They do not fit (two blocks) where
+
+    1. the last norm is made of single operations: its output lies above its fp32 temporaries; unless autocast leaves a
+       hole as large as the residual stream, which takes the workspace;
+    2. the base has 4 bits and the hole of the last matrix's unpacked copy is larger than what the norm makes, or, with
+       spaced checkpoints and norms of one kernel, than what these keep.
 
     Args:
         workspace_bytes: of cuBLAS, of one thread.
 
     Measured: replays on three cards, docs/step-profiles.md (29 November 2026).
     """
-    usual = gap_of_loss(setup.loss, setup.checkpointing)
-    rest, spaced = LossHoles(usual, usual), setup.checkpointing > 1
+    usual = formula_loss_gap_share(setup.loss, setup.checkpointing)
+    rest, spaced = LossGap(usual, usual), setup.checkpointing > 1
     if setup.loss != "full" or setup.objective != "sft":
         return rest
     if model.traits.scales_logits:  # what the chain makes next fits in the first ones' place
-        return LossHoles(0.0, 0.0)
+        return LossGap(0.0, 0.0)
     if not setup.checkpointing or setup.method == "full":
         return rest
     composed = model.traits.norm == "rms" and "norm" not in setup.fused_parts(model.model_type)
     if not spaced and (not composed or setup.quantization == "int8"):
         return rest
     if spaced and composed and setup.four_bit:
-        return LossHoles(GAP_OF_LOSS, GAP_OF_LOSS)
+        return LossGap(GAP_OF_LOSS, GAP_OF_LOSS)
     if setup.four_bit:
         linears = (linear for layer in model.layer_kinds for linear in layer.linears)
         unpacked = max(dequantized_bytes(linear, setup, setup.compute_dtype) for linear in linears)
-        return LossHoles(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS, unpacked + 1 if spaced else int(UNPACKED_FILLED * unpacked))
+        return LossGap(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS, unpacked + 1 if spaced else int(UNPACKED_FILLED * unpacked))
     if spaced:
-        return LossHoles(GAP_OF_SPACED_LOSS, GAP_OF_SPACED_LOSS)
+        return LossGap(GAP_OF_SPACED_LOSS, GAP_OF_SPACED_LOSS)
     held_apart = setup.autocast_dtype is not None
-    return LossHoles(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS if held_apart else GAP_OF_TWO_BLOCKS, workspace_bytes)
+    return LossGap(GAP_OF_TWO_BLOCKS, GAP_OF_LOSS if held_apart else GAP_OF_TWO_BLOCKS, workspace_bytes)
 
 
 def allocator_gap_bytes(*, loss: int, layer: int, of_loss: float = GAP_OF_LOSS) -> int:
@@ -132,7 +140,7 @@ def allocator_gap_bytes(*, loss: int, layer: int, of_loss: float = GAP_OF_LOSS) 
 
     Args:
         loss, layer: the largest moment of the loss, and of a layer's forward or backward, beyond the activations kept.
-        of_loss: `gap_of_loss`.
+        of_loss: `formula_loss_gap_share` or `profile_loss_gap`.
 
     Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp` (segment sizes 2 and 20 MiB, rounding of larger ones to 2 MiB).
     """
@@ -278,13 +286,13 @@ class LossMoment(NamedTuple):
     """What the loss holds at each of its moments, but for what the forward's activations hold then; in bytes.
 
     Attributes:
-        within: in the model's forward (autocast's cache is still alive).
+        in_model_forward: while the model's forward ends (autocast's cache is still alive).
         forward: its own forward; backward: its own backward.
-        head: the head's gradient beside 16-bit logits (with accumulation too: it is made, then added).
+        head: the gradient of the head's weight while the logits are alive; accumulation adds it only afterwards.
         reference: while a reference's layers run; arriving: of it, the next layer's weights.
     """
 
-    within: int
+    in_model_forward: int
     forward: int
     backward: int
     head: int
@@ -293,7 +301,7 @@ class LossMoment(NamedTuple):
 
     @classmethod
     def of(cls, state: RankState, chain: LossChain, outputs_bytes: int) -> "LossMoment":
-        """Of a rank.
+        """The loss's moments on one rank.
 
         Args:
             outputs_bytes: logits of other GPUs that are gathered here before the backward.
@@ -307,10 +315,14 @@ class LossMoment(NamedTuple):
             state.arriving_bytes,
         )
 
-    def largest(self, until_loss: int, reference: ReferenceForward) -> int:
-        """Bytes of the largest of them beside activations of which this is gone in the loss's own backward, and what a
-        reference holds."""
-        peak = max(self.within + until_loss, self.forward, self.backward, self.head)
+    def largest(self, freed_before_loss_backward: int, reference: ReferenceForward) -> int:
+        """Bytes of the largest moment beyond the activations that stay.
+
+        Args:
+            freed_before_loss_backward: activations that are freed before the loss's own forward.
+            reference: what a reference model's forward holds.
+        """
+        peak = max(self.in_model_forward + freed_before_loss_backward, self.forward, self.backward, self.head)
         if not reference.frames:
             return peak
         return max(peak, self.reference + reference.frames + reference.cached + max(reference.layer, self.arriving))
@@ -326,14 +338,14 @@ def loss_terms(
     """
     name, extra_name = f"loss chain ({loss})", "weights and buffers beside the loss"
     moment = LossMoment.of(state, chain, outputs_bytes)
-    within = moment.within + parts.until_loss
+    within = moment.in_model_forward + parts.freed_before_loss_backward
     reference_terms = _reference_terms(state, chain, parts, loss)
     if total_bytes(reference_terms) > max(within, moment.forward, moment.backward, moment.head):
         return reference_terms
     if within >= moment.forward and within > max(moment.backward, moment.head):
         return (
             ("loss", name, chain.within_bytes + outputs_bytes),
-            ("activations", "autocast's cache in the loss", parts.until_loss),
+            ("activations", "autocast's cache in the loss", parts.freed_before_loss_backward),
             ("loss", extra_name, state.loss_forward_bytes),
         )
     if max(moment.forward, moment.head) > moment.backward:
@@ -371,11 +383,12 @@ _PART_NAMES = {
 }
 
 HOOKED = "layer inputs and gradients that FSDP 1's hooks hold"
-LEFT = "what is left of the activations"
+REMAINING_ACTIVATIONS = "what is left of the activations"
 
 
 class Moment(NamedTuple):
-    """What computing holds at one of `planner.memory.states.MOMENTS`, beside what the engine holds then."""
+    """What computing holds at one moment of a step (start, gather, forward, loss, head, first, turn, last, end, step:
+    `planner.memory.states.MOMENTS` explains them), beside what the engine holds then."""
 
     name: str
     terms: tuple[Term, ...]
@@ -395,22 +408,22 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     Args:
         last: whether the part has the loss.
     """
-    of_text, seen = stored_terms(parts), _seen(parts)
+    of_text, seen = stored_terms(parts), _image_encoder_terms(parts)
     stored = (*of_text, *seen)
     moments = _ahead(parts, stored, seen, last=last)
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", LEFT, max(others, size // max(1, model.num_layers)))
+    at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, size // max(1, model.num_layers)))
     if parts.hooked > at_last[2]:
         at_last = ("activations", HOOKED, parts.hooked)
     for moment in parts.layer_moments:
         of_layer = _of_layer(moment)
         moments += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
-    return (*moments, Moment("end", (("activations", LEFT, others),) if others else ()))
+    return (*moments, Moment("end", (("activations", REMAINING_ACTIVATIONS, others),) if others else ()))
 
 
 def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
-    """Before the layers' backward, and the backward of an encoder, which comes behind it."""
+    """The moments before the layers' backward, and the image encoder's backward, which runs after it."""
     cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
     saved = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
@@ -446,14 +459,14 @@ def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
     return (*terms, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
 
 
-def _seen(parts: ActivationParts) -> tuple[Term, ...]:
+def _image_encoder_terms(parts: ActivationParts) -> tuple[Term, ...]:
     """Of pictures: what their encoder keeps for its backward, and what its forward hands to the text's."""
     if not parts.encoder.inputs:
         return ()
     return (
         ("activations", "the tower's activations", parts.encoder.stored),
         ("activations", "the tower's mask (patches x patches)", parts.encoder.mask),
-        ("activations", "between tower and text", parts.encoder.behind),
+        ("activations", "between tower and text", parts.encoder.between_encoder_and_text),
     )
 
 
@@ -503,7 +516,7 @@ class MomentLines(NamedTuple):
 
     Attributes:
         envelopes: by moment those without the loss that no other of it is always above.
-        loss: the loss's, without it; kept: what each micro-batch in flight adds.
+        loss: of the moment of the loss, the chain not counted; saved: what each micro-batch in flight adds.
         layer: by which a layer's forward and backward are above what is kept.
     """
 
@@ -520,12 +533,12 @@ class MomentLines(NamedTuple):
             size = first.size_bytes
             by_name.setdefault(first.name, []).append((size, second.size_bytes - size))
         loss, saved = by_name.pop("loss")[0], by_name["head"][0]
-        layer = _highest([_less(line, saved) for name in _OF_LAYERS for line in by_name.get(name, ())])
-        envelopes = tuple([(name, _highest(lines)) for name, lines in by_name.items()])
+        layer = _upper_envelope([_less(line, saved) for name in _OF_LAYERS for line in by_name.get(name, ())])
+        envelopes = tuple([(name, _upper_envelope(lines)) for name, lines in by_name.items()])
         return cls(envelopes, loss, saved, layer)
 
 
-class Lines(NamedTuple):
+class RankMemoryLines(NamedTuple):
     """The moments of one rank as straight lines in the micro-batch; `envelope` are those without the loss that no other
     is always above; `loss_alone` and `layer` what the loss and a layer hold beyond the activations kept."""
 
@@ -535,14 +548,17 @@ class Lines(NamedTuple):
     layer: tuple[Line, ...]
 
     @classmethod
-    def through(cls, state: RankState, computed: MomentLines) -> "Lines":
+    def through(cls, state: RankState, computed: MomentLines) -> "RankMemoryLines":
         """What computing holds on top of what the rank's engine does."""
         engine_bytes, loss = state.moment_bytes, computed.loss
         lines = [
             (engine_bytes[name] + intercept, slope) for name, each in computed.envelopes for intercept, slope in each
         ]
         return cls(
-            _highest(lines), (engine_bytes["loss"] + loss[0], loss[1]), _less(loss, computed.saved), computed.layer
+            _upper_envelope(lines),
+            (engine_bytes["loss"] + loss[0], loss[1]),
+            _less(loss, computed.saved),
+            computed.layer,
         )
 
     def largest(self, micro_batch_seqs: int, in_loss: int) -> int:
@@ -568,8 +584,8 @@ def _less(line: Line, other: Line) -> Line:
     return line[0] - other[0], line[1] - other[1]
 
 
-def _highest(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """The lines that are above all others at some micro-batch from 1 on, or may be."""
+def _upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """A superset of the lines that are the highest at some micro-batch from 1 on."""
     envelope: list[Line] = []
     for line in sorted(lines, reverse=True):
         if not envelope or line[1] > envelope[-1][1]:
@@ -593,7 +609,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     totals = dynamic_bytes(state, moments, in_flight=waiting, in_loss=total_bytes(in_loss))
     shown = _Shown(_resident(part, gpu, setup, state, parts))
     shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
-    if setup.trainer.keeps_outputs and setup.pins_inputs:  # the outputs hold the last micro-batch's graph
+    if setup.trainer.keeps_outputs and setup.saves_matmul_inputs:  # the outputs hold the last micro-batch's graph
         pinned = parts.stored["pinned"]
         shown.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", pinned)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
@@ -609,11 +625,13 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         if moments[best].terms or phase != "loss":
             shown.add((phase,), [in_flight])
         shown.add((phase,), in_loss if phase == "loss" else ())
-        shown.add((phase,), _held_at(state, moments[best].name))
-    shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
+        shown.add((phase,), _allocations_at(state, moments[best].name))
+    shown.add(
+        ("step",), [*_allocations_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)]
+    )
     if setup.expandable_segments:
         alone, layer = _transient_bytes(moments)
-        of_loss = gap_of_loss(setup.loss, setup.checkpointing)
+        of_loss = formula_loss_gap_share(setup.loss, setup.checkpointing)
         layer = max(layer, total_bytes(generated))
         gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss) + state.holes_bytes
     else:
@@ -660,7 +678,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
     ]
 
 
-def _held_at(state: RankState, moment: str) -> list[Term]:
+def _allocations_at(state: RankState, moment: str) -> list[Term]:
     return [
         (allocation.category, allocation.name, allocation.size_bytes)
         for allocation in state.allocations

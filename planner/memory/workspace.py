@@ -108,9 +108,9 @@ def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     """
     if setup.num_gpus == 1 or setup.parallel == "device-map" or gpu.vendor == "Apple":
         return 0
-    data = [setup.copies]
+    data = [setup.shardable_ranks]
     if setup.shard_degree:
-        data = [setup.shard_degree, setup.copies // setup.shard_degree]
+        data = [setup.shard_degree, setup.shardable_ranks // setup.shard_degree]
     total = 0
     for ranks in (*data, setup.tensor_degree, setup.context_degree, setup.pipeline_degree):
         total += group_bytes(gpu.nvlink_bytes_per_s > 0, ranks)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from planner.models.spec import ModelSpec
 from planner.models.targets import num_lora_params
+from planner.options.losses import TRL_VOCAB_CHUNK
 
-VOCABULARY_TILE = 32_768
-"""Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""
 FEWEST_OUTSIDE_LAYERS = -6
 """Modules, tensors in lists or calls that come beside those of every layer: so many fewer, or up to as many more as a
 model has layers (37 were run: up to 30, five lists of what five other modules have)."""
@@ -35,7 +34,7 @@ def _structure_of(model: ModelSpec) -> str | None:
         return None
     if attention.softcap or attention.sinks or attention.value_head_dim != attention.head_dim:
         return None
-    whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
+    whole, rest = divmod(model.vocab_size, TRL_VOCAB_CHUNK)
     config = model.config
     signature = [
         model.model_type, config.get("tie_word_embeddings"), whole, rest > 0, mlp.kind, mlp.activation,
@@ -68,7 +67,7 @@ def sizes_of(model: ModelSpec) -> Sizes:
         "intermediate": mlp.intermediate_size, "head": attention.head_dim,
         "kv heads": heads, "groups": groups, "shared": mlp.shared_intermediate_size,
         "vocabulary": model.vocab_size, "layers": model.num_layers,
-        "rest": model.vocab_size % VOCABULARY_TILE, "weights": model.num_params,
+        "rest": model.vocab_size % TRL_VOCAB_CHUNK, "weights": model.num_params,
         "adapters: all": num_lora_params(model, "all-linear", 1),
         "adapters: attention": num_lora_params(model, "attention", 1),
         "adapters: queries and values": model.num_layers * pairs,

@@ -30,7 +30,7 @@ from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import compile_s, job_notes
 from planner.planning.decision.results import WalkResults, merged
-from planner.planning.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
+from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.groups import WalkCache
 from planner.planning.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
@@ -250,7 +250,7 @@ def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]])
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def _one_gpu(workload: Workload, cache: WalkCache) -> OneGpu:
+def _one_gpu(workload: Workload, cache: WalkCache) -> SingleGpuAnswer:
     """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
     fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
     request = replace(workload, cluster=None, fixed=fixed)

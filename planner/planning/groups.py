@@ -235,7 +235,7 @@ def _expressed(
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     """The optimizers that the engines run with each loss; losses without any are left out."""
-    if setup.alone:
+    if setup.single_gpu:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
     choices = {}
     for loss in values["loss"]:

@@ -21,14 +21,14 @@ from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.states import RankState
 from planner.memory.step import (
     GAP_FLOOR_BYTES,
-    Lines,
     LossMoment,
     Moment,
     MomentLines,
+    RankMemoryLines,
     allocator_gap_bytes,
     boundary_bytes,
     computing,
-    gap_of_loss,
+    formula_loss_gap_share,
     in_flight_bytes,
     last_stage_loss,
     step_parts,
@@ -87,7 +87,7 @@ class _Activations:
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
-        self.until_loss = self.parts.until_loss, self.parts.reference
+        self.until_loss = self.parts.freed_before_loss_backward, self.parts.reference
 
     @cached_property
     def lines(self) -> MomentLines:
@@ -245,7 +245,7 @@ class Family:
         self._rank, self._setup, self._kernels = rank, setup, kernels
         self._inner = rank.engine.computes(setup)
         self.pairs = rank.pairs
-        self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
+        self._lines: dict[tuple[int, ...], RankMemoryLines] = {}  # losses whose states weigh alike share them
 
     @cached_property
     def _activations(self) -> _Activations:
@@ -281,7 +281,7 @@ class Family:
     def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         from planner.memory.ranks import RankMoments, before_step
 
-        rank, setup, of_loss = self._rank, self._setup, gap_of_loss(loss, self._setup.checkpointing)
+        rank, setup, of_loss = self._rank, self._setup, formula_loss_gap_share(loss, self._setup.checkpointing)
         holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         rank_moments = [
             RankMoments(step, baseline.state, accumulated=place > 0) for place, baseline in enumerate(holding)
@@ -305,7 +305,7 @@ class Family:
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         rank, setup, (until, reference) = self._rank, self._setup, self._activations.until_loss
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
-        always, last, of_loss = setup.cached_seqs > 0, rank.part.last, gap_of_loss(loss, setup.checkpointing)
+        always, last, of_loss = setup.cached_seqs > 0, rank.part.last, formula_loss_gap_share(loss, setup.checkpointing)
 
         def at(index: int) -> list[int]:
             micro, steps = rank.pairs[index]
@@ -350,7 +350,7 @@ class Family:
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int]], int, dict[int, _LossMemory]]:
+    ) -> tuple[RankState, RankMemoryLines, list[tuple[int, int]], int, dict[int, _LossMemory]]:
         """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
         without."""
         rank = self._rank
@@ -359,7 +359,7 @@ class Family:
         key = tuple(state.moment_bytes.values())
         lines = self._lines.get(key)
         if lines is None:
-            lines = self._lines[key] = Lines.through(state, self._activations.lines)
+            lines = self._lines[key] = RankMemoryLines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
         return (
             state,

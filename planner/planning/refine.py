@@ -36,7 +36,7 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
         setup.activation_offload,
         setup.selective_checkpointing,
         setup.quantize_experts,
-        *(() if setup.alone else (setup.num_gpus, setup.parallel, *setup.layout.items())),
+        *(() if setup.single_gpu else (setup.num_gpus, setup.parallel, *setup.layout.items())),
     )
 
 
@@ -50,7 +50,7 @@ def exact_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
     Its layers may keep several times what the formula assumes, and its weights are those that the tree holds.
     """
-    if not model.from_tree or not setup.alone:
+    if not model.from_tree or not setup.single_gpu:
         return 0
     from planner.memory.states import weight_bytes  # late: models with an adapter need it elsewhere alone
 

@@ -42,7 +42,7 @@ PLANNED_CACHES = (32, 16, 8, 4, 2, 1)
 """Sequences at once under a gradient cache, which costs one more forward: taken where the whole batch does not fit."""
 PREFERENCE_FRACTION = 0.03
 """So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
-the formula errs, then what is simpler (`decision.facts`), then the smaller peak."""
+the formula errs, then what is simpler (`decision.policy`), then the smaller peak."""
 
 
 def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:

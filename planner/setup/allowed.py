@@ -75,13 +75,13 @@ def _check_context(setup: SetupValues) -> None:
             f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}",
             hint="use --parallel fsdp2 (a ring of keys and values) or zero3 (Ulysses)",
         )
-    attentions = ("sdpa",) if setup.rings else ("sdpa", "flash-attention-2")
+    attentions = ("sdpa",) if setup.uses_ring_attention else ("sdpa", "flash-attention-2")
     if setup.attention not in attentions:
         raise SetupError(f"{name} under {setup.parallel} needs attention {' or '.join(attentions)}")
-    if setup.seq_len_tokens % setup.pieces:
+    if setup.seq_len_tokens % setup.sequence_chunks:
         raise SetupError(
-            f"sequences of {setup.seq_len_tokens} tokens cannot be cut into {setup.pieces} pieces",
-            hint=f"give --seq-len {-(-setup.seq_len_tokens // setup.pieces) * setup.pieces}",
+            f"sequences of {setup.seq_len_tokens} tokens cannot be cut into {setup.sequence_chunks} pieces",
+            hint=f"give --seq-len {-(-setup.seq_len_tokens // setup.sequence_chunks) * setup.sequence_chunks}",
         )
     if setup.compile or setup.selective_checkpointing:
         raise SetupError(f"{name} is not planned with torch.compile or selective checkpoints")
@@ -130,9 +130,10 @@ def _check_sharing(setup: SetupValues) -> None:
             f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
             hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
         )
-    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.copies % setup.shard_degree):
+    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.shardable_ranks % setup.shard_degree):
         raise SetupError(
-            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide its {setup.copies} copies"
+            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide "
+            f"its {setup.shardable_ranks} copies"
         )
     if not setup.reshard_after_forward and setup.parallel != "fsdp2":
         raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")

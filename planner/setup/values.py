@@ -57,7 +57,8 @@ class Goal:
     objective: str = _DEFAULT_OBJECTIVE
     """One of OBJECTIVE_NAMES (`planner.options.objectives`)."""
     rollout: Rollout | None = None
-    """How an objective that generates its completions does so; None: as its trainer by itself (`rolls`)."""
+    """How an objective that generates its completions does so; None: as its trainer does by default
+    (`objective_spec.rolls_out`)."""
     precomputed_reference: bool = False
     """The reference's log-probabilities of all data were computed before the first step."""
     hard_negatives: int = 0
@@ -126,15 +127,15 @@ class Devices:
     num_gpus: int = 1
     """All GPUs of the job, over all nodes."""
     parallel: str = "none"
-    """One of PARALLELS, over the data-parallel copies."""
+    """How data-parallel copies work together: "none", "ddp", "dp", "fsdp2", "zero1" to "zero3", "device-map"."""
     offload: str = "none"
-    """One of OFFLOADS."""
+    """What lies in host memory: "none", "optimizer" or "parameters"."""
     expandable_segments: bool = True
     """The allocator's setting, as every launch file here has it."""
 
     @property
-    def alone(self) -> bool:
-        """Whether one GPU holds everything: no other GPU, nothing in the host's memory that an engine brings."""
+    def single_gpu(self) -> bool:
+        """Whether one GPU holds everything, without an engine that brings states from the host's memory."""
         return self.num_gpus == 1 and self.parallel == "none"
 
     @property
@@ -249,7 +250,7 @@ class Weights:
     """What trains, and how the rest is stored."""
 
     method: str = "lora"
-    """ "full", "lora" (16- or 32-bit frozen base) or "qlora" (quantized frozen base)."""
+    """ "full", "lora" (16- or 32-bit frozen base) or "qlora" (quantized one), whatever the adapter's type is."""
     quantization: str = "none"
     """Of the frozen base, "none" unless method is "qlora"."""
     kbit_fp32_cast: bool = False
@@ -374,8 +375,7 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return self.tokens_per_micro_batch // self.num_forwards
 
     def least_seqs(self, batch: int) -> int:
-        """Samples of the smallest micro-batch that a plan takes of so large a batch: all of them where nothing
-        accumulates."""
+        """The smallest micro-batch allowed for this batch size, in samples: all of it where nothing accumulates."""
         return batch if self.trainer.steps_in_backward else self.objective_spec.least(batch)
 
     @property
@@ -405,10 +405,11 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
 
     @property
     def log_probs(self) -> str:
-        """How TRL takes tokens' log-probabilities of whole logits, in front of its own kernel; "" where it has that,
-        or of another stack: of all at once ("gathered"; "gathered beside": them, and the chosen half's cross-
-        entropy), row by row ("rows"; "kept rows": beside the model's outputs; "rows apart": KTO's other prompts' are
-        gone by then), or so of a copy ("copied").
+        """How TRL takes tokens' log-probabilities of whole logits, before it had a kernel of its own.
+
+        "gathered": of all logits at once. "gathered beside": the same, and the chosen half's cross-entropy.
+        "rows": row by row. "kept rows": row by row while the model's outputs are alive. "rows apart": KTO's, when
+        the other prompts' logits are freed. "copied": row by row of a copy. "": with the kernel, or another stack.
 
         Source: trl 0.9 to 0.28 `DPOTrainer.concatenated_forward`, 0.29 to 1.13 `_compute_loss` (1.5 copies, 1.6 does
         not; 1.14 has the kernel for the policy); from 0.15 on `selective_log_softmax`.
@@ -424,9 +425,9 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return "copied" if self.before_trl(1, 6) else "kept rows"
 
     @property
-    def computed_otherwise(self) -> bool:
+    def uses_older_code_paths(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
-        older = self.repeats_keys or self.copies_logits or self.pins_four_bit
+        older = self.repeats_keys or self.copies_logits or self.saves_four_bit_inputs
         return self.use_cache or older or self.before_transformers(4, 43)
 
     @property
@@ -436,17 +437,17 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return self.loss == "full" and by_transformers and self.before_transformers(4, 49)
 
     @property
-    def pins_four_bit(self) -> bool:
+    def saves_four_bit_inputs(self) -> bool:
         """Whether bitsandbytes keeps the input of every 4-bit product (before 0.43.2)."""
         return self.four_bit and self.before_bitsandbytes(0, 43, 2)
 
     @property
-    def pins_inputs(self) -> bool:
+    def saves_matmul_inputs(self) -> bool:
         """Whether a quantized matrix keeps its input on the node of its graph, where no checkpointing reaches it.
 
         Source: bitsandbytes 0.50 `MatMul8bitLt` (ctx.tensors); of 4 bits 0.43.1 `MatMul4Bit` ((A, B)), not 0.43.2.
         """
-        return self.quantization == "int8" or self.pins_four_bit
+        return self.quantization == "int8" or self.saves_four_bit_inputs
 
     @property
     def repeats_keys(self) -> bool:
@@ -461,10 +462,10 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return parts_of(self.kernels, model_type, compiled=self.compiled)
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a sequence that is cut over GPUs: a ring gives each an early and a late one, so that all have as
-        much to attend to."""
-        return 2 * self.context_degree if self.rings else self.context_degree
+    def sequence_chunks(self) -> int:
+        """Chunks of a sequence under context parallelism: ring attention gives each GPU an early and a late one, so
+        that all have as much to attend to (head-tail load balancing)."""
+        return 2 * self.context_degree if self.uses_ring_attention else self.context_degree
 
     @property
     def global_batch_seqs(self) -> int:
@@ -479,12 +480,12 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return self.num_gpus // self.split_degree
 
     @property
-    def copies(self) -> int:
+    def shardable_ranks(self) -> int:
         """Ranks that would hold the same if nothing were sharded: those of one sequence count as well as its copies."""
         return self.data_degree * self.context_degree
 
     @property
-    def rings(self) -> bool:
+    def uses_ring_attention(self) -> bool:
         """Whether the keys and values of a sequence that is cut go round its GPUs (PyTorch's context parallelism)."""
         return self.context_degree > 1 and self.parallel == "fsdp2"
 
@@ -493,7 +494,7 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         """GPUs over which sharded states are cut; 1 where nothing is sharded."""
         if self.parallel not in SHARDED:
             return 1
-        return self.shard_degree or self.copies
+        return self.shard_degree or self.shardable_ranks
 
     @property
     def layer_tokens(self) -> int:

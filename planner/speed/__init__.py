@@ -44,7 +44,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     Args:
         cluster: None: one GPU, or the cluster that the setup's number of GPUs suggests.
     """
-    if setup.alone:
+    if setup.single_gpu:
         model = headed(model, setup.objective_spec.head)
         by_program = _by_program(model, gpu, setup)
         return by_program or throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
@@ -75,7 +75,7 @@ def family_speeds(
     Args:
         like: those of a setup with all else the same but what is recomputed and the loss, where some are at hand.
     """
-    if setup.alone:
+    if setup.single_gpu:
         model = headed(model, setup.objective_spec.head)
         by_program = _by_program(model, gpu, setup)
         if by_program is not None:

@@ -1,6 +1,6 @@
 """The speed of a setup by its structure's step program: the dry run's prices and timelines without a dry run.
 
-What setups share is worked out once: prices of operators at one micro-batch, length and rank on one card, courses of
+What setups share is worked out once: prices of operators at one micro-batch, length and rank on one card, clock maps of
 segments, and of whole micro-batches.
 """
 
@@ -37,7 +37,7 @@ from planner.speed.step_program import (
 )
 from planner.speed.timeline import (
     IDLE,
-    Course,
+    ClockMap,
     Issue,
     Issued,
     Loop,
@@ -45,13 +45,13 @@ from planner.speed.timeline import (
     Timeline,
     add_parts,
     between_s,
-    composed,
-    course_of,
-    device_s,
+    clock_map_of,
+    compose,
     done_s,
     host_notes,
     issue_of,
     loop_of,
+    price_with_gaps_s,
     timed,
 )
 
@@ -140,8 +140,8 @@ class Sized:
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._prices = [shared.setdefault((seqs * (axes & 1), rank * (axes >> 1)), {}) for axes in range(4)]
         self._device: dict[int, _Device] = {}
-        self._courses: dict[tuple[bool, Tiles, float], _Courses] = {}
-        self._counted: dict[tuple[int, float], Course] = {}
+        self._clock_maps: dict[tuple[bool, Tiles, float], _ClockMaps] = {}
+        self._counted: dict[tuple[int, float], ClockMap] = {}
         self._parts: dict[tuple[int, Tiles], tuple[dict[str, float], int]] = {}
 
     def _layout(self, layout: SizedLayout, tile: int) -> Layout:
@@ -190,69 +190,69 @@ class Sized:
             return Tiles(tiles.tokens, max(0, turns), filled)
         return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
 
-    def _segment(self, place: int, courses: "_Courses") -> Course:
-        """The course of a segment."""
-        course: Course | None = None
+    def _segment(self, place: int, clock_maps: "_ClockMaps") -> ClockMap:
+        """The clock map of a segment."""
+        clock_map: ClockMap | None = None
         for run in self._programs.segments[place].runs:
-            tile, turns, filled = self.loop(run, courses.tiles)
-            issue = self._issues.of(run.calls, courses.checkpointed, courses.scale)
-            run_course = course_of(issue, self.device(tile), filled)
-            run_course = run_course if turns == 1 else run_course.times(turns)
-            course = run_course if course is None else course.then(run_course)
-        return course or IDLE
+            tile, turns, filled = self.loop(run, clock_maps.tiles)
+            issue = self._issues.of(run.calls, clock_maps.checkpointed, clock_maps.scale)
+            run_clock_map = clock_map_of(issue, self.device(tile), filled)
+            run_clock_map = run_clock_map if turns == 1 else run_clock_map.times(turns)
+            clock_map = run_clock_map if clock_map is None else clock_map.then(run_clock_map)
+        return clock_map or IDLE
 
-    def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
-        """The course of segments."""
+    def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> ClockMap:
+        """The clock map of segments."""
         key = checkpointed, tiles, scale
-        courses = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
-        course = courses.whole.get(id(blocks))
-        if course is None:
-            course = courses.whole[id(blocks)] = composed([self._block(block, courses) for block in blocks])
-        return course
+        clock_maps = self._clock_maps.get(key) or self._clock_maps.setdefault(key, _ClockMaps(*key))
+        clock_map = clock_maps.whole.get(id(blocks))
+        if clock_map is None:
+            clock_map = clock_maps.whole[id(blocks)] = compose([self._block(block, clock_maps) for block in blocks])
+        return clock_map
 
-    def _block(self, block: Block, courses: "_Courses") -> Course:
-        course = courses.blocks.get(id(block))
-        if course is None:
+    def _block(self, block: Block, clock_maps: "_ClockMaps") -> ClockMap:
+        clock_map = clock_maps.blocks.get(id(block))
+        if clock_map is None:
             places, times = block
-            if courses.tiles is not UNCUT and self._issues.tiled.isdisjoint(places):
-                course = courses.blocks[id(block)] = self._block(block, self._uncut(courses))
-                return course
-            by_place, pieces = courses.segments, list[Course]()
+            if clock_maps.tiles is not UNCUT and self._issues.tiled.isdisjoint(places):
+                clock_map = clock_maps.blocks[id(block)] = self._block(block, self._uncut(clock_maps))
+                return clock_map
+            by_place, pieces = clock_maps.segments, list[ClockMap]()
             for place in places:
                 piece = by_place.get(place)
                 if piece is None:
-                    piece = by_place[place] = self._course(place, courses)
+                    piece = by_place[place] = self._clock_map(place, clock_maps)
                 pieces.append(piece)
-            piece = composed(pieces) if len(pieces) > 1 else pieces[0]
-            course = courses.blocks[id(block)] = piece if times == 1 else piece.times(times)
-        return course
+            piece = compose(pieces) if len(pieces) > 1 else pieces[0]
+            clock_map = clock_maps.blocks[id(block)] = piece if times == 1 else piece.times(times)
+        return clock_map
 
-    def _course(self, place: int, courses: "_Courses") -> Course:
-        """The course of a segment; those that no tile cuts are the same whatever the tiles."""
-        if place in self._issues.tiled or courses.tiles is UNCUT:
-            return self._segment(place, courses)
-        shared = self._uncut(courses)
-        course = shared.segments.get(place)
-        if course is None:
-            course = shared.segments[place] = self._segment(place, shared)
-        return course
+    def _clock_map(self, place: int, clock_maps: "_ClockMaps") -> ClockMap:
+        """The clock map of a segment; those that no tile cuts are the same whatever the tiles."""
+        if place in self._issues.tiled or clock_maps.tiles is UNCUT:
+            return self._segment(place, clock_maps)
+        shared = self._uncut(clock_maps)
+        clock_map = shared.segments.get(place)
+        if clock_map is None:
+            clock_map = shared.segments[place] = self._segment(place, shared)
+        return clock_map
 
-    def _uncut(self, courses: "_Courses") -> "_Courses":
+    def _uncut(self, clock_maps: "_ClockMaps") -> "_ClockMaps":
         """Those of what no tile cuts."""
-        key = courses.checkpointed, UNCUT, courses.scale
-        return self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
+        key = clock_maps.checkpointed, UNCUT, clock_maps.scale
+        return self._clock_maps.get(key) or self._clock_maps.setdefault(key, _ClockMaps(*key))
 
-    def counted(self, counts: Counts, scale: float) -> Course:
-        """The course of calls whose order does not matter."""
+    def counted(self, counts: Counts, scale: float) -> ClockMap:
+        """The clock map of calls whose order does not matter."""
         key = id(counts), scale  # `ModelPrograms` has each once
-        course = self._counted.get(key)
-        if course is None:
-            course = IDLE
+        clock_map = self._counted.get(key)
+        if clock_map is None:
+            clock_map = IDLE
             for call, times in counts:
                 issue = self._issues.of((call,), False, scale)
-                course = course.then(course_of(issue, self.device(0)).times(times))
-            self._counted[key] = course
-        return course
+                clock_map = clock_map.then(clock_map_of(issue, self.device(0)).times(times))
+            self._counted[key] = clock_map
+        return clock_map
 
     def parts(self, program: StepProgram, tiles: Tiles) -> tuple[dict[str, float], int]:
         """The device's seconds of a micro-batch by part, and how many calls it is."""
@@ -286,15 +286,15 @@ class Sized:
         return cached
 
 
-class _Courses:
-    """Courses of segments, of blocks of them and of several blocks (by their identity: `ModelPrograms` has each once),
+class _ClockMaps:
+    """Clock maps of segments, of blocks of them and of several blocks (by identity: `ModelPrograms` has each once),
     where the loss is so cut and the host so fast."""
 
     def __init__(self, checkpointed: bool, tiles: Tiles, scale: float) -> None:
         self.checkpointed, self.tiles, self.scale = checkpointed, tiles, scale
-        self.segments: dict[int, Course] = {}
-        self.blocks: dict[int, Course] = {}
-        self.whole: dict[int, Course] = {}
+        self.segments: dict[int, ClockMap] = {}
+        self.blocks: dict[int, ClockMap] = {}
+        self.whole: dict[int, ClockMap] = {}
 
 
 class _Device(dict[int, float]):
@@ -305,7 +305,7 @@ class _Device(dict[int, float]):
         self._sized, self._tile = sized, tile
 
     def __missing__(self, number: int) -> float:
-        seconds = self[number] = device_s(self._sized.price(number, self._tile))
+        seconds = self[number] = price_with_gaps_s(self._sized.price(number, self._tile))
         return seconds
 
 
@@ -314,8 +314,8 @@ class _Steps(NamedTuple):
     accumulation, a first and a later micro-batch, and what follows the last backward by optimizer."""
 
     seconds: dict[tuple[str, int, int], float]
-    micro: dict[int, tuple[Course, Course, Timeline]]
-    ends: dict[str, Course]
+    micro: dict[int, tuple[ClockMap, ClockMap, Timeline]]
+    ends: dict[str, ClockMap]
 
 
 class ProgramSpeed:
@@ -376,7 +376,7 @@ class ProgramSpeed:
         turns = -(-tokens // whole)
         return Tiles(whole, turns, tokens / whole / turns)
 
-    def timeline(self, optimizer: str, seqs: int, scale: float) -> tuple[Timeline, list[Course]]:
+    def timeline(self, optimizer: str, seqs: int, scale: float) -> tuple[Timeline, list[ClockMap]]:
         """A step's micro-batches, and its optimizer's part."""
         program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
         ahead, backward = (
@@ -392,37 +392,37 @@ class ProgramSpeed:
         )
         return timeline, [self._step(optimizer, sized, scale)]
 
-    def _courses(self, seqs: int) -> tuple[Course, Course, Timeline]:
+    def _clock_maps(self, seqs: int) -> tuple[ClockMap, ClockMap, Timeline]:
         """Of a first and of a later micro-batch."""
-        courses = self._micro.get(seqs)
-        if courses is None:
+        clock_maps = self._micro.get(seqs)
+        if clock_maps is None:
             timeline, _ = self.timeline(self._setup.optimizer, seqs, self._host.scale)
-            courses = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
-        return courses
+            clock_maps = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
+        return clock_maps
 
     def ratio_to_formula(self, seqs: int) -> float:
         """How many times as long as by the formula a micro-batch takes."""
         family, busy = self.formula.family, sum(self.formula.micro_parts(seqs).values())
         wall = (busy**family.work.power + family.host_s**family.work.power) ** (1 / family.work.power)
-        return max(self._courses(seqs)[0].after(0.0, 0.0)) / float(wall + family.trainer_micro_s)
+        return max(self._clock_maps(seqs)[0].apply(0.0, 0.0)) / float(wall + family.trainer_micro_s)
 
-    def _end(self, optimizer: str, seqs: int) -> Course:
+    def _end(self, optimizer: str, seqs: int) -> ClockMap:
         """Of what follows the last backward, whatever the micro-batch."""
         end = self._ends.get(optimizer)
         if end is None:
-            timeline = self._courses(seqs)[2]
+            timeline = self._clock_maps(seqs)[2]
             step = self._step(optimizer, self._sized(seqs), timeline.scale)
             end = self._ends[optimizer] = timeline.end(self._loop, [step])
         return end
 
-    def _step(self, optimizer: str, sized: Sized, scale: float) -> Course:
+    def _step(self, optimizer: str, sized: Sized, scale: float) -> ClockMap:
         """Of clipping, optimizer and release; the formula's for an optimizer that was not there when the program was
         made."""
         counts = self._program.steps.get(optimizer)
         if counts is not None:
             return sized.counted(counts, scale)
         device, host = self._formulas_step_s(optimizer)
-        return Course(scale * host, float("-inf"), device, device)
+        return ClockMap(scale * host, float("-inf"), device, device)
 
     def _formulas_step_s(self, optimizer: str) -> tuple[float, float]:
         """Seconds of the device and of the host of an optimizer's step by the formula, pages apart."""
@@ -444,7 +444,7 @@ class ProgramSpeed:
         key = optimizer, seqs, accumulation
         seconds = self._seconds.get(key)
         if seconds is None:
-            first, later, _ = self._courses(seqs)
+            first, later, _ = self._clock_maps(seqs)
             seconds = done_s(first, later, accumulation, self._end(optimizer, seqs)) + self._paging_s(optimizer)
             seconds += between_s(self._loop, seqs * self._one * accumulation)
             self._seconds[key] = seconds
@@ -466,9 +466,9 @@ class ProgramSpeed:
         micro, num_calls = sized.parts(program, tiles)
         parts: dict[str, float] = defaultdict(float, {name: accumulation * seconds for name, seconds in micro.items()})
         for call, count in program.added:
-            parts["optimizer"] += (accumulation - 1) * count * device_s(sized.price(call // _NUM))
+            parts["optimizer"] += (accumulation - 1) * count * price_with_gaps_s(sized.price(call // _NUM))
         for call, count in program.steps.get(optimizer, ()):
-            parts["optimizer"] += count * device_s(sized.price(call // _NUM))
+            parts["optimizer"] += count * price_with_gaps_s(sized.price(call // _NUM))
         if optimizer not in program.steps:
             parts["optimizer"] += self._formulas_step_s(optimizer)[0]
         run = timed(

@@ -115,7 +115,7 @@ class ModelPrograms:
         self._found: dict[str, StepProgram] = {}
         self._spaced: dict[tuple[str, str, int], StepProgram | None] = {}
         self._known_blocks: dict[Block, Block] = {}
-        self._known_courses: dict[Blocks, Blocks] = {}
+        self._shared_blocks: dict[Blocks, Blocks] = {}
         forms = [tuple((index, float(factor)) for index, factor in form) for form in raw["forms"]]
         layouts = [
             SizedLayout(tuple(forms[number] for number in shape), tuple(order), bool(dense), tuple(repeated), dtype)
@@ -179,7 +179,7 @@ class ModelPrograms:
         """Equal ones are one object, each block too."""
         intern = self._known_blocks.setdefault
         blocks = tuple([intern(block, block) for block in [(tuple(places), times) for places, times in values]])
-        return self._known_courses.setdefault(blocks, blocks)
+        return self._shared_blocks.setdefault(blocks, blocks)
 
 
 def flat(blocks: Blocks) -> list[int]:

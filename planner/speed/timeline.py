@@ -1,8 +1,8 @@
 """A step's time from its operators: the host issues them, the device runs them in order, and what waits joins the
 two.
 
-What a segment of calls does to the two clocks is the larger of sums (`Course`), so it is worked out once however often
-the segment repeats.
+What a segment of calls does to the two clocks is linear in the (max, +) algebra (`ClockMap`), so it is worked out once
+however often the segment repeats.
 """
 
 from collections import Counter, defaultdict
@@ -31,22 +31,23 @@ _SIMULATED = 3
 """Micro-batches that are run through; further ones are like the last."""
 HOST_BOUND_FRACTION = 0.85
 """A device that works less of its step waits for the host."""
-_OWNERS = {"loss": "loss", "step": "optimizer"}
+_PART_OF_PHASE = {"loss": "loss", "step": "optimizer"}
 """Phases all of whose device time is one part."""
 
 BAND_FRACTION = 0.1
 """Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
 price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
-HOST_SAID = 0.1
+HOST_NOTE_FROM_FRACTION = 0.1
+"""A step that waits for the host for more of its time says so: as much as the band."""
 _NEVER = float("-inf")
 
 
-class Course(NamedTuple):
-    """What calls do to the times at which host and device are done: each is afterwards the later of two sums.
+class ClockMap(NamedTuple):
+    """What calls do to the times at which host and device are done: a 2 x 2 matrix in the (max, +) algebra.
 
     Attributes:
-        host_host, device_host: seconds from where the host was to where the host and the device then are.
-        host_device, device_device: the same from where the device was; -inf where that does not matter.
+        host_host, device_host: seconds from the host's time before to the host's and the device's after.
+        host_device, device_device: the same from the device's time before; -inf: no dependence.
     """
 
     host_host: float
@@ -54,21 +55,21 @@ class Course(NamedTuple):
     device_host: float
     device_device: float
 
-    def then(self, other: "Course") -> "Course":
-        """This and then `other`."""
-        return composed((self, other))
+    def then(self, other: "ClockMap") -> "ClockMap":
+        """These calls, then `other`."""
+        return compose((self, other))
 
-    def after(self, host: float, device: float) -> tuple[float, float]:
-        """Where host and device are after it."""
+    def apply(self, host: float, device: float) -> tuple[float, float]:
+        """The times of host and device after the calls."""
         return max(host + self[0], device + self[1]), max(host + self[2], device + self[3])
 
-    def times(self, count: int) -> "Course":
-        """This so many times."""
+    def times(self, count: int) -> "ClockMap":
+        """The same calls so many times."""
         if count < 1:
             return IDLE
         hh, hd, dh, dd = self
         if hd == _NEVER:  # the last turn that matters is the first or the last
-            return _made(Course, (hh * count, _NEVER, dh + (count - 1) * max(hh, dd), dd * count))
+            return _made(ClockMap, (hh * count, _NEVER, dh + (count - 1) * max(hh, dd), dd * count))
         total, power = IDLE, self
         while count:
             if count & 1:
@@ -78,8 +79,8 @@ class Course(NamedTuple):
 
 
 _made = tuple.__new__
-IDLE = Course(0.0, _NEVER, _NEVER, 0.0)
-JOIN = Course(0.0, 0.0, 0.0, 0.0)
+IDLE = ClockMap(0.0, _NEVER, _NEVER, 0.0)
+SYNCHRONIZE = ClockMap(0.0, 0.0, 0.0, 0.0)
 """The host waits for the device."""
 
 
@@ -108,33 +109,34 @@ def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> l
     return [*issues, (host, starts[::-1], places[::-1])]
 
 
-def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float = 1.0) -> Course:
-    """The course of calls.
+def clock_map_of(issue: Sequence[Issue], device: Mapping[int, float], device_share: float = 1.0) -> ClockMap:
+    """The clock map of calls.
 
     Args:
-        device: seconds of the device by place; of each call such a share.
+        device: seconds of the device by place.
+        device_share: what every device time is multiplied by.
     """
-    courses: list[Course] = []
+    clock_maps: list[ClockMap] = []
     for host, starts, places in issue:
         until_end = list(accumulate([device[place] for place in places]))  # from the begin of each call, the last first
-        if filled != 1.0:
-            until_end = [filled * seconds for seconds in until_end]
+        if device_share != 1.0:
+            until_end = [device_share * seconds for seconds in until_end]
         ready, busy = (max(map(add, starts, until_end)), until_end[-1]) if places else (_NEVER, 0.0)
-        courses += [*([JOIN] if courses else ()), _made(Course, (host, _NEVER, ready, busy))]
-    return composed(courses) if len(courses) > 1 else courses[0]
+        clock_maps += [*([SYNCHRONIZE] if clock_maps else ()), _made(ClockMap, (host, _NEVER, ready, busy))]
+    return compose(clock_maps) if len(clock_maps) > 1 else clock_maps[0]
 
 
 class Stage(NamedTuple):
-    """A course, and the phase that it is part of."""
+    """Calls as a clock map, and the phase that they are part of."""
 
     phase: str
-    course: Course
+    clock_map: ClockMap
 
 
-def composed(courses: Iterable[Course]) -> Course:
-    """One after another."""
+def compose(clock_maps: Iterable[ClockMap]) -> ClockMap:
+    """The clock map of calls one after another."""
     hh, hd, dh, dd = IDLE
-    for own_hh, own_hd, own_dh, own_dd in courses:
+    for own_hh, own_hd, own_dh, own_dd in clock_maps:
         by_host, by_device = own_dh + hh, own_dd + dh
         other_by_host, other_by_device = own_dh + hd, own_dd + dd
         if own_hd == _NEVER:  # the host waits for nothing
@@ -143,7 +145,7 @@ def composed(courses: Iterable[Course]) -> Course:
             hh, hd = max(own_hh + hh, own_hd + dh), max(own_hh + hd, own_hd + dd)
         dh = by_host if by_host > by_device else by_device
         dd = other_by_host if other_by_host > other_by_device else other_by_device
-    return _made(Course, (hh, hd, dh, dd))
+    return _made(ClockMap, (hh, hd, dh, dd))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ class Timeline:
     """The micro-batches of a step on the two clocks.
 
     Attributes:
-        ahead, behind: a micro-batch until its backward begins, and from then on.
+        forward, backward: a micro-batch until its backward begins, and from then on.
         added: what adds a later micro-batch's gradients to the first one's.
         num_modules: of the model's module tree.
         scale: of the host.
@@ -159,50 +161,50 @@ class Timeline:
 
     forward: Sequence[Stage]
     backward: Sequence[Stage]
-    added: Course
+    added: ClockMap
     num_modules: int
     scale: float
 
-    def _spent(self, seconds: float) -> Course:
+    def _spent(self, seconds: float) -> ClockMap:
         """The host does something else."""
-        return Course(self.scale * seconds, _NEVER, _NEVER, 0.0)
+        return ClockMap(self.scale * seconds, _NEVER, _NEVER, 0.0)
 
     def micro_batch(self, loop: "Loop") -> list[Stage]:
         """The stages of a micro-batch, with what the program does around them."""
         walked = self._spent(loop.trainer * (self.num_modules * WALK_S["micro-batch"] + MICRO_BATCH_S))
-        looked = [self._spent(loop.trainer * METRICS_S), self._looked(loop)] if self.forward else []
-        return [Stage("", walked), *self.forward, *(Stage("loss", course) for course in looked), *self.backward]
+        looked = [self._spent(loop.trainer * METRICS_S), self._value_read(loop)] if self.forward else []
+        return [Stage("", walked), *self.forward, *(Stage("loss", clock_map) for clock_map in looked), *self.backward]
 
     @staticmethod
-    def _looked(loop: "Loop") -> Course:
-        """The program looks at a value, if it does."""
-        return JOIN if loop.waits else IDLE
+    def _value_read(loop: "Loop") -> ClockMap:
+        """The program reads a value back (`.item()`), which synchronizes host and device, where it does."""
+        return SYNCHRONIZE if loop.waits else IDLE
 
-    def micro_batches(self, loop: "Loop") -> tuple[Course, Course]:
-        """The courses of the first micro-batch and of a later one."""
-        micro_batch, looked = composed(stage.course for stage in self.micro_batch(loop)), self._looked(loop)
+    def micro_batches(self, loop: "Loop") -> tuple[ClockMap, ClockMap]:
+        """The clock maps of the first micro-batch and of a later one."""
+        micro_batch, looked = compose(stage.clock_map for stage in self.micro_batch(loop)), self._value_read(loop)
         return micro_batch.then(looked), micro_batch.then(self.added).then(looked)
 
-    def end(self, loop: "Loop", step: Iterable[Course]) -> Course:
+    def end(self, loop: "Loop", step: Iterable[ClockMap]) -> ClockMap:
         """What comes after the last backward, of which clipping, optimizer and release issue `step`."""
         walked = self._spent(loop.trainer * (self.num_modules * WALK_S["step"] + STEP_S))
-        return composed([walked, *step, JOIN])
+        return compose([walked, *step, SYNCHRONIZE])
 
-    def seconds(self, loop: "Loop", step: Sequence[Course]) -> float:
+    def seconds(self, loop: "Loop", step: Sequence[ClockMap]) -> float:
         """Seconds of a step."""
         return done_s(*self.micro_batches(loop), loop.accumulation, self.end(loop, step))
 
-    def phases_s(self, loop: "Loop", step: Sequence[Course]) -> dict[str, float]:
-        """What the end of a step moves by while each of its phases is issued."""
+    def phases_s(self, loop: "Loop", step: Sequence[ClockMap]) -> dict[str, float]:
+        """Seconds that each phase adds to the time at which the step is done."""
         phases = defaultdict[str, float](float)
         host = device = 0.0
         before: dict[str, float] = {}
         for index in range(min(loop.accumulation, _SIMULATED)):
             before = dict(phases)
             added = [Stage("", self.added)] if index else []
-            for phase, course in (*self.micro_batch(loop), *added, Stage("", self._looked(loop))):
+            for phase, clock_map in (*self.micro_batch(loop), *added, Stage("", self._value_read(loop))):
                 at = max(host, device)
-                host, device = course.after(host, device)
+                host, device = clock_map.apply(host, device)
                 phases[phase] += max(0.0, max(host, device) - at)
         for name in phases:
             phases[name] += (
@@ -211,21 +213,21 @@ class Timeline:
                 * (loop.accumulation > _SIMULATED)
             )
         at = max(host, device)
-        phases["step"] += max(self.end(loop, step).after(host, device)) - at
+        phases["step"] += max(self.end(loop, step).apply(host, device)) - at
         del phases[""]
         return dict(phases)
 
 
-def done_s(first: Course, later: Course, accumulation: int, end: Course) -> float:
+def done_s(first: ClockMap, later: ClockMap, accumulation: int, end: ClockMap) -> float:
     """Seconds from the first call to the last kernel of so many micro-batches and the end of their step."""
-    host, device = first.after(0.0, 0.0)
+    host, device = first.apply(0.0, 0.0)
     if accumulation > 1:
-        after = later.after(host, device)
+        after = later.apply(host, device)
         if host == device and after[0] == after[1]:  # each ends with a look at a value, so that all take as long
             host = device = host + (accumulation - 1) * (after[0] - host)
         else:
-            host, device = later.times(accumulation - 1).after(host, device)
-    return max(end.after(host, device))
+            host, device = later.times(accumulation - 1).apply(host, device)
+    return max(end.apply(host, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +237,8 @@ class Loop:
     Attributes:
         accumulation: micro-batches of a step.
         tokens: of a step.
-        waits: whether it looks at metrics after every forward and at the loss after every backward, and so waits for
-            all
-            that was issued.
+        waits: whether it reads metrics back after every forward and the loss after every backward, which synchronizes
+            host and device.
         trainer: whether it is transformers' Trainer, whose walks over the model are counted.
     """
 
@@ -290,7 +291,7 @@ def loop_of(setup: TrainSetup) -> Loop:
 def host_notes(run: RunTime) -> tuple[str, ...]:
     """What to say where the host sets the pace."""
     waits = run.parts_s["host"] / run.step_s
-    if not run.host_bound or waits < HOST_SAID:
+    if not run.host_bound or waits < HOST_NOTE_FROM_FRACTION:
         return ()
     slower = run.slower_host_s / run.step_s - 1
     return (
@@ -310,7 +311,7 @@ def run_time(program: Program, rates: CardRates, loop: Loop, host: Host | None =
     return timed(priced.timeline, priced.parts(loop), loop, num_calls, host)
 
 
-Scaled = Callable[[float], tuple[Timeline, Sequence[Course]]]
+TimelineForHostScale = Callable[[float], tuple[Timeline, Sequence[ClockMap]]]
 """A step with a host of some scale: its micro-batches, and what clipping, optimizer and release issue."""
 
 
@@ -333,7 +334,9 @@ class Issued(dict[int, tuple[float, int | None]]):
         return issued
 
 
-def timed(timeline: Scaled, parts: Mapping[str, float], loop: Loop, num_calls: int, host: Host) -> RunTime:
+def timed(
+    timeline: TimelineForHostScale, parts: Mapping[str, float], loop: Loop, num_calls: int, host: Host
+) -> RunTime:
     """The time of a step.
 
     Args:
@@ -360,7 +363,7 @@ def between_s(loop: Loop, tokens: int) -> float:
     return BETWEEN_S + COLLATED_TOKEN_S * tokens if loop.trainer else 0.0
 
 
-def device_s(price: Price) -> float:
+def price_with_gaps_s(price: Price) -> float:
     """Device seconds of a call with the gaps between its kernels."""
     return price.seconds + price.kernels * GAP_S if price.kernels else 0.0
 
@@ -368,7 +371,7 @@ def device_s(price: Price) -> float:
 def add_parts(parts: dict[str, float], phase: str, price: Price, count: float) -> None:
     """Adds so many calls of a phase to the device's seconds by part."""
     unpacking = count * price.unpacking_s
-    parts[_OWNERS.get(phase, price.part)] += count * device_s(price) - unpacking
+    parts[_PART_OF_PHASE.get(phase, price.part)] += count * price_with_gaps_s(price) - unpacking
     if unpacking:
         parts["dequantization"] += unpacking
 
@@ -379,43 +382,43 @@ class _Priced:
     def __init__(self, program: Program, rates: CardRates) -> None:
         self.program = program
         self.prices = [price(call, rates) for call in program.operators]
-        self._device = dict(enumerate(map(device_s, self.prices)))
+        self._device = dict(enumerate(map(price_with_gaps_s, self.prices)))
         checkpointed = any(call % _NUM == _RECOMPUTE for segment in program.segments for call in segment.calls)
         self._issued = Issued(
             program.operators, [bool(cost.kernels) for cost in self.prices], checkpointed=checkpointed
         )
 
-    def _course(self, calls: Iterable[int], scale: float) -> Course:
-        return course_of(issue_of(map(self._issued.__getitem__, calls), scale), self._device)
+    def _clock_map(self, calls: Iterable[int], scale: float) -> ClockMap:
+        return clock_map_of(issue_of(map(self._issued.__getitem__, calls), scale), self._device)
 
-    def timeline(self, scale: float) -> tuple[Timeline, Sequence[Course]]:
+    def timeline(self, scale: float) -> tuple[Timeline, Sequence[ClockMap]]:
         """The program's with a host of this scale, and its optimizer's part."""
         program = self.program
-        courses: dict[int, Course] = {}
+        clock_maps: dict[int, ClockMap] = {}
         ahead: list[Stage] = []
         order: list[Stage] = []
         for place in (*program.micro_batch, *program.step):
             segment = program.segments[place]
-            if place not in courses:
+            if place not in clock_maps:
                 calls = segment.calls
                 if not ahead and segment.phase not in ("forward", "step"):
                     first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         before, calls = calls[:first], calls[first:]
-                        ahead = [*order, Stage(segment.phase, self._course(before, scale))]
+                        ahead = [*order, Stage(segment.phase, self._clock_map(before, scale))]
                         order = []
-                courses[place] = self._course(calls, scale)
-            order.append(Stage(segment.phase, courses[place]))
+                clock_maps[place] = self._clock_map(calls, scale)
+            order.append(Stage(segment.phase, clock_maps[place]))
         added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
         end = len(order) - len(program.step)
         timeline = Timeline(
             forward=ahead,
             backward=order[:end],
-            added=self._course(added, scale),
+            added=self._clock_map(added, scale),
             num_modules=program.num_modules,
             scale=scale,
         )
-        return timeline, [stage.course for stage in order[end:]]
+        return timeline, [stage.clock_map for stage in order[end:]]
 
     def parts(self, loop: Loop) -> dict[str, float]:
         """Device seconds of a step by part."""
@@ -427,5 +430,5 @@ class _Priced:
             for call, count in Counter(call // _NUM for call in segment.calls).items():
                 add_parts(parts, segment.phase, self.prices[call], repeats * count)
         for call, count in self.program.added.items():
-            parts["optimizer"] += (loop.accumulation - 1) * count * device_s(self.prices[call])
+            parts["optimizer"] += (loop.accumulation - 1) * count * price_with_gaps_s(self.prices[call])
         return dict(parts)

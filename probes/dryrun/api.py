@@ -183,7 +183,7 @@ def _refusal(setup: TrainSetup) -> str:
             f"a micro-batch of {setup.tokens_per_micro_batch:,} tokens: a dry run follows each piece of the loss, of "
             f"{MAX_TOKENS_IN_PIECES:,} at most"
         )
-    return "" if setup.alone else why_not_traced(setup)
+    return "" if setup.single_gpu else why_not_traced(setup)
 
 
 def _unsupported(message: str) -> ProbeFailure:

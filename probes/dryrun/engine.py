@@ -47,7 +47,7 @@ def run_engine(
         return report(_plan(raw_config, setup, full_depth), world)
 
     load_libraries()
-    if setup.alone:
+    if setup.single_gpu:
         return run()
     if setup.pipeline_degree > 1:
         from probes.dryrun.stages import run_stages

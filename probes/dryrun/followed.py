@@ -13,7 +13,7 @@ def why_not_traced(setup: TrainSetup) -> str:
         return "it does not follow one process that drives several GPUs (device_map, nn.DataParallel)"
     if setup.fsdp_version == 1:
         return "it runs PyTorch's FSDP2, not version 1"
-    if setup.context_degree > 1 and not setup.rings:
+    if setup.context_degree > 1 and not setup.uses_ring_attention:
         return "there is none of DeepSpeed's engine, nor of its Ulysses, which run on no meta tensors"
     if setup.zero:
         return "there is none of DeepSpeed's engine, which runs on no meta tensors"
@@ -40,7 +40,7 @@ def _why_no_pipeline(setup: TrainSetup) -> str:
 def traced_rank(setup: TrainSetup) -> int:
     """The rank that is followed: 0, and of a ring one in the middle. It merges earlier ranks' pieces whole and later
     ones' by halves, whose result it makes anew in another layout: the last rank does the one, the first the other."""
-    return (setup.context_degree - 1) // 2 if setup.rings else 0
+    return (setup.context_degree - 1) // 2 if setup.uses_ring_attention else 0
 
 
 def rank_note(setup: TrainSetup) -> str:
@@ -57,7 +57,7 @@ def rank_note(setup: TrainSetup) -> str:
         return f"{rank}: transformers' own tensor parallelism{inside} ran in a fake process group"
     if setup.expert_degree > 1:
         return f"{rank}: transformers' own FSDP2 and token dispatch ran in a fake process group, with balanced routing"
-    if setup.rings:
+    if setup.uses_ring_attention:
         rank = f"rank {traced_rank(setup)} of {setup.num_gpus}, PyTorch's own ring of {setup.context_degree}"
     host = "; what lies in the host's memory is told apart by a mark" if setup.offload != "none" else ""
     return f"{rank}: {OWN_CODE[setup.parallel]} ran in a fake process group, collectives without communication{host}"

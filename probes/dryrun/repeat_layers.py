@@ -39,7 +39,7 @@ class _Segment:
 
     Attributes:
         pattern: what it does to its own allocations, of which `numbers` are the run's.
-        holes: between the pattern's runs, releases of others' storages as (number, `_ELSEWHERE`), and libraries'
+        holes: between the pattern's runs, releases of others' storages as (number, `_OTHERS`), and libraries'
             workspaces, which are made once, as (number, `_ONCE`).
         nth: how many segments of the same phase and layer came before in the same pass.
     """

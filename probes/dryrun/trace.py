@@ -152,7 +152,7 @@ def trace_run(
         world: the job that this process is a rank of, None for one GPU.
         tracker_class: what follows one GPU (a job brings its own).
     """
-    log = KernelLog(capability=capability, ring=ring_group(setup) if setup.rings else None)
+    log = KernelLog(capability=capability, ring=ring_group(setup) if setup.uses_ring_attention else None)
     attention, notes = resolve_attention(config, setup)
     with ExitStack() as stack:
         stack.enter_context(_emulated(log, config, device))

@@ -30,7 +30,7 @@ def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
             if type(module).__name__ == "NewGELUActivation":
                 module.forward = partial(torch.nn.functional.gelu, approximate="tanh")
     with ExitStack() as stack:
-        if setup.pins_four_bit:
+        if setup.saves_four_bit_inputs:
             from bitsandbytes.autograd._functions import MatMul4Bit
 
             forward = staticmethod(_keeping_input(MatMul4Bit.forward))

@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.options.losses import TRL_TOKEN_CHUNK, TRL_VOCAB_CHUNK
 from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
 from probes.stack.kernels import launched
 
 Kernel = Callable[..., None]
-
-TOKENS_PER_TILE = 4096
-"""Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
-VOCAB_PER_TILE = 32768
-"""Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
 def _unseen(name: str, reads: int = 1, *, writes: bool = True) -> Callable[[Kernel], Kernel]:
@@ -61,14 +57,14 @@ class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
         rows, vocab = hidden.shape[0], weight.shape[0]
         dtype = _computed_in(hidden)
         stats = [torch.zeros((rows,), device=device, dtype=torch.float32) for _ in range(7)]
-        tile_buffer = torch.empty((min(rows, TOKENS_PER_TILE), VOCAB_PER_TILE), device=device, dtype=dtype)
+        tile_buffer = torch.empty((min(rows, TRL_TOKEN_CHUNK), TRL_VOCAB_CHUNK), device=device, dtype=dtype)
         maximum, total = stats[0].fill_(float("-inf")), stats[1]
         target_logit = stats[2]
-        for first in range(0, rows, TOKENS_PER_TILE):
-            last = min(first + TOKENS_PER_TILE, rows)
+        for first in range(0, rows, TRL_TOKEN_CHUNK):
+            last = min(first + TRL_TOKEN_CHUNK, rows)
             part = hidden[first:last].to(dtype)
-            for start in range(0, vocab, VOCAB_PER_TILE):
-                end = min(start + VOCAB_PER_TILE, vocab)
+            for start in range(0, vocab, TRL_VOCAB_CHUNK):
+                end = min(start + TRL_VOCAB_CHUNK, vocab)
                 tile = tile_buffer[: last - first, : end - start]
                 torch.mm(part, weight[start:end].to(dtype).t(), out=tile)
                 if bias is not None:
@@ -99,13 +95,13 @@ class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
 
         grad_hidden, grad_weight = zeros(hidden, need_hidden), zeros(weight, need_weight)
         grad_bias = zeros(bias, need_bias)
-        tile_buffer = torch.empty((min(rows, TOKENS_PER_TILE), VOCAB_PER_TILE), device=device, dtype=dtype)
+        tile_buffer = torch.empty((min(rows, TRL_TOKEN_CHUNK), TRL_VOCAB_CHUNK), device=device, dtype=dtype)
         grad_log_probs = grad_log_probs.float().contiguous()
-        for first in range(0, rows, TOKENS_PER_TILE):
-            last = min(first + TOKENS_PER_TILE, rows)
+        for first in range(0, rows, TRL_TOKEN_CHUNK):
+            last = min(first + TRL_TOKEN_CHUNK, rows)
             part = hidden[first:last].to(dtype)
-            for start in range(0, vocab, VOCAB_PER_TILE):
-                end = min(start + VOCAB_PER_TILE, vocab)
+            for start in range(0, vocab, TRL_VOCAB_CHUNK):
+                end = min(start + TRL_VOCAB_CHUNK, vocab)
                 chunk = weight[start:end].to(dtype)
                 tile = tile_buffer[: last - first, : end - start]
                 torch.mm(part, chunk.t(), out=tile)

@@ -195,7 +195,7 @@ def _untied(model: Any) -> Iterator[None]:
 
 
 def _dim_names(setup: TrainSetup) -> tuple[str, ...]:
-    return (SHARD_DIM,) if setup.shards == setup.copies else (REPLICATE_DIM, SHARD_DIM)
+    return (SHARD_DIM,) if setup.shards == setup.shardable_ranks else (REPLICATE_DIM, SHARD_DIM)
 
 
 def data_mesh(setup: TrainSetup, device: torch.device) -> Any:
@@ -203,7 +203,7 @@ def data_mesh(setup: TrainSetup, device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     names = _dim_names(setup)
-    shape = (setup.shards,) if len(names) == 1 else (setup.copies // setup.shards, setup.shards)
+    shape = (setup.shards,) if len(names) == 1 else (setup.shardable_ranks // setup.shards, setup.shards)
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 

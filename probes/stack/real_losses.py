@@ -7,9 +7,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from planner.options.losses import TRL_VOCAB_CHUNK
 from planner.setup import TrainSetup
 
-VOCAB_PER_TILE = 32768
 _MODULES = {"chunked": ("trl", "datasets"), "liger": ("liger_kernel", "triton")}
 """trl imports datasets in its backward."""
 
@@ -42,7 +42,7 @@ def _chunked() -> Any:
 
     def chunked(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
         outputs = ("entropy", "is_top1")
-        values = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, VOCAB_PER_TILE, None, 1.0, outputs)
+        values = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
         return values[0], values[1], values[4]
 
     return chunked

@@ -63,8 +63,8 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = No
     accelerate leaves them as they are.
 
     Args:
-        layout: `probes.stack.parallelize.Spread` of one rank of several GPUs, None for one GPU.
-        reference: the frozen copy that the objective asks (`make_reference`).
+        layout: `probes.stack.parallelize.Layout` of one rank of several GPUs, None for one GPU.
+        reference: the frozen copy that the objective asks (`probes.stack.build.build_reference`).
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """

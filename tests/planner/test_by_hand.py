@@ -17,7 +17,7 @@ from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
 from planner.memory.states import int8_bytes as int8_weight_bytes
 from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes
-from planner.memory.step import allocator_gap_bytes, gap_of_loss, holes_of_loss
+from planner.memory.step import allocator_gap_bytes, formula_loss_gap_share, profile_loss_gap
 from planner.memory.trained import trained_parameters
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
@@ -200,7 +200,9 @@ def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
     assert allocator_gap_bytes(loss=0, layer=0) == allocator_gap_bytes(loss=-5, layer=0) == 24 * MIB
     assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB) == 42 * MIB
     assert allocator_gap_bytes(loss=10 * MIB, layer=100 * MIB) == 36 * MIB
-    spaced = [gap_of_loss(loss, every) for loss, every in (("full", 0), ("full", 1), ("full", 2), ("chunked", 2))]
+    spaced = [
+        formula_loss_gap_share(loss, every) for loss, every in (("full", 0), ("full", 1), ("full", 2), ("chunked", 2))
+    ]
     assert spaced == [0.18, 0.18, 0.34, 0.18]
     assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB, of_loss=spaced[2]) == 58 * MIB
     breakdown = predict_memory(smol(), A100, TrainSetup(checkpointing=0))
@@ -240,7 +242,7 @@ def test_blocks_of_logits_left_open_are_those_of_a_replay(
     """Dry runs of 29 November 2026 on an A100, whose workspace is 8,320 KiB: two blocks (0.34), one (0.18) or none."""
     setup, spec = TrainSetup(**{"loss": "full", "kernels": "eager", "checkpointing": 1, **fields}), load(model)
     assert spec is not None
-    assert holes_of_loss(spec, setup, 8320 * 1024).at(stream_mib * MIB) == share
+    assert profile_loss_gap(spec, setup, 8320 * 1024).at(stream_mib * MIB) == share
 
 
 def test_quantized_weights() -> None:

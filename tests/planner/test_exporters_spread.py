@@ -112,7 +112,7 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
             assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (setup.offload == "parameters")
             assert plugin.activation_checkpointing == (setup.checkpointing == 1 and not setup.activation_offload)
             assert plugin.state_dict_type.name == "FULL_STATE_DICT"
-            hybrid = setup.shard_degree not in (0, setup.copies) or setup.context_degree > 1
+            hybrid = setup.shard_degree not in (0, setup.shardable_ranks) or setup.context_degree > 1
             assert os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if hybrid else None)
             if hybrid:
                 mesh = ParallelismConfig()

@@ -269,13 +269,13 @@ def test_older_libraries_keep_more() -> None:
     assert "inputs that quantized matrices keep" in terms(packed)
     assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))
     flash = base.replace(attention="flash-attention-2", transformers_version="4.53")
-    assert not flash.computed_otherwise  # so that profiles and dry runs of today's libraries hold
+    assert not flash.uses_older_code_paths  # so that profiles and dry runs of today's libraries hold
     assert (
         predict_memory(MODEL, card, flash).terms
         == predict_memory(MODEL, card, flash.replace(transformers_version="")).terms
     )
     others = ({"attention": "sdpa"}, {"transformers_version": "4.48"}, {"use_cache": True})
-    assert all(setup.computed_otherwise for setup in (packed, *(flash.replace(**changed) for changed in others)))
+    assert all(setup.uses_older_code_paths for setup in (packed, *(flash.replace(**changed) for changed in others)))
     with pytest.raises(SetupError, match="transformers_version"):
         base.replace(transformers_version="newest")
 

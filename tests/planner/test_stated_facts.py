@@ -106,7 +106,7 @@ def test_deepspeeds_autotp_cuts_matrices_beside_zero_1_and_2() -> None:
         return read_text(json.dumps(text), "ds.json", base=base, around=FileContext(num_gpus=num_gpus))
 
     config, gpu = read(2, 2), find_gpu("a100-80gb")
-    assert (config.setup.tensor_degree, config.setup.copies, len(config.approximations)) == (2, 4, 1)
+    assert (config.setup.tensor_degree, config.setup.shardable_ranks, len(config.approximations)) == (2, 4, 1)
     peaks = [predict(model("Qwen/Qwen2-7B"), gpu, read(2, degree).setup).peak_reserved_bytes for degree in (1, 2)]
     assert (peaks[0] - peaks[1]) / 1e9 == pytest.approx(7, abs=1)
     swift = "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2-7B --max_length 512 --deepspeed zero2"
@@ -294,7 +294,7 @@ def test_the_losss_moments_have_each_its_own_bytes() -> None:
     )
     moments = LossMoment.of(state, chain, 700_000)
     expected = {
-        "within": 700_011,
+        "in_model_forward": 700_011,
         "forward": 700_002,
         "backward": 203,
         "head": 10,

@@ -24,7 +24,7 @@ from planner.speed.step_program import (
     programs_of,
     save_programs,
 )
-from planner.speed.timeline import IDLE, JOIN, QUEUE_S, Course, course_of, issue_of
+from planner.speed.timeline import IDLE, QUEUE_S, SYNCHRONIZE, ClockMap, clock_map_of, issue_of
 from tests.planner.helpers import loaded
 
 MODEL = loaded("meta-llama/Llama-3.2-1B")
@@ -46,8 +46,8 @@ LORA = TrainSetup(method="lora", kernels="liger", loss="chunked", lora_rank=16, 
 DEVICE = {0: 5e-3, 1: 2e-3, 2: 1e-3, 3: 3e-3}
 
 
-def course(*calls: tuple[float, int | None]) -> Course:
-    return course_of(issue_of(calls), DEVICE)
+def course(*calls: tuple[float, int | None]) -> ClockMap:
+    return clock_map_of(issue_of(calls), DEVICE)
 
 
 def test_course_of_calls_is_what_two_clocks_say() -> None:
@@ -66,7 +66,7 @@ def test_courses_are_composed_in_any_grouping() -> None:
     assert second.times(3) == pytest.approx(course(*[(4e-3, 2), (0.0, -1)] * 3))
     assert first.then(IDLE) == first.times(1) == first
     assert first.times(0) == IDLE
-    assert Course(0.0, 1.0, 2.0, 3.0).then(JOIN).host_host == 2.0
+    assert ClockMap(0.0, 1.0, 2.0, 3.0).then(SYNCHRONIZE).host_host == 2.0
 
 
 @pytest.mark.parametrize(

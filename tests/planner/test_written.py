@@ -277,7 +277,7 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 pairs = {"objective": "embedding", "loss": "full", "packing": False, "micro_batch_seqs": 4}
                 with suppress(SetupError):
                     export_request = replace(export_request, setup=export_request.setup.replace(**pairs), dataset=None)
-            if target == "loggetta" and export_request.setup.alone:
+            if target == "loggetta" and export_request.setup.single_gpu:
                 packed = {"method": "qlora", "quantization": "nf4-double", "quantize_experts": True}
                 packed |= {"lora_rank": 4, "lora_targets": "attention", "optimizer": "adamw-8bit"}
                 with suppress(SetupError):

@@ -131,10 +131,10 @@ def _mesh(setup: TrainSetup) -> Line | None:
     Source: accelerate 1.15 `ParallelismConfig`: FSDP2 shards over dp_shard and cp together.
     """
     degree = setup.context_degree
-    if setup.shards == setup.copies and degree == 1:
+    if setup.shards == setup.shardable_ranks and degree == 1:
         return None
     sizes: dict[str, object] = {
-        "parallelism_config_dp_replicate_size": setup.copies // setup.shards,
+        "parallelism_config_dp_replicate_size": setup.shardable_ranks // setup.shards,
         "parallelism_config_dp_shard_size": setup.shards // degree,
     }
     if degree == 1:

@@ -171,7 +171,7 @@ def constants(request: ExportRequest) -> str:
         + (setup.objective_spec.head == "score") * constant("TEXT_FIELD", "text")
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
         + (setup.objective_spec.head != "none") * constant("PACKING", setup.packing)
-        + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
+        + (setup.context_degree > 1) * constant("PIECES", setup.sequence_chunks, "every sequence is cut into so many")
     )
 
 
@@ -346,7 +346,7 @@ def _ulysses(setup: TrainSetup) -> list[Line]:
 
     Source: accelerate 1.15 `commands/launch.py` ("You cannot use `--use_parallelism_config` without `--use_fsdp`").
     """
-    if setup.context_degree == 1 or setup.rings:
+    if setup.context_degree == 1 or setup.uses_ring_attention:
         return []
     kernel = {"sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}[setup.attention]
     handler = f'DeepSpeedSequenceParallelConfig(sp_attn_implementation="{kernel}")'

@@ -158,7 +158,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
     env = common.environment(request.gpu)
-    if not setup.alone:
+    if not setup.single_gpu:
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
     meeting = {"NNODES": str(request.num_nodes)}
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}

@@ -44,7 +44,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Loggetta cannot run this setup, "" when it can."""
-    if not setup.alone:
+    if not setup.single_gpu:
         return "Loggetta trains on one GPU"
     if setup.method == "full" or setup.adapter != "lora" or setup.lora_dropout:
         return "Loggetta trains LoRA without dropout beside experts in 4 bits"

@@ -57,7 +57,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why MLX-LM cannot run this setup, "" when it can."""
-    if not setup.alone:
+    if not setup.single_gpu:
         return "the MLX-LM config is written for one GPU"
     if setup.quantization == "int8":
         return "LLM.int8 is bitsandbytes': MLX's own 8 bits are not planned (nf4 is written as MLX's 4 bits)"

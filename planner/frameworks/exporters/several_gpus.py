@@ -18,7 +18,7 @@ def processes(setup: TrainSetup) -> int:
 
 def launched(setup: TrainSetup) -> bool:
     """Whether a launcher starts it: more than one process, or one whose engine keeps something on the host."""
-    return not setup.alone and setup.parallel not in ("dp", "device-map")
+    return not setup.single_gpu and setup.parallel not in ("dp", "device-map")
 
 
 def split_refusal(setup: TrainSetup, tool: str) -> str:
@@ -48,9 +48,9 @@ def context_refusal(setup: TrainSetup, tool: str, *, ring: bool = False, ulysses
         return ""
     if setup.packing and tool != "torchtitan":
         return f"{tool} keeps packed samples apart by a mask, which cut sequences drop: use --no-packing"
-    if ring if setup.rings else ulysses:
+    if ring if setup.uses_ring_attention else ulysses:
         return ""
-    if setup.rings:
+    if setup.uses_ring_attention:
         return f"{tool} is not written with PyTorch's context parallelism (trl, hf and torchtitan are)"
     return f"{tool} is not written with DeepSpeed's Ulysses (hf is)"
 

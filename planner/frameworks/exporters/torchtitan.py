@@ -185,7 +185,7 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
     sharded = setup.parallel == "fsdp2"
     shards = setup.shards if sharded else 1
     lines = [
-        Line("data_parallel_replicate_degree", setup.copies // shards),
+        Line("data_parallel_replicate_degree", setup.shardable_ranks // shards),
         Line("data_parallel_shard_degree", shards // setup.context_degree),
         Line("tensor_parallel_degree", setup.tensor_degree),
         Line("pipeline_parallel_degree", setup.pipeline_degree),

@@ -59,7 +59,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the recipe cannot run this setup, "" when it can."""
-    if not setup.alone:
+    if not setup.single_gpu:
         return "this recipe of torchtune's trains on one GPU"
     if setup.method != "full" or setup.trained_layers:
         return "this recipe of torchtune's trains whole models"

@@ -249,7 +249,7 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
 
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:
-    pieces = Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
+    pieces = Line("pad_to_multiple_of", setup.sequence_chunks, "every sequence is cut into so many pieces")
     if setup.objective_spec.supervised:
         return [
             setting_line(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),

@@ -40,7 +40,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the Unsloth script cannot run this setup, "" when it can."""
-    if not setup.alone:
+    if not setup.single_gpu:
         return "the Unsloth script is written for one GPU"
     if setup.precision == "bf16-pure" and setup.method != "full":
         return "Unsloth trains adapters under autocast (bf16-autocast works)"

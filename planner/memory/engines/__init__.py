@@ -50,7 +50,7 @@ def why_not(model: ModelSpec, setup: TrainSetup) -> str:
 
     Not counted: whether it fits into memory, or is wise.
     """
-    if setup.alone:
+    if setup.single_gpu:
         return ""
     if model.front_end is not None and setup.parallel not in WITH_SOUND["parallel"]:
         return (

@@ -123,12 +123,12 @@ def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
                 f"{model.model_type} has layers that carry a state along the sequence, which a cut one would lose "
                 "(accelerate 1.15 _refuse_recurrent_layers_under_sequence_parallelism)"
             )
-        if setup.rings and attention.window_tokens:
+        if setup.uses_ring_attention and attention.window_tokens:
             return (
                 f"{model.model_type} has layers with a sliding window, and context parallelism knows causal attention "
                 "alone (accelerate 1.15 _attach_context_parallel_hooks)"
             )
-        if not setup.rings and not _heads_divide(attention.num_heads, attention.num_kv_heads, degree):
+        if not setup.uses_ring_attention and not _heads_divide(attention.num_heads, attention.num_kv_heads, degree):
             return (
                 f"{attention.num_heads} heads and {attention.num_kv_heads} key-value heads cannot be dealt out to "
                 f"{degree} GPUs (DeepSpeed 0.19 UlyssesSPAttentionHF)"

@@ -2,7 +2,7 @@
 
 The sizes are read under the names that decoders' configurations have for them; what else sets the type apart from the
 kind (further norms, biases, positions) is not known and makes the wide band
-`planner.planning.evidence.bands.LIKE_BAND`.
+`planner.planning.evidence.bands.LIKE_BANDS`.
 """
 
 from collections.abc import Mapping

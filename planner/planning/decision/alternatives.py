@@ -24,7 +24,7 @@ from planner.planning.decision.layouts import FIELDS, layout_key, layout_name
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import fewer_matrices, opened_workloads, taken_when_asked
 from planner.planning.decision.results import NodeResults, WalkResults
-from planner.planning.decision.tree import OneGpu
+from planner.planning.decision.tree import SingleGpuAnswer
 from planner.planning.expressed import variants_as_run
 from planner.planning.groups import UNFUSED, same_kernels
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
@@ -42,7 +42,7 @@ NUM_LAYOUTS_SHOWN = 3
 
 
 def alternatives(
-    workload: Workload, chosen: Candidate, node: Node, results: WalkResults, alone: OneGpu
+    workload: Workload, chosen: Candidate, node: Node, results: WalkResults, alone: SingleGpuAnswer
 ) -> tuple[Alternative, ...]:
     """The best of the other layouts, the same on one GPU, and what one GPU's plan offers as well."""
     shown: list[Alternative] = []

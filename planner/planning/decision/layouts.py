@@ -81,7 +81,7 @@ def layout_name(setup: TrainSetup) -> str:
 
 
 def fields_name(fields: Mapping[str, Any]) -> str:
-    """The words of `spread_name` from setup fields; absent fields have their defaults."""
+    """The words of `layout_name` from setup fields; absent fields have their defaults."""
     tensor, stages = (fields.get(name, 1) for name in ("tensor_degree", "pipeline_degree"))
     split = [f"tensor {tensor}"] * (tensor > 1)
     if (context := fields.get("context_degree", 1)) > 1:
@@ -108,7 +108,7 @@ def fields_name(fields: Mapping[str, Any]) -> str:
 
 def layout_order(setup: TrainSetup) -> int:
     """How far a layout is from the simplest; 0 on one GPU. Breaks ties in speed."""
-    if setup.alone:
+    if setup.single_gpu:
         return 0
     rank = engine_of(setup).tie_break
     rank += 4 * sum(degree > 1 for degree in setup.degrees) + 8 * (setup.offload != "none")

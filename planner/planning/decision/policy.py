@@ -1,4 +1,5 @@
-"""The stated policy (docs/choices.md): what comes before what, and what a small gain in speed is not worth."""
+"""The stated policy (docs/choices.md) among setups of one method: what a small gain in speed is not worth, and what is
+taken only where it pays (kernels, torch.compile, ranks, disk). Which method comes first: `decision.tree`."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace

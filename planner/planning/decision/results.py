@@ -158,7 +158,7 @@ class Limits:
         if stopped(self.corrections, setup):
             return CANNOT_RUN
         rest = self.corrections.get(ANY_SETUP)
-        if not setup.alone:
+        if not setup.single_gpu:
             rest = self.corrections.get(layout_correction_key(setup), rest)
         return self.corrections.get(correction_key(setup), rest)
 
@@ -273,7 +273,7 @@ class WalkResults:
         return {key: results for (key, name), results in self.by_layout_and_node.items() if name == node}
 
     def nodes(self) -> dict[Node, NodeResults]:
-        """Facts of every node over all layouts; of the points that fit those of its best spread (`best_spread`)."""
+        """Results of every node over all layouts; of the points that fit those of its best layout (`best_layout`)."""
         if self.whole:
             return self.whole
         self._settle_quality()

@@ -1,7 +1,7 @@
 """The decision tree: which questions are asked in which order, answered from the walked space with the deciding bytes.
 
 Step 1 gets one sequence in: full fine-tuning where it is asked for or needed, LoRA, then QLoRA; the first that fits is
-taken (`preferred_nodes` states the rule). With several GPUs `spread_tree` then asks how the job is put on them. The
+taken (`preferred_nodes` states the rule). With several GPUs `layout_tree` then asks how the job is put on them. The
 last step spends what is left: attention kernel, checkpointing, micro-batch, accumulation. The tree is not monotone
 (QLoRA with the fp32 cast can need more than LoRA), so every branch is compared, none assumed.
 """
@@ -39,8 +39,8 @@ METHOD_BAND = 0.10
 QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both."""
 
 CHECKPOINTING = "Is gradient checkpointing needed?"
-TIGHT = "by less than the formula errs"
-OneGpu = Plan | NoPlan | None
+WITHIN_ERROR_BAND = "by less than the formula errs"
+SingleGpuAnswer = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
 
 
@@ -50,7 +50,7 @@ def answers(
     node: Node | None,
     best: WalkedSetup | None,
     chosen: Candidate | None,
-    alone: OneGpu,
+    alone: SingleGpuAnswer,
 ) -> Iterator[Answer]:
     """All answers, in the order in which the questions are asked; `node`, its `best` point and `chosen` are what was
     taken, if anything fits."""
@@ -170,7 +170,7 @@ def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: W
     node_results, rival, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
     if not node_results.sure:
-        reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
+        reason = f"one sequence needs {gib(need)}, {WITHIN_ERROR_BAND}; nothing surely fits"
     if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
     if node is Node.FULL and data_needs_full(workload):
@@ -195,7 +195,7 @@ def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Work
             stops, more = never_runs(need, workload.budget_bytes), gib(need - workload.budget_bytes)
             why.append(f"{node.words} does not run" if stops else f"{node.words} needs {more} more than there is")
         elif node_results.best() is not None and not node_results.sure and node is not Node.FULL:
-            why.append(f"{node.words} may fit, {TIGHT}")
+            why.append(f"{node.words} may fit, {WITHIN_ERROR_BAND}")
     if chosen is Node.FULL and data_needs_full(workload):
         why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
     lora = nodes[Node.LORA].best()
@@ -225,7 +225,7 @@ def _full_passed_over(full: NodeResults, mine: WalkedSetup, workload: Workload) 
         return f"full fine-tuning fits and overfits {workload.data.epoch_tokens:,} tokens"
     shown = (sure or best).tokens_per_s / mine.tokens_per_s
     if sure is None:
-        return f"full fine-tuning may fit, {TIGHT}, and would run at {shown:.2f} times the speed"
+        return f"full fine-tuning may fit, {WITHIN_ERROR_BAND}, and would run at {shown:.2f} times the speed"
     return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
@@ -244,7 +244,7 @@ def _not_taken(node: Node, nodes: Mapping[Node, NodeResults], chosen: Node | Non
     if node is Node.EIGHT_BIT:
         return f"{nodes[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
     if not nodes[node].sure and nodes[chosen].sure:
-        return f"it may fit, {TIGHT}; {speed}"
+        return f"it may fit, {WITHIN_ERROR_BAND}; {speed}"
     if taken.shared.offload != "none" and chosen.quantized:
         return f"fits, but {chosen.words} leaves a quarter of its base in the host's memory; {speed}"
     if node is Node.LORA and chosen is Node.FULL:

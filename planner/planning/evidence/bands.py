@@ -89,11 +89,12 @@ card that none of them was on (`UNSEEN_CARD` x 8 %)."""
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None) -> float:
-    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
+    """Half-width of the closed forms' memory band for one setup, as a fraction: one GPU's, and more with several.
+    What is printed is chosen in `planner.planning.predict` and, where runs of the stack are known, by `with_evidence`.
 
-    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
+    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); LAYOUT_BANDS.
     """
-    fraction = _one_gpu_band(model, setup) + (0.0 if setup.alone else _layout_band(setup))
+    fraction = _one_gpu_band(model, setup) + (0.0 if setup.single_gpu else _layout_band(setup))
     apple = gpu is not None and gpu.vendor == "Apple"
     return max(fraction, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
 
@@ -117,7 +118,7 @@ def dry_run_band(setup: TrainSetup) -> float:
 
 def profile_band(setup: TrainSetup) -> float:
     """The same of a step profile."""
-    more = 0.0 if setup.alone else RANK_PROFILE_BANDS.get(setup.parallel, LAYOUT_BAND)
+    more = 0.0 if setup.single_gpu else RANK_PROFILE_BANDS.get(setup.parallel, LAYOUT_BAND)
     return max(PROFILE_BAND + more, ENGINE_BANDS.get(setup.stack, 0.0))
 
 
@@ -193,10 +194,10 @@ def band_stack(stack: str, metric: str) -> str:
     return ONE_PROGRAM.get(stack, stack) if metric == "tokens_per_s" else stack
 
 
-def metric_of(setup: TrainSetup) -> str:
+def gpu_count_kind(setup: TrainSetup) -> str:
     """ "one", "one, eager" or "several" GPUs: bands of these are never shared. Eager attention's tokens x tokens scores
     are a risk of their own."""
-    if not setup.alone:
+    if not setup.single_gpu:
         return "several"
     return "one, eager" if setup.attention == "eager" else "one"
 
@@ -218,7 +219,7 @@ def evidence_bands(level: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[st
     its runs was. A memory figure that nobody compared, or one source alone, is as uncertain as the widest that somebody
     did, of the stack or else of all. Several GPUs have no compared dry runs: theirs are the formula's.
     """
-    cells, gpus = _cells(), metric_of(setup)
+    cells, gpus = _cells(), gpu_count_kind(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
     on_trainer = STACKS[stack].runs_trainer and stack not in TRAINERS and not any(name == stack for *_, name in cells)
     stack = TRAINERS[0] if on_trainer else stack

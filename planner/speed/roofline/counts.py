@@ -121,7 +121,7 @@ class Inventory:
 
     Attributes:
         groups: the layers' matrices; head and outer matrices apart.
-        rms_width, layer_norm_width: normalised elements; `num_norms` modules.
+        rms_width, layer_norm_width: normalized elements.
         rotary_width: elements that rotary embeddings touch.
         residual_width: elements of residual additions.
         gated_width, plain_width: elements between the MLP's matrices (active experts only).

@@ -55,8 +55,8 @@ class DataParallel:
         cluster, inner = collectives.cluster, setup.tensor_degree
         self._setup, self._collectives, self._traffic = setup, collectives, traffic
         self._overlap_cost = constants.overlap_cost_fsdp_1 if fsdp_1 else constants.overlap_cost
-        self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.copies, inner)
-        self._replicas: Group = group_of(cluster, setup.copies // self._shards.size, inner * self._shards.size)
+        self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.shardable_ranks, inner)
+        self._replicas: Group = group_of(cluster, setup.shardable_ranks // self._shards.size, inner * self._shards.size)
         ways = setup.expert_degree  # ranks that hold the same experts stand that far apart
         self._alike: Group = group_of(cluster, self._shards.size // ways, inner * ways)
         self._host_rate = host_rate
@@ -64,7 +64,7 @@ class DataParallel:
     def micro(self, micro: Micro, seqs: int) -> Exposed:
         """Exposed communication of one micro-batch of `seqs` sequences whose compute takes `micro`."""
         parallel = self._setup.parallel
-        if self._setup.copies == 1 and not self._host_rate:
+        if self._setup.shardable_ranks == 1 and not self._host_rate:
             return Exposed(0.0, 0.0)
         if parallel == "dp":
             return Exposed(self._one_process(seqs), self._one_process(seqs))
@@ -203,7 +203,7 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
             continue
         spec = rank_heads(layer.attention, inner)
         pairs = tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
-        if setup.rings:
+        if setup.uses_ring_attention:
             ahead = collectives.all_gather_s(degree * size * pairs, group)
             back = ahead + degree * collectives.send_s(4 * pairs, group)
         else:

@@ -38,7 +38,7 @@ def _setup(degree: int, parallel: str = "fsdp2", **fields: Any) -> TrainSetup:
 
 def test_degrees_divide_copies_and_shards_span_sequences() -> None:
     setup = _setup(4, micro_batch_seqs=2, accumulation_steps=3)
-    assert (setup.data_degree, setup.copies, setup.shards, setup.global_batch_seqs) == (2, 8, 8, 12)
+    assert (setup.data_degree, setup.shardable_ranks, setup.shards, setup.global_batch_seqs) == (2, 8, 8, 12)
     inner = engine_of(setup).computes(setup)
     assert (inner.seq_len_tokens, inner.num_gpus, inner.context_degree) == (TOKENS // 4, 1, 4)
 
