@@ -6,7 +6,7 @@ module tree instead and a test compares the two.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
@@ -376,6 +376,10 @@ class ModelSpec:
     @cached_property
     def _worked_out(self) -> dict[Hashable, Any]:
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy works everything out anew: what is kept here tells parts apart by their identity."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def once(self, key: Hashable, work_out: Callable[["ModelSpec"], T]) -> T:
         """What is worked out of this very object, once: a walk asks thousands of times, and models of one shape are

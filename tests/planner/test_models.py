@@ -1,9 +1,13 @@
 """The catalogue and the adapters: every published configuration gives exactly the module tree's parameters."""
 
+import copy
+import pickle
+
 import pytest
 
 from planner.models import catalogue
 from planner.models.adapters import model_types, spec_from_config
+from tests.planner.helpers import loaded
 
 ENTRIES = catalogue.entries()
 
@@ -62,3 +66,13 @@ def test_load_matches_the_id_exactly_by_its_last_part() -> None:
     spec = catalogue.load("llama-3.1-8b")
     assert spec is not None
     assert spec.model_id == "meta-llama/Llama-3.1-8B"
+
+
+def test_a_copy_of_a_model_works_everything_out_anew() -> None:
+    """What a walk keeps beside a model tells its parts apart by identity, which a copy does not share: a plan that had
+    been pickled was compared without end."""
+    model = loaded("qwen/qwen2.5-1.5b")
+    assert model.once("kept", lambda _: 1) == 1
+    for same in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert same == model
+        assert same.once("kept", lambda _: 2) == 2
