@@ -1,6 +1,6 @@
-"""Every recorded measurement against what a rung predicts for it, or other estimators (--rivals).
+"""Every recorded measurement against what a level predicts for it, or other estimators (--rivals).
 
-python -m benchmarks.accuracy [--rung formula] [--what all] [--group SOURCE] [--out docs/accuracy] [--json]
+python -m benchmarks.accuracy [--level formula] [--what all] [--group SOURCE] [--out docs/accuracy] [--json]
 """
 
 import json
@@ -37,7 +37,7 @@ from planner.setup.outcome import Prediction, ProbeFailure
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 
-RUNGS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
+LEVELS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
 QUANTITIES: dict[str, tuple[Quantity, ...]] = {
     "memory": ("allocated", "reserved", "device"),
     "allocated": ("allocated",),
@@ -49,7 +49,7 @@ QUANTITIES: dict[str, tuple[Quantity, ...]] = {
 
 
 def accuracy(
-    rung: Annotated[str, typer.Option("--rung", help="formula, or dry_run (needs torch; minutes).")] = "formula",
+    level: Annotated[str, typer.Option("--level", help="formula, or dry_run (needs torch; minutes).")] = "formula",
     what: Annotated[str, typer.Option("--what", help="memory, allocated, reserved, device, speed or all.")] = "all",
     group: Annotated[str | None, typer.Option("--group", help="Only this source.")] = None,
     newest: Annotated[
@@ -65,18 +65,18 @@ def accuracy(
     as_json: options.Json = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
-    quantities = _quantities(rung, what)
+    quantities = _quantities(level, what)
     rows = _rows(group, newest)
     if rivals:
         _against_rivals(rows, rivals, out)
         return
-    ask = _remembered(predict if rung == "formula" else dry_run_setup())
-    tables = [accuracy_table(rows, ask, what=quantity, lookup=_lookup, level=RUNGS[rung]) for quantity in quantities]
+    ask = _remembered(predict if level == "formula" else dry_run_setup())
+    tables = [accuracy_table(rows, ask, what=quantity, lookup=_lookup, level=LEVELS[level]) for quantity in quantities]
     if out is not None:
         flags = (
-            f"--rung {rung} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
+            f"--level {level} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
         )
-        _write(out, rung, tables, f"python -m benchmarks.accuracy {flags} --out DIR")
+        _write(out, level, tables, f"python -m benchmarks.accuracy {flags} --out DIR")
     if as_json:
         print_json(accuracy_json(tables), whole=True)
         return
@@ -87,15 +87,15 @@ def _quantities(level: str, what: str) -> tuple[Quantity, ...]:
     """What is compared.
 
     Raises:
-        UsageError: unknown words, or what the rung does not predict.
+        UsageError: unknown words, or what the level does not predict.
     """
-    if level not in RUNGS:
-        raise UsageError(f"--rung must be formula or dry_run, got {level!r}", hint="use --rung formula")
+    if level not in LEVELS:
+        raise UsageError(f"--level must be formula or dry_run, got {level!r}", hint="use --level formula")
     if what not in QUANTITIES:
         raise UsageError(f"--what must be one of {', '.join(QUANTITIES)}; got {what!r}", hint="use --what all")
     quantities = tuple(quantity for quantity in QUANTITIES[what] if level == "formula" or quantity != "tokens_per_s")
     if not quantities:
-        raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
+        raise UsageError("the dry run predicts memory only", hint="use --what memory, or --level formula")
     return quantities
 
 
@@ -151,9 +151,9 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
 
 
 def _write(directory: Path, level: str, tables: Sequence[AccuracyTable], command: str) -> None:
-    """The rung's page, and per quantity a CSV of all cases and a scatter plot."""
+    """The level's page, and per quantity a CSV of all cases and a scatter plot."""
     name = level.replace("_", "-")
-    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[level]}", command=command)
+    text = accuracy_markdown(tables, title=f"Accuracy of the {LEVELS[level]}", command=command)
     write_text(directory / f"{name}.md", text)
     for table in tables:
         stem = f"{name}-{table.what.replace('_', '-')}"

@@ -36,7 +36,7 @@ Cells = dict[str, str]
 
 
 def summary() -> str:
-    """The table in Markdown: per group of runs the median and 95th error of both rungs, and the false fits."""
+    """The table in Markdown: per group of runs the median and 95th error of both levels, and the false fits."""
     formula, dry_run = (_tables(FOLDER / f"{name}.md") for name in ("formula", "dry-run"))
     lines = [
         "| measured runs (configurations) | formula: median / 95th | dry run: the same | versions alone |",

@@ -1,4 +1,4 @@
-"""Predicted against measured: how wrong a rung is, per source, with the noise between software versions beside it."""
+"""Predicted against measured: how wrong a level is, per source, with the noise between software versions beside it."""
 
 import math
 from collections import defaultdict
@@ -96,15 +96,15 @@ class FitStats:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyTable:
-    """The accuracy of one rung on one quantity.
+    """The accuracy of one level on one quantity.
 
     Attributes:
         groups: one per source, in order of name; `exact`: cases that the setup expresses fully against those with a
             known difference of the stack.
-        not_predicted: row id and the rung's reason, for rows it had no answer for.
+        not_predicted: row id and the level's reason, for rows it had no answer for.
     """
 
-    rung: str
+    level: str
     what: Quantity
     cases: tuple[AccuracyCase, ...]
     overall: GroupStats | None
@@ -166,7 +166,7 @@ def accuracy_table(
 
 
 def _ask(predict: Predict, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | str:
-    """The rung's prediction, or its reason for having none."""
+    """The level's prediction, or its reason for having none."""
     try:
         answer = predict(model, gpu, setup)
     except PlannerError as error:
@@ -199,7 +199,7 @@ def build_table(
         by_group[case.row.group].append(case)
         by_exact["known differences of the stack" if case.row.differs else "expressed fully"].append(case)
     return AccuracyTable(
-        rung=level,
+        level=level,
         what=what,
         cases=tuple(cases),
         overall=_stats("all sources", measured, rows, what) if measured else None,

@@ -34,7 +34,7 @@ def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None
     from rich.table import Table
 
     for table in tables:
-        title = f"{NAMES[table.what].capitalize()}, {table.rung}: error of the prediction"
+        title = f"{NAMES[table.what].capitalize()}, {table.level}: error of the prediction"
         if table.overall is None:
             console.print(f"{title}: no recorded run could be compared")
             continue
@@ -86,7 +86,7 @@ def accuracy_markdown(tables: Sequence[AccuracyTable], *, title: str, command: s
 
 
 def _section(table: AccuracyTable) -> list[str]:
-    lines = [f"## {NAMES[table.what].capitalize()}, {table.rung}", ""]
+    lines = [f"## {NAMES[table.what].capitalize()}, {table.level}", ""]
     if table.overall is None:
         return [*lines, "No recorded run could be compared.", ""]
     lines += _stats_table((*table.groups, table.overall), first="source")
@@ -194,7 +194,7 @@ def accuracy_json(tables: Sequence[AccuracyTable]) -> list[dict[str, Any]]:
     """The tables as JSON values, cases included."""
     return [
         {
-            "rung": table.rung,
+            "level": table.level,
             "what": table.what,
             "overall": None if table.overall is None else asdict(table.overall),
             "groups": [asdict(stats) for stats in table.groups],
@@ -262,6 +262,6 @@ def scatter_svg(table: AccuracyTable, path: Path) -> None:
             axes.set_ylim(*ends)
             axes.legend(fontsize=8, frameon=False)
         axes.set_xlabel(f"measured, {unit}")
-        axes.set_ylabel(f"predicted ({table.rung}), {unit}")
+        axes.set_ylabel(f"predicted ({table.level}), {unit}")
         axes.set_title(NAMES[table.what].capitalize(), fontsize=11)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "finetune-planner"})

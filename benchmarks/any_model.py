@@ -209,7 +209,7 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     chosen, tried = plan["chosen"], plan["chosen"]["dry_run"]
     formula = chosen["formula"]
     setup = {name: chosen["setup"][name] for name in ("method", "checkpointing", "micro_batch_seqs")}
-    line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "rung": formula["rung"]}
+    line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "level": formula["level"]}
     line["written"] = [
         launch["target"] for launch in plan["launch"] if launch["files"] and launch["target"] != "accelerate"
     ]

@@ -4,7 +4,7 @@
     python -m benchmarks.catalogue_plans --without-reserve --out before.jsonl     # what fits by its peak alone
     python -m benchmarks.catalogue_plans --compare before.jsonl after.jsonl
 
-Formula rung only: a reshaping must leave every line as it was, a change of a formula or a rule
+Formula level only: a reshaping must leave every line as it was, a change of a formula or a rule
 shows which plans it moves.
 """
 

@@ -34,7 +34,7 @@ VALIDATORS = ("trl", "axolotl", "llamafactory")
 
 
 def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> str:
-    """How `--fix` ends on the formula rung: "fits already", "fixed", "no change helps", "not writable" or a fault."""
+    """How `--fix` ends on the formula level: "fits already", "fixed", "no change helps", "not writable" or a fault."""
     predict = predictor(spec, card)
     budget = round(card.memory_bytes * (1 - HEADROOM_FRACTION))
     result = check(config, spec, card, budget, predict)

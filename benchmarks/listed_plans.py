@@ -3,7 +3,7 @@
     python -m benchmarks.listed_plans            # print
     python -m benchmarks.listed_plans --write    # write it into docs/choices.md
 
-Formula rung, 2,048 tokens (or what the model takes), no request but the one named. `tests/planner/test_listed_plans.py`
+Formula level, 2,048 tokens (or what the model takes), no request but the one named. `test_listed_plans.py`
 holds the page to it.
 """
 

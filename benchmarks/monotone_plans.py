@@ -2,7 +2,7 @@
 
     python -m benchmarks.monotone_plans [--pairs 30] [--budgets 20] [--gpus 1] [--along memory] [--changes]
 
-For each (model, card) pair the choice, formula rung, at rising memory limits (`--along memory`), larger batches
+For each (model, card) pair the choice, formula level, at rising memory limits (`--along memory`), larger batches
 (`batch`), shorter sequences of as many tokens a step (`length`), or more GPUs (`gpus`). Within a class (full, LoRA on
 all matrices or on attention's, 4-bit, 8-bit; of full fine-tuning with or without fp32 masters) the chosen speed may
 fall by what preferences may cost (3 % for the simpler of two, 3 % more where flash attention would be a package to

@@ -1,6 +1,6 @@
 """docs/accuracy/own-runs.md: every run that this project measured on a GPU, case by case, against formula and dry run.
 
-python -m benchmarks.own_runs --write        # after `python -m benchmarks.accuracy --out docs/accuracy` of both rungs
+python -m benchmarks.own_runs --write        # after `python -m benchmarks.accuracy --out docs/accuracy` of both levels
 python -m benchmarks.own_runs --judge        # predicts every run anew (torch, a minute) and holds it against AIMS
 """
 
@@ -35,13 +35,13 @@ AIMS = {
     ("formula", "reserved"): 0.02,
     ("formula", "speed"): 0.10,
 }
-"""(rung, figure) -> how far a run of TRL's on an H200 may be from what is predicted: fractions; device GiB."""
+"""(level, figure) -> how far a run of TRL's on an H200 may be from what is predicted: fractions; device GiB."""
 BOTH = "| formula | dry run "
 COLUMNS = f"| case | allocated {BOTH}| reserved {BOTH}| device {BOTH}| tokens/s | formula |"
 
 
 def page() -> str:
-    """The page, from the tables of both rungs beside it."""
+    """The page, from the tables of both levels beside it."""
     text = HEAD
     for group in sorted({row.group for row in own_rows()}):
         rows = [row for row in own_rows() if row.group == group]
@@ -110,16 +110,16 @@ def _shown(error: float, what: str, sign: str) -> str:
 
 
 def judged() -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
-    """Every run that a setup can say, with the error of each figure of both rungs, as they are predicted now."""
-    from finetune_planner.app.climb import dry_run_setup
+    """Every run that a setup can say, with the error of each figure of both levels, as they are predicted now."""
+    from finetune_planner.app.levels import dry_run_setup
 
     for row in own_rows():
         model = catalogue.load(row.model or "")
         if row.setup is None or row.gpu is None or model is None:
             continue
         card, errors = find_gpu(row.gpu), dict[tuple[str, str], float]()
-        rungs = {"formula": predict(model, card, row.setup), "dry run": dry_run_setup(model, card, row.setup)}
-        for level, prediction in rungs.items():
+        levels = {"formula": predict(model, card, row.setup), "dry run": dry_run_setup(model, card, row.setup)}
+        for level, prediction in levels.items():
             if not isinstance(prediction, Prediction):
                 continue
             for what in ("allocated", "reserved"):

@@ -22,7 +22,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from finetune_planner.app.climb import answered
+from finetune_planner.app.levels import answered
 from planner.core.errors import PlannerError
 from planner.frameworks.readers import read_text
 from planner.frameworks.readers.published import PUBLISHED

@@ -1,4 +1,4 @@
-"""The error bands by stack: how far published runs lie from each rung, fitted, left out source by source, and written.
+"""The error bands by stack: how far published runs lie from each level, fitted, left out source by source, and written.
 
     python -m benchmarks.stack_bands                 # the formula anew, the dry run as recorded
     python -m benchmarks.stack_bands --dry-runs 20   # and so many dry runs that are not recorded yet
@@ -88,7 +88,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, level: str, source: str)
         errors.append(
             {
                 "id": row.id,
-                "rung": level,
+                "level": level,
                 "metric": what,
                 "stack": band_stack(setup.stack, what),
                 "gpus": gpu_count_kind(setup),
@@ -153,7 +153,7 @@ def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: 
 
 
 def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
-    """A cell for every (rung, metric, one or several GPUs, stack) with enough rows, and "" for any other stack.
+    """A cell for every (level, metric, one or several GPUs, stack) with enough rows, and "" for any other stack.
 
     Rows that `benchmarks/gathered.py` keeps out are not fitted on; they are judged all the same (`left_out`). Figures
     that hold what no setup says are not fitted on either, and are judged apart.
@@ -162,7 +162,7 @@ def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
     for error in errors:
         if error.get("kept") or error.get("otherwise"):
             continue
-        groups[error["rung"], error["metric"], error["gpus"]][error["stack"]].append(error)
+        groups[error["level"], error["metric"], error["gpus"]][error["stack"]].append(error)
     cells = {}
     for (level, metric, gpus), by_stack in groups.items():
         ratios = {stack: [error["ratio"] for error in rows] for stack, rows in by_stack.items()}
@@ -193,7 +193,7 @@ def judged(errors: Sequence[Error]) -> list[tuple[Error, Key, bool]]:
         for error in errors:
             if error["source"] != source:
                 continue
-            place = (error["rung"], error["metric"], error["gpus"])
+            place = (error["level"], error["metric"], error["gpus"])
             stack = error["stack"] if (*place, error["stack"]) in cells else ""
             cell = cells.get((*place, stack))
             if cell is not None:
@@ -249,7 +249,7 @@ other stacks' rows beyond it, each stack weighing alike. Figures that hold what 
 which freeze one matrix of each pair, and the speed of all runs of PEFT's loop before 13 November 2025, which emptied
 PyTorch's cache after every step (README.md beside this page).
 
-| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of | by chance |
+| level | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of | by chance |
 |---|---|---|---|---:|---:|---|---:|---:|---:|
 """
 
@@ -272,7 +272,7 @@ def page(errors: Sequence[Error]) -> str:
         "",
         "## All rows",
         "",
-        "| rung | what | rows | inside, left out | by chance |",
+        "| level | what | rows | inside, left out | by chance |",
         "|---|---|---:|---:|---:|",
     ]
     for level in ("formula", "dry_run"):
@@ -296,7 +296,7 @@ def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
     files: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for error, _, _ in verdicts:
         files[_stack_of(error)].add(error["source"])
-    head = "| rung | what | stack | sources | rows | inside, left out | by chance |"
+    head = "| level | what | stack | sources | rows | inside, left out | by chance |"
     lines = ["", "## By stack", "", head, "|---|---|---|---:|---:|---:|---:|"]
     for (level, what, stack), (rows, inside) in sorted(counts.items()):
         if rows >= LEAST_ROWS:
@@ -306,14 +306,14 @@ def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
 
 
 def _stack_of(error: Error) -> tuple[str, str, str]:
-    return error["rung"], "speed" if error["metric"] == METRICS[3] else "memory", error["stack"]
+    return error["level"], "speed" if error["metric"] == METRICS[3] else "memory", error["stack"]
 
 
 def _unmeasured(errors: Sequence[Error]) -> list[str]:
     """How often a whole stack's rows lie in the band of a stack that nobody measured."""
     places: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for error in errors:
-        places[error["rung"], error["metric"], error["gpus"]][error["stack"]].append(error["ratio"])
+        places[error["level"], error["metric"], error["gpus"]][error["stack"]].append(error["ratio"])
     shares: dict[str, list[float]] = {"memory": [], "speed": []}
     for (_, metric, _), by_stack in places.items():
         for stack, ratios in by_stack.items():
@@ -372,7 +372,7 @@ def main() -> None:
     }
     excluded = {row.id for row in rows if gathered.otherwise(row, "reserved")}
     dry = [
-        error for error in recorded if error["rung"] == "dry_run" and {**error, **today.get(error["id"], {})} == error
+        error for error in recorded if error["level"] == "dry_run" and {**error, **today.get(error["id"], {})} == error
     ]
     dry = [error | ({"otherwise": True} if error["id"] in excluded else {}) for error in dry]
     if args.dry_runs:
@@ -380,7 +380,7 @@ def main() -> None:
     errors = formula_errors(rows) + dry
     ERRORS.write_text("\n".join(json.dumps(error) for error in errors) + "\n", encoding="utf-8")
     cells = fitted(errors)
-    names = ("rung", "metric", "gpus", "stack")
+    names = ("level", "metric", "gpus", "stack")
     values = [{**dict(zip(names, key, strict=True)), **as_row(cell)} for key, cell in sorted(cells.items())]
     BANDS.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(errors), encoding="utf-8")

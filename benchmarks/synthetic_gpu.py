@@ -384,7 +384,7 @@ class Scenario:
         allocated, device = peak_bytes(self.model, machine, setup)
         time_s = step_time_s(self.model, machine, setup)
         return Prediction(
-            rung=Fidelity.FORMULA,
+            level=Fidelity.FORMULA,
             peak_allocated_bytes=int(allocated),
             peak_reserved_bytes=int(device - machine.context_bytes),
             peak_device_bytes=int(device),
@@ -438,7 +438,7 @@ class SyntheticGpu:
         time_s = self.time_s(setup)
         run = _noise(replace(machine, seed=machine.seed + 1_000_003), setup) if self.noise else 0.0
         return Measurement(
-            rung=Fidelity.PROBE,
+            level=Fidelity.PROBE,
             peak_allocated_bytes=int(allocated),
             peak_reserved_bytes=int(device - machine.context_bytes),
             peak_device_bytes=int(device),
@@ -468,7 +468,7 @@ class SyntheticGpu:
 
 
 def _failure(kind: FailureKind, message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Fidelity.PROBE, kind=kind, message=message)
+    return ProbeFailure(level=Fidelity.PROBE, kind=kind, message=message)
 
 
 def _transit_terms(size: float) -> tuple[MemoryTerm, ...]:

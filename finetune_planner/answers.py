@@ -123,7 +123,7 @@ class Planned(_Answer):
         """
         from dataclasses import replace
 
-        from finetune_planner.app.climb import chosen_timeline
+        from finetune_planner.app.levels import chosen_timeline
         from finetune_planner.cli.writing import check_launch_words, write_out
         from planner.memory.workload import NO_DATA
         from reports.command import request_words
@@ -349,9 +349,9 @@ def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
         "label": label,
         "fits": candidate.fits,
         "peak_device_bytes": memory.peak_device_bytes,
-        "memory_rung": memory.rung.value,
+        "memory_level": memory.level.value,
         "tokens_per_s": speed.tokens_per_s,
-        "speed_rung": speed_level(speed).value,
+        "speed_level": speed_level(speed).value,
         "trade": trade,
         **setup_to_dict(candidate.setup),
     }

@@ -109,7 +109,7 @@ def plan(
     Raises:
         PlannerError: a model, GPU or option that cannot be meant, with a hint.
     """
-    from finetune_planner.app.climb import answered
+    from finetune_planner.app.levels import answered
     from finetune_planner.cli.answer import workload_for
     from finetune_planner.cli.options import Lookup
     from finetune_planner.cli.request_options import RequestOptions

@@ -19,7 +19,7 @@ EVERY_MICRO_BATCH = 1 << 30
 class Promise:
     """What the plan said of one setup, by its highest level."""
 
-    rung: Fidelity
+    level: Fidelity
     peak_allocated_bytes: int
     peak_device_bytes: int
     tokens_per_s: float | None
@@ -50,7 +50,7 @@ class Confirmation:
 def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement) -> Promise:
     """The promise from the levels that gave memory and speed."""
     return Promise(
-        rung=memory.rung,
+        level=memory.level,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_device_bytes=memory.peak_device_bytes,
         tokens_per_s=speed.tokens_per_s,
@@ -64,7 +64,7 @@ def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes
     full = replace(
         prober,
         depths=(0,),
-        rung=Fidelity.CONFIRM,
+        level=Fidelity.CONFIRM,
         store=None,  # a confirmation is run because somebody wants to see it run
         limits=replace(prober.limits, max_accumulation=EVERY_MICRO_BATCH),
     )
@@ -84,7 +84,7 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
     memory: float | None
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
-        followed = outcome.rung is not Fidelity.RUN  # of a file's own run a CPU shows the whole process
+        followed = outcome.level is not Fidelity.RUN  # of a file's own run a CPU shows the whole process
         memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0 if followed else None
     else:
         memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0

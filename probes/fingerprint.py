@@ -45,7 +45,7 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
             "model": config_shape(request.config),
             "setup": setup_to_dict(request.setup),
             "environment": fingerprint_environment(environment, layout=request.num_ranks > 1),
-            "rung": request.rung.value,
+            "rung": request.level.value,  # as it was called: what was measured is found by this
             "depths": list(request.depths),
             "memory_bytes": request.limits.memory_bytes,
             "cpu_memory_bytes": request.limits.cpu_memory_bytes,

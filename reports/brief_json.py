@@ -273,7 +273,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
     subject = candidate_from_dict(document)
-    best = document.get(subject.memory_evidence.rung.value) or document["formula"]  # where a profile stands
+    best = document.get(subject.memory_evidence.level.value) or document["formula"]  # where a profile stands
     overrides = {
         "model": document["setup"]["model"],
         "gpu": document["setup"]["gpu"],
@@ -291,14 +291,14 @@ def _check(document: Mapping[str, Any]) -> dict[str, Any]:
     prediction = document["prediction"]
     memory = BriefMemory(
         peak_device_bytes=prediction["peak_device_bytes"],
-        level=document["rung"],
+        level=document["level"],
         band_fraction=document["memory_band_fraction"],
         budget_bytes=document["budget_bytes"],
     )
     speed = BriefSpeed(
         tokens_per_s=prediction["tokens_per_s"],
         step_time_s=prediction["step_time_s"],
-        level=prediction["rung"],
+        level=prediction["level"],
         band_fraction=prediction["time_band_fraction"],
     )
     changes = [_of(BriefChange, change) for change in document["changes"]]
@@ -355,7 +355,7 @@ def _figures(subject: Candidate) -> dict[str, Any]:
     return {
         "memory": BriefMemory(
             peak_device_bytes=memory.peak_device_bytes,
-            level=memory.rung.value,
+            level=memory.level.value,
             band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else None,
             budget_bytes=subject.budget_bytes,
         ),

@@ -192,7 +192,7 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
     for parameter in dict.fromkeys(point.parameter for point in extras.sensitivity):
         points = [point for point in extras.sensitivity if point.parameter == parameter]
         words = parameter_words(parameter)
-        levels = ", ".join(dict.fromkeys(clean(point.rung.replace("_", " ")) for point in points))
+        levels = ", ".join(dict.fromkeys(clean(point.level.replace("_", " ")) for point in points))
         charts.append(
             {
                 "kind": "sensitivity",
@@ -212,7 +212,7 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
                             gib(point.peak_device_bytes),
                             FIT_WORDS[point.verdict],
                             rate(point.tokens_per_s),
-                            clean(point.rung.replace("_", " ")),
+                            clean(point.level.replace("_", " ")),
                         )
                         for point in points
                     ),
@@ -223,7 +223,7 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
 
 
 def search_history(search: Mapping[str, Any]) -> Chart | None:
-    """What the search tried, in order: `search["trials"]` is a list of {"tokens_per_s", "feasible", "rung", ...}."""
+    """What the search tried, in order: `search["trials"]` is a list of {"tokens_per_s", "feasible", "level", ...}."""
     trials = search.get("trials")
     if not isinstance(trials, (list, tuple)) or not all(isinstance(trial, Mapping) for trial in trials) or not trials:
         return None
@@ -234,9 +234,9 @@ def search_history(search: Mapping[str, Any]) -> Chart | None:
         feasible = bool(trial.get("feasible", speed is not None))
         if feasible and speed is not None:
             best = max(best, speed)
-        level, reason = clean(str(trial.get("rung") or "")), clean(str(trial.get("reason") or ""))
+        level, reason = clean(str(trial.get("level") or "")), clean(str(trial.get("reason") or ""))
         points.append(
-            {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "rung": level}
+            {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "level": level}
         )
         rows.append((str(number + 1), rate(speed), "yes" if feasible else "no", level.replace("_", " "), reason))
     return {
@@ -268,7 +268,7 @@ def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
                 rows.append(
                     {
                         "label": clean(label),
-                        "rung": memory_mark(prediction),
+                        "level": memory_mark(prediction),
                         "predicted_bytes": prediction.peak_allocated_bytes,
                         "measured_bytes": measured.peak_allocated_bytes,
                         "memory_error_fraction": prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
@@ -287,7 +287,7 @@ def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
     return {
         "kind": "accuracy",
         "title": "Predicted against measured",
-        "labels": [f"{row['label']} ({row['rung']})" for row in rows],
+        "labels": [f"{row['label']} ({row['level']})" for row in rows],
         "memory_error_fraction": [row["memory_error_fraction"] for row in rows],
         "speed_error_fraction": [row["speed_error_fraction"] for row in rows],
         "table": table_of(
@@ -295,7 +295,7 @@ def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
             (
                 (
                     row["label"],
-                    row["rung"],
+                    row["level"],
                     gib(row["predicted_bytes"]),
                     gib(row["measured_bytes"]),
                     f"{100 * row['memory_error_fraction']:+.1f} %",

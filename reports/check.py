@@ -49,7 +49,7 @@ def render_check(
         together: several changes after which it fits, where no single one is enough.
     """
     page, config, prediction = Page(console), result.config, result.prediction
-    level = prediction.rung.value.replace("_", " ")
+    level = prediction.level.value.replace("_", " ")
     page.line(clean(f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}"), style="bold")
     page.line(f"{summary(result)} [{level}]")
     if prediction.tokens_per_s:

@@ -37,7 +37,7 @@ class LaunchTarget:
     Attributes:
         command: what starts the run; empty where the tool cannot run this setup.
         notes: what is predicted of it, what the tool runs otherwise than planned, or why it cannot run it.
-        peak_device_bytes, rung: the predicted peak of what it really runs; 0 and "" where it has no files.
+        peak_device_bytes, level: the predicted peak of what it really runs; 0 and "" where it has no files.
     """
 
     target: str
@@ -45,7 +45,7 @@ class LaunchTarget:
     files: tuple[LaunchFile, ...] = ()
     notes: tuple[str, ...] = ()
     peak_device_bytes: int = 0
-    rung: str = ""
+    level: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class SensitivityPoint:
     fits: bool
     peak_device_bytes: int
     tokens_per_s: float
-    rung: str
+    level: str
     chosen: bool = False
     tight: bool = False
 
@@ -177,7 +177,7 @@ def search_values(
                 "number": number,
                 "origin": origin,
                 "setup": setup_to_dict(setup),
-                "rung": "formula" if evidence is None else evidence.rung.value,
+                "level": "formula" if evidence is None else evidence.level.value,
                 "tokens_per_s": None if usable is None else usable.tokens_per_s,
                 "peak_device_bytes": None if usable is None else usable.peak_device_bytes,
                 "feasible": fits,
@@ -224,7 +224,7 @@ def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -
                 tight=candidate.verdict == "tight",
                 peak_device_bytes=candidate.memory_evidence.peak_device_bytes,
                 tokens_per_s=candidate.tokens_per_s,
-                rung=candidate.memory_evidence.rung.value,
+                level=candidate.memory_evidence.level.value,
                 chosen=is_chosen,
             )
         )

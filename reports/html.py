@@ -168,7 +168,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "setup_json": json.dumps(
             {"model": workload.model.model_id, "gpu": workload.gpu.key, **request_form(chosen.setup)}
         ),
-        "rungs": _levels(chosen),
+        "levels": _levels(chosen),
         "failures": [
             text.failure_words(evidence)
             for _, evidence in evidence_columns(chosen)

@@ -115,13 +115,13 @@ def _setup() -> Schema:
     )
 
 
-def _rung(write: _Writer) -> Schema:
+def _level(write: _Writer) -> Schema:
     """One level: every key of LEVEL_KEYS, null where the level does not know."""
     hints = {**get_type_hints(Measurement), **get_type_hints(Prediction)}
     special = {
         "terms": {"type": "object", "additionalProperties": _PLAIN[int]},
         "note_places": write.array(_PLAIN[int]),
-        "failure": write.record(ProbeFailure, without=("rung", "log_tail")),
+        "failure": write.record(ProbeFailure, without=("level", "log_tail")),
         "measured": write.record(Measurement, without=LEVEL_KEYS),
     }
     keys = {key: {"anyOf": [special.get(key) or write.of(hints[key]), {"type": "null"}]} for key in LEVEL_KEYS}
@@ -174,10 +174,10 @@ def answer_schema(*, whole: bool = True) -> Schema:
         candidate: Schema = {"$ref": "#/$defs/Candidate"}
         # as `reports.plan_json.candidate_to_dict` writes it
         write.of(TrainSetup)
-        write.defs["Rung"] = _rung(write)
+        write.defs["Level"] = _level(write)
         setup = write.defs["Setup"]
         named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
-        level: Schema = {"$ref": "#/$defs/Rung"}
+        level: Schema = {"$ref": "#/$defs/Level"}
         levels = {name: {"anyOf": [level, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
         properties = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": level, **levels}
         assert set(properties) == {"fits", *(field.name for field in fields(Candidate))}

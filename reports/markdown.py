@@ -180,7 +180,7 @@ def _sensitivity(extras: Extras) -> list[str]:
             f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else "-",
             gib(point.peak_device_bytes),
             text.FIT_WORDS[point.verdict],
-            point.rung.replace("_", " "),
+            point.level.replace("_", " "),
         )
         for point in extras.sensitivity
     ]

@@ -18,7 +18,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
-from planner.setup.codec import decode
+from planner.setup.codec import EARLIER_NAMES, decode
 from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
@@ -30,7 +30,7 @@ MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""
 
 LEVEL_KEYS = (
-    "rung",
+    "level",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "peak_device_bytes",
@@ -70,7 +70,7 @@ DATA_KEYS = {
 def level_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
     """One level's answer with LEVEL_KEYS; with `detail` also the single terms, as [category, name, bytes, phases]."""
     values: dict[str, Any] = dict.fromkeys(LEVEL_KEYS)
-    values["rung"], values["terms"] = evidence.rung.value, {}
+    values["level"], values["terms"] = evidence.level.value, {}
     if isinstance(evidence, ProbeFailure):
         values["failure"] = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
         values["notes"], values["note_places"] = [], []
@@ -314,9 +314,10 @@ def _level(values: Mapping[str, Any] | None) -> Prediction | Measurement | Probe
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
     """One level's answer back."""
+    values = {EARLIER_NAMES.get(key, key): value for key, value in values.items()}
     if values["failure"] is not None:
-        return decode(ProbeFailure, {"rung": values["rung"], **values["failure"]}, "failure")
-    keys = ["rung", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]
+        return decode(ProbeFailure, {"level": values["level"], **values["failure"]}, "failure")
+    keys = ["level", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]
     keys += ["mfu_fraction", "notes"]
     if values["measured"] is not None:
         figures = {**{key: values[key] for key in keys}, **values["measured"]}
@@ -329,5 +330,5 @@ def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | Pro
     ]
     figures = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
     figures["bands"] = values.get("bands", {})
-    prediction = decode(Prediction, figures, str(values["rung"]))
+    prediction = decode(Prediction, figures, str(values["level"]))
     return replace(prediction, notes=_notes(values))

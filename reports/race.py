@@ -160,7 +160,7 @@ def _rows(heat: Heat) -> list[tuple[str, ...]]:
 def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
     candidate, ratio = lane.candidate, heat.ratio(lane)
     memory, speed = candidate.memory_evidence, candidate.speed_evidence
-    levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.rung, speed_level(speed)))
+    levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.level, speed_level(speed)))
     return (
         clean(lane.label),
         fit_word(candidate),
@@ -221,9 +221,9 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "source": lane.source or None,
                 "verdict": lane.candidate.verdict,
                 "peak_device_bytes": lane.candidate.memory_evidence.peak_device_bytes,
-                "memory_rung": lane.candidate.memory_evidence.rung.value,
+                "memory_level": lane.candidate.memory_evidence.level.value,
                 "tokens_per_s": lane.candidate.tokens_per_s or None,
-                "speed_rung": speed_level(lane.candidate.speed_evidence).value,
+                "speed_level": speed_level(lane.candidate.speed_evidence).value,
                 "time_band_fraction": lane.candidate.speed_evidence.time_band_fraction,
                 "plan_over_this": heat.ratio(lane),
                 "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,

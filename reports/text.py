@@ -95,7 +95,7 @@ def speed_band(evidence: Evidence) -> str:
 
 def memory_mark(evidence: Evidence) -> str:
     """The level of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
-    return _mark(evidence.rung, memory_band_text(evidence))
+    return _mark(evidence.level, memory_band_text(evidence))
 
 
 def speed_mark(evidence: Evidence) -> str:
@@ -110,7 +110,7 @@ def _mark(level: Fidelity, band: str) -> str:
 def memory_marks(figures: Iterable[Evidence]) -> str:
     """The levels of several memory figures, each with the range of its bands: "formula ±4 to ±8 %"."""
     return _marks(
-        (evidence.rung, evidence.memory_band_fraction if isinstance(evidence, Prediction) else None)
+        (evidence.level, evidence.memory_band_fraction if isinstance(evidence, Prediction) else None)
         for evidence in figures
     )
 
@@ -141,7 +141,9 @@ def _range(bands: Sequence[float]) -> str:
 def failure_words(failure: ProbeFailure) -> str:
     """ "dry run: unsupported (no meta kernel for ...)"."""
     message = clean(failure.message)
-    return f"{LEVEL_WORDS[failure.rung]}: {failure.kind.value.replace('_', ' ')}" + (f" ({message})" if message else "")
+    return f"{LEVEL_WORDS[failure.level]}: {failure.kind.value.replace('_', ' ')}" + (
+        f" ({message})" if message else ""
+    )
 
 
 FIT_WORDS: Mapping[Verdict, str] = {"fits": "yes", "tight": "tight", "over": "no"}
@@ -225,7 +227,7 @@ def _disagreement(candidate: Candidate) -> str:
     if abs(apart) <= max(trace.memory_band_fraction, below.memory_band_fraction):
         return ""
     return (
-        f"The {LEVEL_WORDS[below.rung]} says {gib(below.peak_device_bytes)}; the launch file, traced, needs "
+        f"The {LEVEL_WORDS[below.level]} says {gib(below.peak_device_bytes)}; the launch file, traced, needs "
         f"{percent(abs(apart))} {'more' if apart > 0 else 'less'}: more than the error bands explain."
     )
 

@@ -68,7 +68,7 @@ def document(
     largest = shown.by_category[0].name if shown.by_category else ""
     return {
         "schema": SCHEMA,
-        "rung": "trace",
+        "level": "trace",
         "command": list(command),
         "gpu": gpu_key,
         "gpu_name": gpu_name,

@@ -114,7 +114,7 @@ class Problem:
         if lower <= candidate.budget_bytes:
             return ""
         needed, budget = gib(prediction.peak_device_bytes), gib(candidate.budget_bytes)
-        return f"{prediction.rung.value}: needs {needed}, budget {budget}"
+        return f"{prediction.level.value}: needs {needed}, budget {budget}"
 
     def feasible(self, setup: TrainSetup, evidence: Evidence | None) -> bool:
         """Whether the evidence shows that the setup runs, fits the budget and meets every request, at a speed if that

@@ -131,9 +131,9 @@ class Study:
                 continue
             new += 1
             excess = memory_excess(self._problem, candidate, candidate.memory_evidence)
-            constraints = {"memory": max(excess, 0.0), "wishes": 0.0}
+            constraints = {"memory": max(excess, 0.0), "requests": 0.0}
             if self._problem.broken_request(candidate.setup):
-                constraints["wishes"] = 1.0
+                constraints["requests"] = 1.0
             predicted: dict[str, Any] = {}
             if self._problem.unprobed(candidate.setup):
                 constraints["runs"] = 1.0

@@ -80,10 +80,10 @@ def constraint_values(
     failed = isinstance(evidence, ProbeFailure)
     out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
     memory = memory_excess(problem, candidate, evidence)
-    wishes = 1.0 if problem.broken_request(setup) else 0.0
+    broken = 1.0 if problem.broken_request(setup) else 0.0
     if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
-        wishes = 1.0
-    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
+        broken = 1.0
+    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "requests": broken}
     return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
 
 

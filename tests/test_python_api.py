@@ -180,7 +180,7 @@ def test_tables_are_data_frames(small: Planned, monkeypatch: pytest.MonkeyPatch)
     assert rows[0]["label"] == "chosen"
     assert rows[0]["peak_device_bytes"] == small.peak_device_bytes
     assert len(rows) == 1 + len(small.answer.alternatives)  # type: ignore[union-attr]
-    assert {row["memory_rung"] for row in rows} == {"formula", "profile"}
+    assert {row["memory_level"] for row in rows} == {"formula", "profile"}
     terms: Any = estimate(MODEL, "rtx-4090", dry_run=False).to_dataframe()
     assert terms[0]["size_bytes"] >= terms[-1]["size_bytes"] >= 0
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -11,7 +11,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 
-from finetune_planner.app.climb import answered
+from finetune_planner.app.levels import answered
 from finetune_planner.cli.answer import workload_for
 from finetune_planner.cli.request_options import RequestOptions
 from planner.planning.plan import Plan

@@ -148,7 +148,7 @@ def probe() -> int:
         tokens_per_s = 1000.0 + int(hashlib.sha256(text.encode()).hexdigest()[:6], 16) % 1000
         note("end", text)
         return Measurement(
-            rung=request.rung, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
+            level=request.level, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
             phase_peaks_bytes={"backward": 10**9}, step_times_s=(setup.tokens_per_step / tokens_per_s,) * 3,
             tokens_per_step=setup.tokens_per_step, layers_measured=(2,), environment=read_environment("cpu", None),
         )  # fmt: skip
@@ -345,7 +345,7 @@ def answer_of(out: str) -> Answer:
     """The answer in a plan's JSON."""
     plan = json.loads(out)
     trials = plan["search"]["trials"]
-    done = [trial for trial in trials if trial.get("tokens_per_s") and trial["rung"] == "probe"]
+    done = [trial for trial in trials if trial.get("tokens_per_s") and trial["level"] == "probe"]
     measured = {json.dumps(trial["setup"], sort_keys=True) for trial in done}
     fastest = max(trial["tokens_per_s"] for trial in done)
     chosen = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}

@@ -271,12 +271,12 @@ class Seeds:
             libraries={"torch": "2.13.0"}, power_limit_w=450.0,
         )  # fmt: skip
         outcome = Measurement(
-            rung=Fidelity.PROBE, peak_allocated_bytes=10**9, peak_reserved_bytes=2 * 10**9, peak_device_bytes=3 * 10**9,
-            phase_peaks_bytes={"forward": 10**8}, step_times_s=(0.5, 0.51), tokens_per_step=1024,
-            layers_measured=(2, 4), environment=environment,
+            level=Fidelity.PROBE, peak_allocated_bytes=10**9, peak_reserved_bytes=2 * 10**9,
+            peak_device_bytes=3 * 10**9, phase_peaks_bytes={"forward": 10**8}, step_times_s=(0.5, 0.51),
+            tokens_per_step=1024, layers_measured=(2, 4), environment=environment,
         )  # fmt: skip
         setup = setup_to_dict(setup_from_dict({"method": "lora"}))
-        request = {"rung": "probe", "depths": [], "limits": {"time_s": 60.0}, "gpu_key": GPU, "gpu_name": "x"}
+        request = {"level": "probe", "depths": [], "limits": {"time_s": 60.0}, "gpu_key": GPU, "gpu_name": "x"}
         return Record(
             key="k", model_id=MODEL, config_digest="d", setup=setup, request=request, outcome=outcome, recorded_at="now"
         ).to_dict()
@@ -545,7 +545,7 @@ def corrections_case(folder: Path, dice: random.Random) -> Case:
     from search.corrections import SCHEMA_VERSION, Observation
 
     formula = Prediction(
-        rung=Fidelity.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
+        level=Fidelity.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
         peak_phase="backward", phase_peaks_bytes={"backward": 10**9}, memory_band_fraction=0.04, step_time_s=1.0,
         terms=(MemoryTerm(category="weights", name="weights", size_bytes=10**9),), tokens_per_s=10.0,
         time_parts_s={"matmul": 0.5},

@@ -128,7 +128,7 @@ def run_file(
         store=machine.open_store(how.store) if stored else None,
         device=device,
         depths=(0,),
-        rung=Fidelity.RUN,
+        level=Fidelity.RUN,
     )
     outcome: Outcome
     try:
@@ -136,7 +136,7 @@ def run_file(
             outcome = prober.finish(setup, prober.submit(setup))
     except TimeIsUp:
         message = f"what it needs was not made within {how.limit_s:g} s, or the device was not free"
-        outcome = ProbeFailure(rung=Fidelity.RUN, kind=FailureKind.TIMEOUT, message=message)
+        outcome = ProbeFailure(level=Fidelity.RUN, kind=FailureKind.TIMEOUT, message=message)
     line.close()
     return outcome, card, device
 

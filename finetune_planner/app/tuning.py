@@ -290,7 +290,7 @@ def on_this_machine(workload: Workload) -> None:
         )
 
 
-def climb_probe(plan: Plan) -> Plan:
+def refine_by_probe(plan: Plan) -> Plan:
     """The plan after GPU probes of its finalists (search over measured tokens/s); as it is where this machine lacks the
     search's library or has fewer GPUs than were asked for, and why on stderr."""
     try:
@@ -350,7 +350,7 @@ class Tuning:
 
     def dry_runs(self) -> bool:
         """Whether a dry run goes before each probe."""
-        from finetune_planner.app.climb import dry_run_possible
+        from finetune_planner.app.levels import dry_run_possible
 
         return self.dry_run and not dry_run_possible()
 
@@ -489,7 +489,7 @@ def _dry_run(
 ) -> Prediction | ProbeFailure | None:
     """The dry run before a probe; None where it breaks, does not follow the layout, or would leave no time for the
     probe: the probe decides."""
-    from finetune_planner.app.climb import dry_run_setup
+    from finetune_planner.app.levels import dry_run_setup
 
     if time.monotonic() + least_s(setup) > ends_at:
         return None

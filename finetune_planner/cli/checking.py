@@ -245,7 +245,7 @@ def dry_run_of(
     setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int
 ) -> Prediction | None:
     """The dry run of a setup, with what only the formula says of it; None where none is possible."""
-    from finetune_planner.app.climb import dry_run_possible, with_dry_run  # late: the formula level needs none of it
+    from finetune_planner.app.levels import dry_run_possible, with_dry_run  # late: the formula level needs none of it
 
     if dry_run_possible() or built_by_transformers_4(spec):
         return None
@@ -302,7 +302,7 @@ def as_document(
         "setup": setup_to_dict(config.setup),
         "verdict": result.verdict.value,
         "exit_code": result.exit_code,
-        "rung": prediction.rung.value,
+        "level": prediction.level.value,
         "budget_bytes": result.budget_bytes,
         "margin_bytes": result.margin_bytes,
         "memory_band_fraction": result.band_fraction,

@@ -160,11 +160,11 @@ def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetu
 def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
     promise, outcome = confirmation.promise, confirmation.outcome
     lines = outcome_lines(outcome)
-    if isinstance(outcome, ProbeFailure) and outcome.rung is Fidelity.RUN:
+    if isinstance(outcome, ProbeFailure) and outcome.level is Fidelity.RUN:
         lines += [f"  | {line}" for line in outcome.log_tail.splitlines()[-SHOWN_LINES:]]
     if isinstance(outcome, Measurement):
         speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
-        lines.append(f"promised ({promise.rung.value}): device {gib(promise.peak_device_bytes)}, {speed}")
+        lines.append(f"promised ({promise.level.value}): device {gib(promise.peak_device_bytes)}, {speed}")
         fractions = {"memory": confirmation.memory_miss_fraction, "speed": confirmation.speed_miss_fraction}
         misses = [f"{name} {fraction:+.1%}" for name, fraction in fractions.items() if fraction is not None]
         if misses:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from finetune_planner.app.climb import over_samples, with_dry_run
+from finetune_planner.app.levels import over_samples, with_dry_run
 from finetune_planner.cli import options
 from finetune_planner.cli.completion import complete_gpu, complete_model
 from finetune_planner.cli.output import console, json_text, print_json

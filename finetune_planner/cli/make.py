@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune_planner.app.climb import answered, chosen_timeline, dry_runs_ahead
+from finetune_planner.app.levels import answered, chosen_timeline, dry_runs_ahead
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import workload_for
@@ -117,7 +117,7 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions:
-    """Which fidelity levels a plan climbs."""
+    """Which fidelity levels a plan uses."""
 
     no_dry_run: options.NoDryRun = False
     no_history: Annotated[
@@ -129,9 +129,9 @@ class EvidenceOptions:
         """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
         plan = answered(workload, dry_run=not self.no_dry_run, history=not self.no_history)
         if isinstance(plan, Plan) and local and not self.no_probe:
-            from finetune_planner.app.tuning import climb_probe
+            from finetune_planner.app.tuning import refine_by_probe
 
-            plan = climb_probe(plan)
+            plan = refine_by_probe(plan)
         return plan
 
 

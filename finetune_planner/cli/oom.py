@@ -176,7 +176,7 @@ def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
     prediction, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
     verdict = {"fits": "fits", "does_not_fit": "does not fit"}.get(checked["verdict"], "may or may not fit")
     peak = f"{gib(prediction['peak_device_bytes'])} of {gib(budget)}"
-    yield f"{config.name}: {verdict}: {peak} ({checked['rung']}, peak in {prediction['peak_phase']})"
+    yield f"{config.name}: {verdict}: {peak} ({checked['level']}, peak in {prediction['peak_phase']})"
     if checked["verdict"] == "fits":
         yield "The config alone does not explain it: other processes, longer samples, or code that it does not show"
     fitting = [change for change in checked["changes"] if change["verdict"] == "fits"]

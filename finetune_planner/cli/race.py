@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune_planner.app import machine
-from finetune_planner.app.climb import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
+from finetune_planner.app.levels import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
 from finetune_planner.app.training_files import training_file

@@ -353,7 +353,7 @@ def sentence(target: str, traced: Prediction | ProbeFailure, below: Prediction |
     """What the trace said of a target's file, beside the level below it."""
     if isinstance(traced, ProbeFailure):
         return noted(f"Traced, launch/{target}: not possible: {traced.message}")
-    words = below.rung.value.replace("_", " ")
+    words = below.level.value.replace("_", " ")
     return noted(
         f"Traced, launch/{target} as its own tool runs it: {gib(traced.peak_device_bytes)} on the device, {words}: "
         f"{gib(below.peak_device_bytes)} ({gib(traced.peak_allocated_bytes)} allocated, "
@@ -388,9 +388,9 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
         if not seen.num_steps:
             raise EnvironmentProblem("it ended without an optimizer step")
     except (PlannerError, ValueError) as error:
-        return ProbeFailure(rung=Fidelity.TRACE, kind=FailureKind.UNSUPPORTED, message=str(error))
+        return ProbeFailure(level=Fidelity.TRACE, kind=FailureKind.UNSUPPORTED, message=str(error))
     return Prediction(
-        rung=Fidelity.TRACE,
+        level=Fidelity.TRACE,
         peak_allocated_bytes=seen.peak_allocated_bytes,
         peak_reserved_bytes=seen.peak_reserved_bytes,
         peak_device_bytes=seen.peak_device_bytes,

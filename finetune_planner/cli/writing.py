@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from finetune_planner.app.climb import dry_run_setup
+from finetune_planner.app.levels import dry_run_setup
 from finetune_planner.app.progress import say
 from finetune_planner.cli.output import write_text
 from finetune_planner.cli.trace import sentence
@@ -283,7 +283,7 @@ def _launch(
             about=about,
             differences=differences,
             peak_device_bytes=evidence.peak_device_bytes,
-            rung=evidence.rung.value,
+            level=evidence.level.value,
             notes=(*launch.notes, *notes),
         )
     other = really.setup != chosen.setup
@@ -306,7 +306,7 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
     """What is predicted of the run that a target makes of the plan: one number, with its level."""
     evidence = really.memory_evidence
-    level = evidence.rung.value.replace("_", " ")
+    level = evidence.level.value.replace("_", " ")
     words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({level})"
     where = f"planned for {gpus_words(workload)}: "
     if really.setup != chosen.setup:
@@ -358,7 +358,7 @@ def launch_targets(launches: Sequence[Launch]) -> tuple[LaunchTarget, ...]:
             ),
             notes=(*launch.about, *launch.unsupported, *launch.notes),
             peak_device_bytes=launch.peak_device_bytes,
-            rung=launch.rung,
+            level=launch.level,
         )
         for launch in launches
         if launch.target != FOLDER

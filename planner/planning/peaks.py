@@ -81,13 +81,13 @@ class _Activations:
     """A part's activations at micro-batch 1.
 
     Attributes:
-        until_loss: what the loss meets of them (`LossMoment.largest`).
+        freed_before_loss_backward: what the loss meets of them (`LossMoment.largest`).
     """
 
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
-        self.until_loss = self.parts.freed_before_loss_backward, self.parts.reference
+        self.freed_before_loss_backward = self.parts.freed_before_loss_backward, self.parts.reference
 
     @cached_property
     def lines(self) -> MomentLines:
@@ -303,7 +303,7 @@ class Family:
         return at
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
-        rank, setup, (until, reference) = self._rank, self._setup, self._activations.until_loss
+        rank, setup, (until, reference) = self._rank, self._setup, self._activations.freed_before_loss_backward
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         always, last, of_loss = setup.cached_seqs > 0, rank.part.last, formula_loss_gap_share(loss, setup.checkpointing)
 

@@ -61,9 +61,9 @@ def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Mea
     formulas: list[Prediction | Measurement] = [candidate.formula for candidate in candidates]
     untraced = [replace(candidate, trace=None).memory_evidence for candidate in candidates]
     memory = next(
-        (column for column in (peaks, untraced) if len({evidence.rung for evidence in column}) == 1), formulas
+        (column for column in (peaks, untraced) if len({evidence.level for evidence in column}) == 1), formulas
     )
-    return list(zip(memory, speeds if len({evidence.rung for evidence in speeds}) == 1 else formulas, strict=True))
+    return list(zip(memory, speeds if len({evidence.level for evidence in speeds}) == 1 else formulas, strict=True))
 
 
 def trade(chosen: Candidate, other: Candidate) -> str:

@@ -80,7 +80,7 @@ def predict(
         host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
         notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
     prediction = Prediction(
-        rung=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
+        level=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         peak_device_bytes=memory.peak_device_bytes,

@@ -22,6 +22,8 @@ T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
 DAMAGED = "the file was changed by hand, or damaged"
+EARLIER_NAMES = {"dealt": "expert_parallel", "rung": "level"}
+"""What fields were called until November 2026 -> their names."""
 
 
 class _TypeMismatch(Exception):
@@ -158,13 +160,15 @@ def _mapping(item: Decoder) -> Decoder:
 def _dataclass(kind: Any, newer: bool) -> Decoder:
     hints = get_type_hints(kind)
     decoders = {field.name: _decoder(hints[field.name], newer) for field in fields(kind)}
+    renamed = {old: new for old, new in EARLIER_NAMES.items() if new in decoders and old not in decoders}
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _mismatch(value, "an object")
         decoded, name = {}, ""
         try:
-            for name, entry in value.items():
+            for key, entry in value.items():
+                name = str(renamed.get(key, key))
                 if not newer or name in decoders:
                     decoded[name] = decoders[name](entry)
         except _TypeMismatch as misfit:

@@ -41,7 +41,7 @@ class Prediction:
             one GPU. The other figures are the worst rank's; tokens/s are those of all GPUs.
     """
 
-    rung: Fidelity
+    level: Fidelity
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_device_bytes: int
@@ -109,7 +109,7 @@ class Measurement:
             the CPU.
     """
 
-    rung: Fidelity
+    level: Fidelity
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_device_bytes: int
@@ -176,7 +176,7 @@ class FailureKind(StrEnum):
 class ProbeFailure:
     """An outcome, not an exception: out of memory at a setup is knowledge about that setup."""
 
-    rung: Fidelity
+    level: Fidelity
     kind: FailureKind
     message: str
     log_path: str | None = None
@@ -189,7 +189,7 @@ Verdict = Literal["fits", "tight", "over"]
 
 def speed_level(evidence: Evidence) -> Fidelity:
     """Where a speed figure comes from: beside a step profile's memory stands the formula's speed."""
-    return Fidelity.FORMULA if evidence.rung is Fidelity.PROFILE else evidence.rung
+    return Fidelity.FORMULA if evidence.level is Fidelity.PROFILE else evidence.level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class Candidate:
             (Fidelity.RUN, self.run),
         )
         return (
-            (self.formula.rung, self.formula),
+            (self.formula.level, self.formula),
             *((level, evidence) for level, evidence in answers if evidence is not None),
         )
 

@@ -187,4 +187,4 @@ def _refusal(setup: TrainSetup) -> str:
 
 
 def _unsupported(message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
+    return ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)

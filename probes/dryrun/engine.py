@@ -121,7 +121,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
     peak = phases[peak_phase]
     reserved, retry_notes = _reserved(trace, setup.expandable_segments, limit_bytes)
     prediction = Prediction(
-        rung=Fidelity.DRY_RUN,
+        level=Fidelity.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved + CONTEXT_BYTES,

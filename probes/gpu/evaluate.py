@@ -52,7 +52,7 @@ class Prober:
     limits: Limits = field(default_factory=Limits)
     depths: tuple[int, ...] = ()
     check_depth: bool = True
-    rung: Fidelity = Fidelity.PROBE
+    level: Fidelity = Fidelity.PROBE
     on_event: Callable[[ProbeEvent], None] = lambda event: None
     ends_at: float = math.inf
     least_s: Callable[[TrainSetup], float] = lambda setup: 0.0
@@ -69,7 +69,7 @@ class Prober:
             config=self.model.config,
             setup=setup,
             device=self.device,
-            rung=self.rung,
+            level=self.level,
             depths=self.depths,
             check_depth=self.check_depth,
             limits=self.limits,
@@ -83,7 +83,7 @@ class Prober:
         from planner.memory.engines import why_not
 
         reason = why_not(self.model, setup)
-        return ProbeFailure(rung=self.rung, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
+        return ProbeFailure(level=self.level, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
 
     def stored(self, setup: TrainSetup) -> Outcome | None:
         """The outcome that the store already has."""
@@ -184,7 +184,7 @@ def one_copy(setup: TrainSetup) -> TrainSetup:
 def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:
     """What the store keeps of one outcome."""
     requested: Mapping[str, object] = {
-        "rung": request.rung.value,
+        "level": request.level.value,
         "depths": list(request.depths),
         "limits": asdict(request.limits),
         "gpu_key": request.gpu_key,

@@ -147,7 +147,7 @@ class LocalExecutor(Executor):
         try:
             places = self._devices.take(request.setup.num_gpus)
         except UnsupportedProbe as error:
-            return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=str(error))
+            return ProbeFailure(level=request.level, kind=FailureKind.UNSUPPORTED, message=str(error))
         try:
             if self._stop.is_set():
                 raise ProbeStopped
@@ -171,7 +171,7 @@ def run_request_text(text: str, argv: Sequence[str] | None = None) -> str:
     try:
         outcome = run_probe(request, argv=tuple(argv) if argv is not None else WORKER_ARGV)
     except EnvironmentProblem as error:
-        outcome = ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message=f"on the node: {error.message}")
+        outcome = ProbeFailure(level=request.level, kind=FailureKind.MACHINE, message=f"on the node: {error.message}")
     return json.dumps(evidence_to_dict(outcome))
 
 
@@ -254,7 +254,7 @@ class SubmititExecutor(Executor):
             return outcome_from_dict(json.loads(job.result()))
         except Exception as error:  # lost jobs, failed nodes: each is an outcome of this probe
             return ProbeFailure(
-                rung=request.rung,
+                level=request.level,
                 kind=FailureKind.CRASHED,
                 message=f"job {job.job_id} ({job.state}) brought no result: {_first_line(error)}",
                 log_path=str(job.paths.stderr),

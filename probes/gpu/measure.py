@@ -174,7 +174,7 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
             f"(±{percent(share.band_fraction)}) where both were measured, which is counted"
         )
     return Measurement(
-        rung=request.rung,
+        level=request.level,
         peak_allocated_bytes=max(readings.phases.values()),
         peak_reserved_bytes=readings.reserved_bytes,
         peak_device_bytes=readings.reserved_bytes + readings.context_bytes,

@@ -92,7 +92,7 @@ class ProbeRequest:
     config: Mapping[str, Any] = field(repr=False)
     setup: TrainSetup
     device: str
-    rung: Fidelity = Fidelity.PROBE
+    level: Fidelity = Fidelity.PROBE
     depths: tuple[int, ...] = ()
     check_depth: bool = True
     limits: Limits = field(default_factory=Limits)

@@ -71,7 +71,7 @@ def run_probe(
         )
     reason = why_not_probed(request.setup)
     if reason:
-        return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=reason)
+        return ProbeFailure(level=request.level, kind=FailureKind.UNSUPPORTED, message=reason)
     paths = _make_directory(work_dir)
     _write_request(request, paths)
     outcome = _run_child(request, paths, tuple(argv), on_progress, stop)
@@ -150,7 +150,7 @@ def _run_child(
     stopped = watch.failure(ending, killed=killed)
     kind, message = verdict or stopped or classify_exit(child.returncode, tail, oom_killed=oom_killed)
     why = f"; {delivered}" if delivered and not verdict and not stopped else ""  # there is no result of its own
-    return ProbeFailure(rung=request.rung, kind=kind, message=f"{message}{why}")
+    return ProbeFailure(level=request.level, kind=kind, message=f"{message}{why}")
 
 
 def _start_child(

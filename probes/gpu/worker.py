@@ -79,7 +79,7 @@ def run(request: ProbeRequest, measure: Measure, status: StatusPipe) -> Outcome:
         kind, message = classify_exception(error)
         with contextlib.suppress(MemoryError):
             traceback.print_exc()
-        return ProbeFailure(rung=request.rung, kind=kind, message=message)
+        return ProbeFailure(level=request.level, kind=kind, message=message)
 
 
 def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:

@@ -346,7 +346,7 @@ def measurement(file: LaunchedFile, request: ProbeRequest, seen: Seen, used_befo
     between = sorted(seen.between_s[WARM_UP_STEPS - 1 :])
     here = read_environment(request.device, request.gpu_key, cuda=seen.cuda)
     return Measurement(
-        rung=Fidelity.RUN,
+        level=Fidelity.RUN,
         peak_allocated_bytes=seen.peak_resident_bytes if allocated is None else allocated,
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved if added is None else added,
@@ -389,4 +389,4 @@ def split_command(command: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _failure(kind: FailureKind, message: str, tail: str = "") -> ProbeFailure:
-    return ProbeFailure(rung=Fidelity.RUN, kind=kind, message=message, log_tail=tail[-4000:])
+    return ProbeFailure(level=Fidelity.RUN, kind=kind, message=message, log_tail=tail[-4000:])

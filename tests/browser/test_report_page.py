@@ -46,9 +46,9 @@ CHART_KINDS = {
 FOCUSED = "((e) => e.id || e.tagName + ('copy' in e.dataset ? '-copy' : ''))(document.activeElement)"
 SEARCH = {
     "trials": [
-        {"tokens_per_s": 2000.0, "feasible": True, "rung": "probe"},
-        {"tokens_per_s": None, "feasible": False, "reason": "out of memory", "rung": "probe"},
-        {"tokens_per_s": 2298.0, "feasible": True, "rung": "probe"},
+        {"tokens_per_s": 2000.0, "feasible": True, "level": "probe"},
+        {"tokens_per_s": None, "feasible": False, "reason": "out of memory", "level": "probe"},
+        {"tokens_per_s": 2298.0, "feasible": True, "level": "probe"},
     ],
     "stop_reason": "no remaining candidate can beat the best by 1 %",
 }
@@ -135,13 +135,13 @@ def memory_chart_shows_plan_json_numbers(browser: Browser) -> None:
     shown = series(browser, "plan-1-chart-memory")
     plan = document()
     candidates = [plan["chosen"], *(alternative["candidate"] for alternative in plan["alternatives"])]
-    rungs = [candidate["dry_run"] or candidate["formula"] for candidate in candidates]
-    assert shown["weights"] == [prediction["terms"]["weights"] for prediction in rungs]
-    assert shown["activations"] == [prediction["terms"]["activations"] for prediction in rungs]
+    levels = [candidate["dry_run"] or candidate["formula"] for candidate in candidates]
+    assert shown["weights"] == [prediction["terms"]["weights"] for prediction in levels]
+    assert shown["activations"] == [prediction["terms"]["activations"] for prediction in levels]
     stacked = [
         sum(values) for values in zip(*(data for name, data in shown.items() if "measured" not in name), strict=True)
     ]
-    assert stacked == [prediction["peak_device_bytes"] for prediction in rungs]
+    assert stacked == [prediction["peak_device_bytes"] for prediction in levels]
     assert shown["measured device peak"] == [[plan["chosen"]["probe"]["peak_device_bytes"], 0]]
     words = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
     assert f"card {gib(plan['workload']['memory_bytes'])}" in words

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_planner.app.climb import answered
+from finetune_planner.app.levels import answered
 from finetune_planner.cli.app import run
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload

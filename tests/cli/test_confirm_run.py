@@ -49,7 +49,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             promised = plan_of(Path(str(seen_folder[0]))).chosen.formula
             assert promised.step_time_s is not None
             return Measurement(
-                rung=Fidelity.RUN,
+                level=Fidelity.RUN,
                 peak_allocated_bytes=promised.peak_allocated_bytes,
                 peak_reserved_bytes=promised.peak_reserved_bytes,
                 peak_device_bytes=promised.peak_device_bytes + MIB,
@@ -112,9 +112,9 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
     assert file.files["launch/trl/trl-sft.yaml"] == launch
     assert file.command.endswith("python -m trl.scripts.sft --config launch/trl/trl-sft.yaml")
     assert (file.model_name, file.dataset_names, file.model_here) == (MODEL, ("YOUR_DATASET",), False)
-    assert (request.rung, request.gpu_key, request.config["model_type"]) == (Fidelity.RUN, "rtx-4090", "llama")
+    assert (request.level, request.gpu_key, request.config["model_type"]) == (Fidelity.RUN, "rtx-4090", "llama")
     plan = plan_of(folder)
-    assert plan.chosen.run.rung is Fidelity.RUN
+    assert plan.chosen.run.level is Fidelity.RUN
     assert plan.chosen.tokens_per_s == pytest.approx(0.9 * plan.chosen.formula.tokens_per_s)
     assert plan.ranked[0].run == plan.chosen.run
     assert (folder / "launch" / "trl" / "trl-sft.yaml").read_text() == launch
@@ -131,7 +131,7 @@ def test_a_stored_run_corrects_the_next_plan_of_the_card(
     folder: Path, on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The user's own store is read by every plan: a run at 0.6 times the promise moves its speed towards that."""
-    from finetune_planner.app.climb import answered
+    from finetune_planner.app.levels import answered
     from planner.planning.plan import Plan
 
     on_a_gpu(speed=0.6)
@@ -149,7 +149,7 @@ def test_out_of_memory_refutes_the_plan(
     folder: Path, on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = ProbeFailure(
-        rung=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory", log_tail="line 1\nline 2"
+        level=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory", log_tail="line 1\nline 2"
     )
     on_a_gpu(failure=failed)
     assert run(["confirm", str(folder), "--run", "trl", "--store", str(tmp_path / "s.jsonl")]) == 1

@@ -46,7 +46,7 @@ def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float
     assert formula.step_time_s is not None
     environment = here(workload.gpu.key, device)
     outcome = Measurement(
-        rung=Fidelity.PROBE,
+        level=Fidelity.PROBE,
         peak_allocated_bytes=formula.peak_allocated_bytes,
         peak_reserved_bytes=formula.peak_reserved_bytes,
         peak_device_bytes=formula.peak_device_bytes,
@@ -152,7 +152,7 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
         return as_transfer_observations(observations, model, gpu)
 
     monkeypatch.setattr("search.corrections.as_transfer_observations", seen)
-    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
+    failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
     tune_plan(planned(workload), how, evaluate=lambda setup: failure)
     assert tuple(given) == history_of(workload, store) != ()

@@ -15,7 +15,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_answers_become_a_plan_and_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("finetune_planner.app.climb.dry_run_possible", lambda: "torch")  # the formula is enough here
+    monkeypatch.setattr("finetune_planner.app.levels.dry_run_possible", lambda: "torch")  # the formula is enough here
     folder = tmp_path / "my plan"
     lines = ["smollm2", "HuggingFaceTB/SmolLM2-135M", "rtx", "3060", "no-such.jsonl", "", "lora", str(folder)]
     answer(monkeypatch, *lines)

@@ -53,7 +53,7 @@ def test_a_named_target_is_planned_written_and_agrees_everywhere(
     assert predicted(out) == {target: peak}
     file = next(path for path in (out / "launch" / target).iterdir() if path.suffix in (".yaml", ".py"))
     head = " ".join(file.read_text().replace("\n#", " ").split())
-    level = chosen["formula"]["rung"]
+    level = chosen["formula"]["level"]
     words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} ({level})"
     assert words in head
     assert words in (out / "launch" / "README.md").read_text()

@@ -66,7 +66,7 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
         runs = own_setup(plan, launch.target)
         assert runs is not None
         assert launch.peak_device_bytes == device_peak_bytes(model, gpu, runs) <= plan.workload.budget_bytes
-        words = f"peak {gib(launch.peak_device_bytes)} of {gib(gpu.memory_bytes)} ({launch.rung})"
+        words = f"peak {gib(launch.peak_device_bytes)} of {gib(gpu.memory_bytes)} ({launch.level})"
         text = " ".join(launch.files[0].text.replace("\n#", " ").split())
         assert words in text
     assert written, refused
@@ -96,7 +96,7 @@ def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path
     readme = (tmp_path / "launch" / "README.md").read_text()
     for launch in document["launch"]:
         if launch.get("files"):
-            words = f"peak {gib(launch['peak_device_bytes'])} of {gib(gpu.memory_bytes)} ({launch['rung']})"
+            words = f"peak {gib(launch['peak_device_bytes'])} of {gib(gpu.memory_bytes)} ({launch['level']})"
             assert words in readme
             assert any(words in note for note in launch["notes"])
             assert gib(launch["peak_device_bytes"]) in pages["report.md"]

@@ -23,7 +23,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[GpuSpec]:
 
     def dry_run(model: object, gpu: GpuSpec, setup: TrainSetup, **options: object) -> ProbeFailure:
         gpus.append(gpu)
-        return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="not traced here")
+        return ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="not traced here")
 
     monkeypatch.setattr("probes.dryrun.dry_run", dry_run)
     return gpus

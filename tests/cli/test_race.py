@@ -62,7 +62,7 @@ def test_a_file_races_against_the_plan_for_its_own_work(files: list[str], capsys
         assert setup["seq_len_tokens"] == 512
         assert 512 * setup["micro_batch_seqs"] * setup["accumulation_steps"] == heat["tokens_per_step"]
         assert theirs["plan_over_this"] == pytest.approx(plan["tokens_per_s"] / theirs["tokens_per_s"])
-        assert (theirs["speed_rung"], theirs["candidate"]["run"], plan["plan_over_this"]) == ("formula", None, None)
+        assert (theirs["speed_level"], theirs["candidate"]["run"], plan["plan_over_this"]) == ("formula", None, None)
 
 
 def test_files_of_the_same_work_share_a_plan_and_a_picture(
@@ -117,9 +117,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             else:
                 name = self._file.target
             if name not in seconds:
-                return ProbeFailure(rung=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory")
+                return ProbeFailure(level=Fidelity.RUN, kind=FailureKind.OUT_OF_MEMORY, message="CUDA out of memory")
             return Measurement(
-                rung=Fidelity.RUN, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, peak_device_bytes=2 * GIB,
+                level=Fidelity.RUN, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, peak_device_bytes=2 * GIB,
                 phase_peaks_bytes={}, step_times_s=(seconds[name],) * 4, tokens_per_step=request.setup.tokens_per_step,
                 layers_measured=(), environment=HERE, between_steps_s=0.0, program=self._file.target,
             )  # fmt: skip
@@ -139,7 +139,7 @@ def test_the_files_and_the_plans_are_run_and_the_runs_decide(
     seen = on_a_gpu(trl=0.3, plan=0.1)
     answer = raced(["trl.yaml", *GPU, "--run", "--store", "s.jsonl"], capsys)
     (theirs, plan) = answer["heats"][0]["lanes"]
-    assert (theirs["speed_rung"], theirs["memory_rung"], plan["speed_rung"]) == ("run", "run", "run")
+    assert (theirs["speed_level"], theirs["memory_level"], plan["speed_level"]) == ("run", "run", "run")
     assert theirs["plan_over_this"] == pytest.approx(3.0)
     assert answer["level"].startswith("Run by its own tool, 10 steps each")
     assert seen[0].command == "python -m trl.scripts.sft --config trl.yaml"
@@ -156,7 +156,7 @@ def test_a_run_that_fails_is_said_and_counts(
     (theirs, plan) = raced(["trl.yaml", *GPU, "--run", "--store", "s.jsonl"], capsys, code=1)["heats"][0]["lanes"]
     assert (theirs["verdict"], theirs["plan_over_this"]) == ("over", None)
     assert "CUDA out of memory" in theirs["not_run"]
-    assert plan["speed_rung"] == "run"
+    assert plan["speed_level"] == "run"
     Path("axolotl.yaml").write_text(AXOLOTL.replace("chat_template", "pygmalion"))
     (theirs, _) = raced(["axolotl.yaml", *GPU, "--run", "--store", "s.jsonl"], capsys, code=3)["heats"][0]["lanes"]
     assert "no rows can stand in for data sets of type pygmalion" in theirs["not_run"]
@@ -177,7 +177,7 @@ def test_a_plan_on_a_step_profile_is_as_fast_as_the_formula_says(
     """A profile has memory alone: the two speeds are the formula's and can be compared."""
     answer = raced(["--defaults", "trl", "--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--no-dry-run"], capsys)
     (theirs, plan) = answer["heats"][0]["lanes"]
-    assert (plan["speed_rung"], theirs["speed_rung"]) == ("formula", "formula")
+    assert (plan["speed_level"], theirs["speed_level"]) == ("formula", "formula")
     assert theirs["plan_over_this"] > 1.2
 
 

@@ -394,7 +394,7 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("finetune_planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
     monkeypatch.setattr("finetune_planner.app.machine.local_link", lambda num: "pcie")
-    monkeypatch.setattr("finetune_planner.app.tuning.climb_probe", climb)
+    monkeypatch.setattr("finetune_planner.app.tuning.refine_by_probe", climb)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
     assert run(words) == 0
     assert [plan.workload.num_gpus for plan in climbed] == [2]

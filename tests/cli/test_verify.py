@@ -73,7 +73,7 @@ def test_the_trace_of_the_launch_file_stands_in_the_plan(
     assert order.card.key == "t4"
     assert order.command[0] == "python"
     assert (tmp_path / order.command[1]).is_file()
-    assert (launch["rung"], launch["peak_device_bytes"]) == ("trace", PEAK_BYTES + CONTEXT_BYTES)
+    assert (launch["level"], launch["peak_device_bytes"]) == ("trace", PEAK_BYTES + CONTEXT_BYTES)
     out = " ".join(capsys.readouterr().out.split())
     assert "5.50 GiB on the device" in out
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
@@ -112,7 +112,7 @@ def test_a_launch_file_that_cannot_be_traced_keeps_its_prediction(
 ) -> None:
     launch, _ = plan(tmp_path, monkeypatch, lambda order: answer)
     out = " ".join(capsys.readouterr().out.split())
-    assert launch["rung"] != "trace"
+    assert launch["level"] != "trace"
     assert "not possible" in out
     assert message in out
 

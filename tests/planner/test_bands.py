@@ -130,7 +130,7 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
 
 def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None:
     cells = fitted(RECORDED)
-    names = ("rung", "metric", "gpus", "stack")
+    names = ("level", "metric", "gpus", "stack")
     shipped = {tuple(row[name] for name in names): row for row in json.loads(BANDS.read_text(encoding="utf-8"))}
     assert {key: (row["below"], row["above"]) for key, row in shipped.items()} == {
         key: (as_row(cell)["below"], as_row(cell)["above"]) for key, cell in cells.items()
@@ -139,7 +139,7 @@ def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None
 
 
 def test_coverage_with_each_source_left_out() -> None:
-    """All rows of a rung together: 85 to 95 % lie inside the bands that the other sources give."""
+    """All rows of a level together: 85 to 95 % lie inside the bands that the other sources give."""
     counts = left_out(RECORDED)
     for level, speed in (("formula", False), ("formula", True), ("dry_run", False)):
         picked = [count for key, count in counts.items() if key[0] == level and (key[1] == "tokens_per_s") == speed]

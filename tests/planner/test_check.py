@@ -126,7 +126,7 @@ def prediction_of(setup: TrainSetup) -> Prediction:
 
 def of(peak_bytes: int) -> Prediction:
     return Prediction(
-        rung=Fidelity.FORMULA,
+        level=Fidelity.FORMULA,
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=peak_bytes,
         peak_device_bytes=peak_bytes,
@@ -565,16 +565,16 @@ def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
 
 @pytest.mark.parametrize("stack", ["axolotl", "llamafactory", "trl"])
 def test_more_evidence_never_widens_a_band(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune_planner.app import climb
+    from finetune_planner.app import levels
     from finetune_planner.cli import checking
 
     setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16, stack=stack)
     formula = predict(MODEL, GPU, setup, None)
     for width in (0.01, 0.9):
         dry = replace(formula, memory_band_fraction=width, bands={}, terms=())
-        monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
+        monkeypatch.setattr(levels, "dry_run_possible", lambda: "")
         monkeypatch.setattr(
-            climb, "with_dry_run", lambda candidate, *_, dry_run=dry, **__: replace(candidate, dry_run=dry_run)
+            levels, "with_dry_run", lambda candidate, *_, dry_run=dry, **__: replace(candidate, dry_run=dry_run)
         )
         prediction = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup)
         assert prediction.memory_band_fraction == min(width, formula.memory_band_fraction)

@@ -9,7 +9,7 @@ import pytest
 from planner.core.errors import ConfigError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.models.spec import ModelSpec
+from planner.models.spec import LinearSpec, ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.codec import (
@@ -23,9 +23,10 @@ from planner.setup.codec import (
 from planner.setup.interchange import to_jsonable
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Environment, Evidence, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
+from tests.planner.helpers import loaded
 
 MEASUREMENT = Measurement(
-    rung=Fidelity.PROBE,
+    level=Fidelity.PROBE,
     peak_allocated_bytes=3,
     peak_reserved_bytes=4,
     peak_device_bytes=5,
@@ -55,7 +56,7 @@ MEASUREMENT = Measurement(
     trainer_band_fraction=0.019,
     program="trl",
 )
-FAILURE = ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
+FAILURE = ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
 
 
 def formula() -> Prediction:
@@ -123,7 +124,7 @@ GOOD = evidence_to_dict(MEASUREMENT)
         {"schema": 1, "outcome": "x"},
         {"evidence": "measurement"},
         {"schema": 1, "outcome": ["measurement"]},
-        {"schema": 1, "outcome": "failure", "rung": "probe", "kind": "?", "message": ""},
+        {"schema": 1, "outcome": "failure", "level": "probe", "kind": "?", "message": ""},
         {**GOOD, "schema": 2},
         {**GOOD, "step_times_s": []},
         {**GOOD, "peak_device_bytes": "5"},
@@ -148,4 +149,13 @@ def test_text_that_is_no_evidence_is_refused(text: str) -> None:
 
 def test_a_prediction_is_no_outcome_of_a_probe() -> None:
     with pytest.raises(BadOutcome, match="got a prediction"):
-        outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), rung=Fidelity.DRY_RUN)))))
+        outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), level=Fidelity.DRY_RUN)))))
+
+
+def test_what_was_written_under_earlier_names_is_read() -> None:
+    """plan.json, stores and studies of November 2026 say "rung" of a level and "dealt" of expert parallelism."""
+    written = through_json(evidence_to_dict(formula()))
+    assert evidence_from_dict({"rung" if key == "level" else key: value for key, value in written.items()}) == formula()
+    linear = loaded("qwen/qwen3-30b-a3b").layer_kinds[0].linears[0]
+    values = through_json(to_jsonable(linear))
+    assert decode(LinearSpec, {**values, "dealt": values.pop("expert_parallel")}) == linear

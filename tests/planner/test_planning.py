@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune_planner.app.climb import SHORTER, answered
+from finetune_planner.app.levels import SHORTER, answered
 from planner.core.errors import UsageError
 from planner.core.notes import Place, place_of
 from planner.core.units import GIB

@@ -25,7 +25,7 @@ def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: 
         formula = predict(workload.model, workload.gpu, setup)
         return replace(
             formula,
-            rung=Fidelity.DRY_RUN,
+            level=Fidelity.DRY_RUN,
             peak_device_bytes=int(formula.peak_device_bytes * ratio(setup)),
             tokens_per_s=None,
             step_time_s=None,
@@ -84,7 +84,7 @@ def test_refine_ends_in_no_plan_where_nothing_fits() -> None:
 def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> None:
     workload = plan_request()
     failure = ProbeFailure(
-        rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel"
+        level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel"
     )
     plan = refine(planning(workload), lambda setup: failure)
     assert isinstance(plan, Plan)
@@ -117,11 +117,11 @@ def running(
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         log.append(setup)
         if fails(setup):
-            return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="no such product")
+            return ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="no such product")
         formula = predict(workload.model, workload.gpu, setup)
         exact = exact_bytes(workload.model, setup)
         peak = exact + keeps * (formula.peak_device_bytes - exact)
-        return replace(formula, rung=Fidelity.DRY_RUN, peak_device_bytes=peak, tokens_per_s=None, step_time_s=None)
+        return replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=peak, tokens_per_s=None, step_time_s=None)
 
     return run
 
@@ -193,7 +193,7 @@ def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_noth
     def smaller(setup: TrainSetup) -> Prediction:
         log.append(setup)
         formula = predict(workload.model, workload.gpu, setup)
-        return replace(formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(0.8 * formula.peak_device_bytes))
+        return replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=int(0.8 * formula.peak_device_bytes))
 
     plan = refine(plan_with, smaller)
     assert isinstance(plan, Plan)

@@ -199,11 +199,11 @@ def _fresh(model: ModelSpec) -> ModelSpec:
 def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     prediction = predict(model, GPU, setup)
-    assert prediction.rung is Fidelity.PROFILE
+    assert prediction.level is Fidelity.PROFILE
     assert prediction.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
-    assert predict(model, GPU, setup.replace(stack="axolotl")).rung is Fidelity.PROFILE
+    assert predict(model, GPU, setup.replace(stack="axolotl")).level is Fidelity.PROFILE
     for fields in ({"checkpointing": 0}, {"stack": "unsloth"}):
-        assert predict(model, GPU, setup.replace(**fields)).rung is Fidelity.FORMULA
+        assert predict(model, GPU, setup.replace(**fields)).level is Fidelity.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]
     mine = memory_of(model, GPU, setup)[0].breakdown

@@ -21,7 +21,7 @@ from probes.gpu.request import ProbeRequest
 def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
     """A whole measurement of a made-up machine."""
     return Measurement(
-        rung=request.rung,
+        level=request.level,
         peak_allocated_bytes=3_000,
         peak_reserved_bytes=4_096,
         peak_device_bytes=8_192,

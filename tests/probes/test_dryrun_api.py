@@ -45,7 +45,7 @@ def _run(setup: TrainSetup, capability: tuple[int, int]) -> DryRunReport:
 
 def test_dry_run_prediction_is_attributed() -> None:
     prediction = _report().prediction
-    assert prediction.rung is Fidelity.DRY_RUN
+    assert prediction.level is Fidelity.DRY_RUN
     assert set(prediction.phase_peaks_bytes) == set(PHASES)
     assert prediction.peak_allocated_bytes == prediction.phase_peaks_bytes[prediction.peak_phase]
     assert sum(term.size_bytes for term in prediction.terms) == prediction.peak_allocated_bytes

@@ -40,7 +40,7 @@ open(os.path.join(order["folder"], "seen-1.json"), "w").write({seen!r})
 
 
 def request(device: str = "cpu") -> ProbeRequest:
-    return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, rung=Fidelity.RUN, depths=(0,))
+    return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, level=Fidelity.RUN, depths=(0,))
 
 
 def file(program: str = PROGRAM, **changes: Any) -> LaunchedFile:
@@ -82,7 +82,7 @@ def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> Non
     """The first two steps are not counted; what lies between two is; nothing is left of the run's folder."""
     measurement = outcome(tmp_path, file())
     assert isinstance(measurement, Measurement), measurement
-    assert (measurement.rung, measurement.program, measurement.step_times_s) == (Fidelity.RUN, "trl", (2.0, 2.0, 2.2))
+    assert (measurement.level, measurement.program, measurement.step_times_s) == (Fidelity.RUN, "trl", (2.0, 2.0, 2.2))
     assert measurement.between_steps_s == 0.02
     assert measurement.step_time_s == pytest.approx(2.02)
     assert measurement.tokens_per_s == pytest.approx(SETUP.tokens_per_step / 2.02)

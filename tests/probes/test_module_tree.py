@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from finetune_planner.app.climb import dry_runs_ahead
+from finetune_planner.app.levels import dry_runs_ahead
 from planner.core.errors import ConfigError, UnknownModelError
 from planner.core.install import install_command
 from planner.frameworks.exporters import EXPORTERS

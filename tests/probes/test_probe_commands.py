@@ -108,9 +108,9 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
     code = run(["confirm", out, "--target", "trl", *where, "--json=full"])
     document = answer(capsys)
-    assert document["outcome"]["rung"] == "confirm"
+    assert document["outcome"]["level"] == "confirm"
     assert document["outcome"]["layers_measured"] == [TINY["num_hidden_layers"]]
-    assert document["promise"]["rung"] in ("formula", "dry_run")
+    assert document["promise"]["level"] in ("formula", "dry_run")
     assert document["speed_miss_fraction"] is None
     assert code == (0 if document["kept"] else 1)
     assert run(["confirm", out, "--target", "no-such-target", *where]) == 2
@@ -125,7 +125,7 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
 
     def no_driver(request: ProbeRequest, **kwargs: object) -> ProbeFailure:
         requests.append(request)
-        return ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message="torch finds no usable driver")
+        return ProbeFailure(level=request.level, kind=FailureKind.MACHINE, message="torch finds no usable driver")
 
     monkeypatch.setattr("probes.gpu.executors.run_probe", no_driver)
     store = tmp_path / "s.jsonl"

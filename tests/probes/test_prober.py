@@ -170,7 +170,7 @@ def promise(**changes: Any) -> Promise:
     from planner.setup.outcome import Fidelity
 
     values = {
-        "rung": Fidelity.DRY_RUN,
+        "level": Fidelity.DRY_RUN,
         "peak_allocated_bytes": 3_000,
         "peak_device_bytes": 8_192,
         "tokens_per_s": 4_096.0,
@@ -189,7 +189,7 @@ def test_confirm_runs_full_depth_with_every_micro_batch_and_stores_it(tmp_path: 
     assert confirmation.speed_miss_fraction is None  # nobody promised a CPU's speed
     (record,) = Store(tmp_path / "s.jsonl").records()
     assert record.request["depths"] == [0]
-    assert record.request["rung"] == "confirm"
+    assert record.request["level"] == "confirm"
     assert record.request["limits"]["max_accumulation"] > 1000  # type: ignore[index]
 
 
@@ -207,5 +207,5 @@ def test_compare_holds_a_gpu_to_device_memory_and_speed(tmp_path: Path) -> None:
     broken = compare(TrainSetup(), promise(peak_device_bytes=6_000, tokens_per_s=9_000.0), outcome, budget_bytes=8_000)
     assert not broken.kept
     assert len(broken.reasons) == 3
-    failure = ProbeFailure(rung=outcome.rung, kind=FailureKind.OUT_OF_MEMORY, message="no room")
+    failure = ProbeFailure(level=outcome.level, kind=FailureKind.OUT_OF_MEMORY, message="no room")
     assert compare(TrainSetup(), promise(), failure, budget_bytes=8_000).reasons == ("out_of_memory: no room",)

@@ -56,7 +56,7 @@ def record(key: str = "k", step_s: float = 0.5) -> Record:
 
 
 def failed(kind: FailureKind, key: str = "k", time_s: float = 10.0, log: str = "a") -> Record:
-    outcome = ProbeFailure(rung=Fidelity.PROBE, kind=kind, message="m", log_path=log)
+    outcome = ProbeFailure(level=Fidelity.PROBE, kind=kind, message="m", log_path=log)
     return replace(record(key), outcome=outcome, request={"limits": {"time_s": time_s}})
 
 
@@ -345,7 +345,7 @@ def test_fingerprint_names_what_matters_and_nothing_else() -> None:
         fingerprint(request(setup=TrainSetup(micro_batch_seqs=2)), environment),
         fingerprint(request(config={"model_type": "llama", "hidden_size": 3}), environment),
         fingerprint(request(depths=(0,)), environment),
-        fingerprint(request(rung=Fidelity.CONFIRM), environment),
+        fingerprint(request(level=Fidelity.CONFIRM), environment),
         fingerprint(request(limits=Limits(memory_bytes=24 << 30)), environment),
         fingerprint(request(), replace(environment, gpu_name="another")),
         fingerprint(request(), replace(environment, libraries={**environment.libraries, "torch": "9.9"})),

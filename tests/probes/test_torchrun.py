@@ -199,7 +199,7 @@ def test_spread_that_no_probe_runs_is_refused_before_anything_starts(
 def of_rank(peak_bytes: int, **changes: Any) -> Measurement:
     here = Environment(gpu_name="G", gpu_key=None, driver="", cuda="", python="", platform="", libraries={})
     values: dict[str, Any] = {
-        "rung": Fidelity.PROBE,
+        "level": Fidelity.PROBE,
         "peak_allocated_bytes": peak_bytes,
         "peak_reserved_bytes": peak_bytes,
         "peak_device_bytes": peak_bytes,

@@ -138,7 +138,7 @@ def make_prediction(
     speed = 3100.0 * (1 - 0.5 / setup.micro_batch_seqs) * (0.75 if setup.checkpointing else 1.0) - setup.lora_rank
     known_speed = level is Fidelity.FORMULA
     values: dict[str, Any] = {
-        "rung": level,
+        "level": level,
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": allocated + 412 * MIB,
         "peak_device_bytes": allocated + 412 * MIB + 430 * MIB,
@@ -170,7 +170,7 @@ def make_environment() -> Environment:
 
 def make_measurement(setup: TrainSetup, prediction: Prediction, **changes: Any) -> Measurement:
     values: dict[str, Any] = {
-        "rung": Fidelity.PROBE,
+        "level": Fidelity.PROBE,
         "peak_allocated_bytes": int(prediction.peak_allocated_bytes * 0.996),
         "peak_reserved_bytes": int(prediction.peak_reserved_bytes * 1.01),
         "peak_device_bytes": int(prediction.peak_device_bytes * 1.008),
@@ -211,7 +211,7 @@ def make_candidate(
 
 def make_failed_dry_run() -> ProbeFailure:
     return ProbeFailure(
-        rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="aten::_grouped_mm has no meta kernel for bf16"
+        level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="aten::_grouped_mm has no meta kernel for bf16"
     )
 
 

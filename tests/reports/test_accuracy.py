@@ -58,7 +58,7 @@ def lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
 
 def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Prediction:
     return Prediction(
-        rung=Fidelity.FORMULA,
+        level=Fidelity.FORMULA,
         peak_allocated_bytes=round(allocated_bytes),
         peak_reserved_bytes=round(1.05 * allocated_bytes),
         peak_device_bytes=round(1.05 * allocated_bytes) + GIB // 2,
@@ -111,7 +111,7 @@ def test_failures_are_listed_not_hidden() -> None:
         if setup.lora_rank == 8:
             return None
         return ProbeFailure(
-            rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel"
+            level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel"
         )
 
     rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]

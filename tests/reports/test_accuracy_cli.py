@@ -22,7 +22,7 @@ def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     tables = json.loads(out)
     assert [table["what"] for table in tables] == ["allocated", "reserved", "device"]
-    assert all(table["rung"] == "formula" and table["overall"]["num_configs"] > 20 for table in tables)
+    assert all(table["level"] == "formula" and table["overall"]["num_configs"] > 20 for table in tables)
 
 
 def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +70,10 @@ def test_one_source_only(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--rung", "probe"), "--rung"),
+        (("--level", "probe"), "--level"),
         (("--what", "everything"), "--what"),
         (("--group", "nobody"), "nobody"),
-        (("--rung", "dry_run", "--what", "speed"), "memory only"),
+        (("--level", "dry_run", "--what", "speed"), "memory only"),
     ],
 )
 def test_bad_options_are_named_with_a_hint(

@@ -28,7 +28,7 @@ def test_timeline_of_nothing_is_none_and_many_tensors_are_cut() -> None:
 def test_search_values_say_what_fits_and_why_not() -> None:
     probed = make_candidate(level=Fidelity.PROBE)
     assert probed.probe is not None
-    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="")
+    failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="")
     setup = make_setup()
     budget = probed.budget_bytes
     trials = [

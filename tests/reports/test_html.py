@@ -151,7 +151,7 @@ def test_accuracy_rows_only_where_something_was_measured() -> None:
     assert accuracy_rows(make_plan()) == []
     plan = make_plan(level=Fidelity.PROBE)
     rows = accuracy_rows(plan)
-    assert [row["rung"] for row in rows] == ["formula ±8 %", "dry run ±1.5 %"]
+    assert [row["level"] for row in rows] == ["formula ±8 %", "dry run ±1.5 %"]
     for row in rows:
         assert row["memory_error_fraction"] == pytest.approx(row["predicted_bytes"] / row["measured_bytes"] - 1)
     assert rows[1]["speed_error_fraction"] is None

@@ -80,7 +80,7 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
 ) -> None:
     words, code = ASKED[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finetune_planner.app.climb.OVER_MICRO_BATCHES", 8)
+    monkeypatch.setattr("finetune_planner.app.levels.OVER_MICRO_BATCHES", 8)
     Path("train.yaml").write_text(json.dumps(CONFIG))
     Path("log.txt").write_text(LOG)
     written = ["--out", "plan"] if case in ("launch files", "nothing fits") else []

@@ -1,4 +1,4 @@
-"""plan.json: round trip, the same keys on every rung, and damaged or hostile files."""
+"""plan.json: round trip, the same keys on every level, and damaged or hostile files."""
 
 import json
 from dataclasses import replace

@@ -284,8 +284,8 @@ def test_alternatives_are_compared_on_one_rung_and_differ_as_their_figures_do() 
     """A dry-run choice of 17.66 GiB beside a rank at 18.40 GiB by formula was once called 0.17 GiB smaller."""
     plan = make_plan(level=Fidelity.DRY_RUN)
     rows = compared(replace(plan, alternatives=with_trades(plan.chosen, plan.alternatives)))
-    assert plan.chosen.memory_evidence.rung is Fidelity.DRY_RUN
-    assert {row.peak.rung for row in rows} == {row.speed.rung for row in rows} == {Fidelity.FORMULA}
+    assert plan.chosen.memory_evidence.level is Fidelity.DRY_RUN
+    assert {row.peak.level for row in rows} == {row.speed.level for row in rows} == {Fidelity.FORMULA}
     for row in rows[1:]:
         delta = row.peak.peak_device_bytes - rows[0].peak.peak_device_bytes
         assert f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" in row.trade

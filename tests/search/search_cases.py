@@ -45,7 +45,7 @@ def scenario(name: str = "8b-80g") -> Scenario:
 
 def measurement(setup: TrainSetup, tokens_per_s: float, peak_bytes: float) -> Measurement:
     return Measurement(
-        rung=Fidelity.PROBE,
+        level=Fidelity.PROBE,
         peak_allocated_bytes=int(peak_bytes),
         peak_reserved_bytes=int(peak_bytes),
         peak_device_bytes=int(peak_bytes),
@@ -58,7 +58,7 @@ def measurement(setup: TrainSetup, tokens_per_s: float, peak_bytes: float) -> Me
 
 
 def out_of_memory() -> ProbeFailure:
-    return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+    return ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
 
 
 def exact(candidate: Candidate, *, speed_error: float = 0.0, memory_error: float = 0.0) -> Evidence:

@@ -105,7 +105,7 @@ def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also no dry run goes before it."""
-    for name in ("probes.gpu.executors.run_probe", "finetune_planner.app.climb.dry_run_setup"):
+    for name in ("probes.gpu.executors.run_probe", "finetune_planner.app.levels.dry_run_setup"):
         monkeypatch.setattr(name, lambda *args, **values: pytest.fail("begun"))
     monkeypatch.setattr("finetune_planner.app.tuning.cpu_flops_per_s", lambda: 1e9)
     plan, _ = tuned(tmp_path, 20.0, dry_run=True)
@@ -142,7 +142,7 @@ def test_work_in_this_process_ends_when_time_is_up() -> None:
 
 
 def test_a_dry_run_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_planner.app.climb.dry_run_setup", lambda *args: time.sleep(LONG_S))
+    monkeypatch.setattr("finetune_planner.app.levels.dry_run_setup", lambda *args: time.sleep(LONG_S))
     monkeypatch.setattr("finetune_planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
     plan, took_s = tuned(tmp_path, 2.0, dry_run=True)
     assert took_s < 2.0 + SLACK_S
@@ -156,4 +156,4 @@ def test_a_rehearsal_on_the_cpu_chooses_nothing_for_the_gpu(tmp_path: Path, monk
     assert plan.chosen == made_plan().chosen
     assert "rehearsed on this machine's CPU: 1 of 1 measured, the fastest at 12 tokens/s there" in plan.notes[-1]
     assert "the plan stands on prediction alone" in plan.notes[-1]
-    assert [row["rung"] for row in plan.search["trials"]] == ["probe"]
+    assert [row["level"] for row in plan.search["trials"]] == ["probe"]

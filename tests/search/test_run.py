@@ -202,7 +202,7 @@ def test_the_dry_run_excludes_without_a_probe() -> None:
         factor = 10 if formula.peak_device_bytes > 40 * GIB else 1
         return replace(
             formula,
-            rung=Fidelity.DRY_RUN,
+            level=Fidelity.DRY_RUN,
             peak_device_bytes=formula.peak_device_bytes * factor,
             memory_band_fraction=0.02,
             tokens_per_s=None,
@@ -226,7 +226,7 @@ def test_without_a_gpu_the_dry_run_is_the_evaluator() -> None:
     def dry_run(setup: TrainSetup) -> Prediction:
         formula = by_setup[setup].formula
         return replace(
-            formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(1.05 * formula.peak_device_bytes), tokens_per_s=None
+            formula, level=Fidelity.DRY_RUN, peak_device_bytes=int(1.05 * formula.peak_device_bytes), tokens_per_s=None
         )
 
     result = search(problem(), dry_run)

@@ -23,7 +23,7 @@ def best_fitting(posterior: Posterior) -> int:
 
 
 def failure(kind: FailureKind, message: str) -> ProbeFailure:
-    return ProbeFailure(rung=Fidelity.PROBE, kind=kind, message=message)
+    return ProbeFailure(level=Fidelity.PROBE, kind=kind, message=message)
 
 
 def test_one_probe_moves_all_predictions_by_most_of_its_error() -> None:
@@ -200,7 +200,7 @@ def test_dry_run_exclusion_teaches_memory() -> None:
     posterior = Posterior(problem())
     index = best_fitting(posterior)
     formula = posterior.problem.candidates[index].formula
-    larger = replace(formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
+    larger = replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
     posterior.tell_excluded(index, larger)
     assert posterior.memory.mean[index] > 0.05
     assert not posterior.open[index]

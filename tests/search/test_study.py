@@ -68,7 +68,7 @@ def test_a_trial_carries_setup_prediction_and_evidence(study: Study) -> None:
 def test_what_does_not_fit_is_infeasible_and_never_scored_zero(study: Study) -> None:
     candidates = [c for c in problem().candidates if c.fits]
     too_large = measurement(candidates[0].setup, 1000.0, candidates[0].budget_bytes * 1.25)
-    crash = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="boom")
+    crash = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="boom")
     for candidate, evidence in zip(candidates, (too_large, out_of_memory(), crash, exact(candidates[3])), strict=False):
         study.enqueue(candidate, "test")
         claimed = study.claim()
@@ -256,7 +256,7 @@ def test_every_dimension_holds_its_least_value() -> None:
 
 def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
     """It is none of this call's candidates; what it would have needed nobody knows."""
-    crash = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="x")
+    crash = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="x")
     setup = problem().candidates[0].setup
     assert constraint_values(problem(), None, setup, crash) == {"memory": 0.0, "runs": 1.0}
 
@@ -276,7 +276,7 @@ def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
 
 def test_a_candidate_that_the_dry_run_excluded_is_not_claimed_again(study: Study) -> None:
     candidate = next(c for c in problem().candidates if c.fits)
-    too_large = replace(candidate.formula, rung=Fidelity.DRY_RUN, peak_device_bytes=2 * candidate.budget_bytes)
+    too_large = replace(candidate.formula, level=Fidelity.DRY_RUN, peak_device_bytes=2 * candidate.budget_bytes)
     for _ in range(2):
         study.enqueue(candidate, "test")
     claimed = study.claim()

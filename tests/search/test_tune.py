@@ -54,7 +54,7 @@ def stand_in(setup: TrainSetup) -> Evidence:
     prediction = predict(plan_request.model, plan_request.gpu, setup)
     assert prediction.tokens_per_s is not None
     if prediction.peak_device_bytes * 1.02 > plan_request.memory_bytes:
-        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+        return ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
     error = -0.12 + (0.15 if setup.attention == "sdpa" else 0.0) + random.Random(key_of(setup)).gauss(0, 0.01)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.02 * prediction.peak_device_bytes)
 
@@ -85,13 +85,13 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
     assert tuned.search["stop_reason"]
     trials = tuned.search["trials"]
     assert isinstance(trials, list)
-    assert sum(row["rung"] == "probe" for row in trials) <= 10
+    assert sum(row["level"] == "probe" for row in trials) <= 10
     assert (tmp_path / "study.db").exists()
 
 
 def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
     plan = made_plan()
-    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+    failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
     tuned = tune_plan(plan, Tuning(dry_run=False, budget=Budget(max_probes=2)), evaluate=lambda setup: failure)
     assert tuned.chosen == plan.chosen
     assert "no probe showed a setup that fits" in tuned.notes[-1]
@@ -125,7 +125,7 @@ def test_trial_lines_say_what_happened() -> None:
     record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
     done = replace(record, evidence=measurement(setup, 1234.0, 2**30))
     assert trial_line(done).startswith("  1,234 tokens/s, 1.00 GiB  QLoRA rank 16, nf4, bf16-autocast")
-    failure = ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="x")
+    failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="x")
     assert trial_line(replace(record, evidence=failure)).startswith("  out of memory  QLoRA")
     assert "excluded" in trial_line(replace(record, excluded="formula: needs 30 GiB, budget 20 GiB"))
 

@@ -88,7 +88,7 @@ def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
     assert not alive(held_pid)
 
     answer = json.loads(output)
-    rows = [row for row in answer["search"]["trials"] if row["rung"] == "probe"]
+    rows = [row for row in answer["search"]["trials"] if row["level"] == "probe"]
     assert rows[0]["setup"]["parallel"] == "ddp"
     assert "rank 1 of 2: killed by SIGKILL" in rows[0]["reason"]
     assert [row["feasible"] for row in rows[1:]] == [True] * (MAX_PROBES - 1)

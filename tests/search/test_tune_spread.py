@@ -12,11 +12,11 @@ import pytest
 from optuna.trial import TrialState
 from search_cases import measurement
 
-from finetune_planner.app import climb
+from finetune_planner.app import levels
 from finetune_planner.app.tuning import (
     Tuning,
-    climb_probe,
     on_this_machine,
+    refine_by_probe,
     search_candidates,
     study_name,
     trial_line,
@@ -68,9 +68,9 @@ def stand_in(setup: TrainSetup) -> Evidence:
     prediction = predict(plan_request.model, plan_request.gpu, setup, plan_request.cluster)
     assert prediction.tokens_per_s is not None
     if not setup.reshard_after_forward:
-        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
+        return ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
     if prediction.peak_device_bytes > plan_request.memory_bytes:
-        return ProbeFailure(rung=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
+        return ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
     error = {"ddp": -0.10, "fsdp2": 0.20}[setup.parallel] + random.Random(key_of(setup)).gauss(0, 0.005)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.0 * prediction.peak_device_bytes)
 
@@ -125,7 +125,7 @@ def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predic
     assert tuned.chosen.probe.peak_device_bytes <= plan.workload.budget_bytes
     rows = tuned.search["trials"]
     assert isinstance(rows, list)
-    assert any("killed by SIGKILL" in row["reason"] for row in rows if row["rung"] == "probe")
+    assert any("killed by SIGKILL" in row["reason"] for row in rows if row["level"] == "probe")
     not_probed = tuned.search["not_probed"]
     assert isinstance(not_probed, list)
     assert {"ZeRO-1", "ZeRO-2", "ZeRO-3"} <= {row["spread"] for row in not_probed}
@@ -133,7 +133,7 @@ def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predic
         assert row["reason"] in ("DeepSpeed is not installed", "not probed")
         assert row["predicted_tokens_per_s"] > 0
         (trial,) = [each for each in rows if each["setup"] == row["setup"]]
-        assert (trial["rung"], trial["tokens_per_s"], trial["feasible"]) == ("formula", None, False)
+        assert (trial["level"], trial["tokens_per_s"], trial["feasible"]) == ("formula", None, False)
         assert trial["reason"] == row["reason"]
     note = next(note for note in tuned.notes if "ZeRO-3" in note)
     assert "not measured" in note
@@ -167,7 +167,7 @@ def test_what_could_not_be_probed_is_open_again_once_it_can(tmp_path: Path) -> N
     assert second.chosen.setup.parallel.startswith("zero")
     assert isinstance(second.chosen.probe, Measurement)
     assert not second.search["not_probed"]
-    probed = [json.dumps(row["setup"]) for row in second.search["trials"] if row["rung"] == "probe"]  # type: ignore[attr-defined]
+    probed = [json.dumps(row["setup"]) for row in second.search["trials"] if row["level"] == "probe"]  # type: ignore[attr-defined]
     assert len(probed) == len(set(probed)) <= 16
 
 
@@ -200,7 +200,7 @@ def test_a_search_on_several_nodes_is_refused_and_a_plan_goes_on_without(capsys:
     plan_request = replace(plan.workload, cluster=make_cluster(GPU, NUM_GPUS, num_nodes=2))
     with pytest.raises(UsageError, match="one machine"):
         on_this_machine(plan_request)
-    assert climb_probe(replace(plan, workload=plan_request)).chosen == plan.chosen
+    assert refine_by_probe(replace(plan, workload=plan_request)).chosen == plan.chosen
     assert "no probes" in capsys.readouterr().err
 
 
@@ -208,7 +208,7 @@ def test_a_plan_for_more_gpus_than_here_goes_on_without_probes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("probes.gpu.executors.local_devices", lambda: ("cuda:0",))
-    assert climb_probe(made_plan()) == made_plan()
+    assert refine_by_probe(made_plan()) == made_plan()
     assert "no probes: --gpus 4: this machine has 1 GPU" in capsys.readouterr().err
 
 
@@ -228,14 +228,14 @@ def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
         if len(spreads) == 1:
             raise ZeroDivisionError("float division by zero")
         return ProbeFailure(
-            rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread"
+            level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread"
         )
 
-    monkeypatch.setattr(climb, "dry_run_setup", dry_run)
-    monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
+    monkeypatch.setattr(levels, "dry_run_setup", dry_run)
+    monkeypatch.setattr(levels, "dry_run_possible", lambda: "")
     tuned = tuned_plan(tmp_path, dry_run=True, budget=Budget(max_probes=3))
     assert len(spreads) == 3
     rows = tuned.search["trials"]
     assert isinstance(rows, list)
-    assert sum(row["rung"] == "probe" for row in rows) == 3
+    assert sum(row["level"] == "probe" for row in rows) == 3
     assert "dry run failed, the probe decides: ZeroDivisionError" in capsys.readouterr().err

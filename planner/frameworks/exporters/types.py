@@ -156,7 +156,7 @@ class Launch(Draft):
         refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
         about: what is predicted of the run, as in the files' headers.
-        peak_device_bytes, rung: the prediction of what really runs and its level; 0 and "" where nobody predicted.
+        peak_device_bytes, level: the prediction of what really runs and its level; 0 and "" where nobody predicted.
     """
 
     target: str
@@ -165,7 +165,7 @@ class Launch(Draft):
     validated_with: Mapping[str, str] = field(default_factory=dict)
     about: tuple[str, ...] = ()
     peak_device_bytes: int = 0
-    rung: str = ""
+    level: str = ""
 
     @property
     def unsupported(self) -> tuple[str, ...]:

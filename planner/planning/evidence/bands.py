@@ -207,7 +207,7 @@ def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
     text = (DATA / "bands.json").read_text(encoding="utf-8")
     cells = {}
     for values in json.loads(text):
-        key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))
+        key = tuple(values.pop(name) for name in ("level", "metric", "gpus", "stack"))
         cells[key] = Cell(**values | {"cards": tuple(values["cards"])})
     return cells
 
@@ -295,7 +295,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
         if setup.stack in TRAINERS:
             same = apple if gpu.vendor == "Apple" else ""
         return _noted(prediction, same)
-    bands, note = evidence_bands(prediction.rung.value, gpu, setup)
+    bands, note = evidence_bands(prediction.level.value, gpu, setup)
     time = prediction.time_band_fraction
     # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
     if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:

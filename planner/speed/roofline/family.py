@@ -104,14 +104,14 @@ class Family:
         recomputed = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
         self.above = 1.0 - below / max(1, inv.num_layers)
-        again_token = recomputed * work.moved.forward_bytes * work.per_byte + recomputed * trained.forward_token_s
-        again_micro = (
-            recomputed * work.alone[1] + recomputed * trained.forward_micro_s + recomputed * work.unpacked.again_s
+        recomputed_token = recomputed * work.moved.forward_bytes * work.per_byte + recomputed * trained.forward_token_s
+        recomputed_micro = (
+            recomputed * work.alone[1] + recomputed * trained.forward_micro_s + recomputed * work.unpacked.recomputed_s
         )
         keeps_attention = setup.selective_checkpointing and speed.attention_is_fused(setup, work.dtypes)
         attended = 0.0 if keeps_attention else recomputed * work.attention[0]
         offloaded = self._offloaded_token_s(recomputed) * work.length
-        self._recompute = (again_token, attended, offloaded, again_micro, recomputed * self.above)
+        self._recompute = (recomputed_token, attended, offloaded, recomputed_micro, recomputed * self.above)
         self._stops = setup.method == "full" and not speed.conditions.reentrant_checkpointing
         self._kept = setup.selective_checkpointing and setup.trainer.selects_products
         self._count_host(recomputed)
@@ -179,7 +179,7 @@ class Family:
         """GPU seconds of the layers for one micro-batch by part."""
         work, setup = self.work, self._setup
         seqs, cached, layers = work.micro(samples)
-        again_token, attended, offloaded, again_micro, recomputed = self._recompute
+        recomputed_token, attended, offloaded, recomputed_micro, recomputed = self._recompute
         matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
@@ -188,7 +188,7 @@ class Family:
         recompute = recomputed * layers.recomputed_s(saved=self._kept, stops=self._stops)
         parts = {
             "matmul": matmul,
-            "recompute": recompute + again_token * cached + attended * rows + offloaded * seqs + again_micro,
+            "recompute": recompute + recomputed_token * cached + attended * rows + offloaded * seqs + recomputed_micro,
             "attention": (forward + backward) * rows,
             "elementwise": work.elementwise[0] * cached + work.elementwise[1] + work.unpacked.cast_s,
             "lora": work.trained.token_s * cached + work.trained.micro_s,

@@ -267,7 +267,7 @@ class _Unpacked(NamedTuple):
 
     dequantization_s: float
     cast_s: float
-    again_s: float
+    recomputed_s: float
     calls: int
 
 

@@ -97,8 +97,18 @@ class Loop:
     waits for, and what follows the last backward."""
 
     __slots__ = (
-        "_after", "_beside", "_collates", "_given", "_like", "_links", "_micro_s", "_setup", "_stages", "_step_s",
-        "order", "ranks",
+        "_after",
+        "_collates",
+        "_given",
+        "_like",
+        "_links",
+        "_micro_s",
+        "_setup",
+        "_siblings",
+        "_stages",
+        "_step_s",
+        "order",
+        "ranks",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +120,7 @@ class Loop:
         stack: Conditions,
         like: "Loop | None" = None,
     ) -> None:
-        self._given, self._beside = (gpu, used, stack), {_layout(setup): self}
+        self._given, self._siblings = (gpu, used, stack), {_layout(setup): self}
         self._setup, self._links, self.order = setup, links, links.order
         profiles = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
         pairs = zip(links.parts, profiles, strict=True)
@@ -126,10 +136,10 @@ class Loop:
     def sibling(self, setup: TrainSetup) -> "Loop":
         """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
         key = _layout(setup)
-        loop = self._beside.get(key)
+        loop = self._siblings.get(key)
         if loop is None:
             gpu, used, stack = self._given
-            loop = self._beside[key] = Loop(self._links, gpu, setup, used, stack, self)
+            loop = self._siblings[key] = Loop(self._links, gpu, setup, used, stack, self)
         return loop
 
     def at(self, seqs: int) -> list[Stage]:

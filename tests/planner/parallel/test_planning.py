@@ -301,7 +301,7 @@ def test_dry_runs_correct_spreads_one_by_one() -> None:
         formula = predict(workload.model, workload.gpu, setup, workload.cluster)
         ratio = 5.0 if setup.parallel == "fsdp2" else 1.0
         return replace(
-            formula, rung=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * ratio), tokens_per_s=None
+            formula, level=Fidelity.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * ratio), tokens_per_s=None
         )
 
     plan = refine(lambda corrections: plan_workload(workload, corrections), run)

@@ -78,7 +78,7 @@ def dry_run_setup(
     missing = dry_run_possible()
     if missing:
         message = f"{missing} not installed ({install_command('torch')})"
-        return ProbeFailure(rung=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
+        return ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
     import logging
     import warnings
 
@@ -178,7 +178,7 @@ def _answered(
     from planner.planning.answer import plan_workload
 
     if dry_run:
-        return climb_dry_run(workload, observations, walked)
+        return refine_by_dry_run(workload, observations, walked)
     return with_history(plan_workload(workload, cache=walked), observations)
 
 
@@ -214,7 +214,7 @@ def _of_a_shorter_length(
     return tight
 
 
-def climb_dry_run(workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
+def refine_by_dry_run(workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
     """The plan on which formula and dry run agree (`planner.planning.refine`); `observations`: measured here."""
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine
