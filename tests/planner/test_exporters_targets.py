@@ -305,7 +305,8 @@ def test_a_model_of_which_nothing_is_quantized_has_no_qlora_file(target: str) ->
         sum(term.size_bytes for term in predict(spec, gpu, setup).terms if term.name == "weights: layers")
         for setup in (four_bits, TrainSetup(loss=loss))
     ]
-    assert weights[0] == weights[1] > 12 * GIB
+    assert weights[0] == pytest.approx(weights[1], rel=1e-6)  # runs round their blocks
+    assert weights[1] > 12 * GIB
 
 
 @pytest.mark.parametrize(("attention", "parallel"), [("sdpa", "none"), ("eager", "none"), ("sdpa", "zero2")])
