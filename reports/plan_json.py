@@ -18,7 +18,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
-from planner.setup.codec import EARLIER_NAMES, decode
+from planner.setup.codec import decode, with_present_names
 from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
@@ -314,7 +314,7 @@ def _level(values: Mapping[str, Any] | None) -> Prediction | Measurement | Probe
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
     """One level's answer back."""
-    values = {EARLIER_NAMES.get(key, key): value for key, value in values.items()}
+    values = with_present_names(values)
     if values["failure"] is not None:
         return decode(ProbeFailure, {"level": values["level"], **values["failure"]}, "failure")
     keys = ["level", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
-from planner.models.spec import LayerSpec, ModelSpec, NormSpec
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
 from planner.options.adapters import ADAPTERS, TOKEN_FORMS, Adapter
 from planner.setup import TrainSetup
@@ -37,8 +37,8 @@ class Trained:
     """Of both: elements of embedding tables, whose 8-bit optimizer states the stack keeps in 32 bits."""
     small: int = 0
     """Of `num`: elements of adapters below UNPAGED elements."""
-    idle: int = 0
-    """Of `num`: elements of adapters that no gradient reaches, as of an image encoder on text."""
+    idle: "Trained | None" = None
+    """Of them: adapters that no gradient reaches, as of an image encoder on text."""
 
     @property
     def size_bytes(self) -> int:
@@ -48,7 +48,11 @@ class Trained:
     @property
     def reached(self) -> "Trained":
         """Those that a gradient reaches: of the others an optimizer makes no states."""
-        return replace(self, num=self.num - self.idle, idle=0) if self.idle else self
+        idle = self.idle
+        if idle is None:
+            return self
+        edges, small = self.edge_sum - idle.edge_sum, self.small - idle.small
+        return replace(self, num=self.num - idle.num, edge_sum=edges, small=small, idle=None)
 
     @property
     def copies_bytes(self) -> int:
@@ -245,10 +249,16 @@ def _unreached(model: ModelSpec, sees: bool) -> list[tuple[LayerSpec, int]]:
 
 @lru_cache(maxsize=256)
 def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str, sees: bool) -> Trained:
-    num = edges = largest = stacked = small = idle = 0
     unreached = {id(layer) for layer, _ in _unreached(model, sees)}
-    for layer, repeats, linears in lora_linears(model, targets):
-        idle += repeats * sum(lora_params(linear, rank) for linear in linears) if id(layer) in unreached else 0
+    adapted = lora_linears(model, targets)
+    idle = [group for group in adapted if id(group[0]) in unreached]
+    adapters = _lora_matrices(adapted, rank, dtype)
+    return replace(adapters, idle=_lora_matrices(idle, rank, dtype)) if idle else adapters
+
+
+def _lora_matrices(adapted: Sequence[tuple[LayerSpec, int, Sequence[LinearSpec]]], rank: int, dtype: str) -> Trained:
+    num = edges = largest = stacked = small = 0
+    for _, repeats, linears in adapted:
         for linear in linears:
             real = lora_rank(linear, rank)
             for edge in (linear.in_features, linear.out_features) if linear.module != "parameter" else ():
@@ -259,15 +269,7 @@ def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, d
             stacked += repeats * lora_params(linear, rank) if linear.module == "parameter" else 0
             largest = max(largest, experts * real * max(linear.in_features, linear.out_features))
     return Trained(
-        num=num,
-        dtype=dtype,
-        edge_sum=edges,
-        largest=largest,
-        head=0,
-        embeddings=0,
-        stacked=stacked,
-        small=small,
-        idle=idle,
+        num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked, small=small
     )
 
 

@@ -26,6 +26,11 @@ EARLIER_NAMES = {"dealt": "expert_parallel", "rung": "level"}
 """What fields were called until November 2026 -> their names."""
 
 
+def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of fields under the names that these have now."""
+    return {EARLIER_NAMES.get(name, name): value for name, value in values.items()}
+
+
 class _TypeMismatch(Exception):
     """A value that does not fit its type; the path to it grows while the error rises."""
 
@@ -160,15 +165,16 @@ def _mapping(item: Decoder) -> Decoder:
 def _dataclass(kind: Any, newer: bool) -> Decoder:
     hints = get_type_hints(kind)
     decoders = {field.name: _decoder(hints[field.name], newer) for field in fields(kind)}
-    renamed = {old: new for old, new in EARLIER_NAMES.items() if new in decoders and old not in decoders}
+    earlier = frozenset(old for old, new in EARLIER_NAMES.items() if new in decoders and old not in decoders)
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _mismatch(value, "an object")
+        if not earlier.isdisjoint(value):
+            value = with_present_names(value)
         decoded, name = {}, ""
         try:
-            for key, entry in value.items():
-                name = str(renamed.get(key, key))
+            for name, entry in value.items():
                 if not newer or name in decoders:
                     decoded[name] = decoders[name](entry)
         except _TypeMismatch as misfit:

@@ -20,12 +20,12 @@ from planner.setup import TrainSetup
 
 
 def _whole(
-    part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, accumulated: bool
+    part: RankPart, inner: TrainSetup, setup: TrainSetup, trained: Trained, reached: Trained, accumulated: bool
 ) -> list[Allocation]:
-    """Weights, adapters and gradients as one GPU holds them; of a tensor split this rank's part."""
+    """Weights, adapters, gradients of what is `reached`, as one GPU holds them; of a tensor split this rank's part."""
     allocations = [
         *whole_weights(part.model, inner, trained),
-        *whole_gradients(part.model, inner, trained.reached, accumulated),
+        *whole_gradients(part.model, inner, reached, accumulated),
     ]
     if setup.tensor_degree > 1:
         from planner.memory.engines.splits import gathered_head, split_tables  # one GPU never needs it
@@ -41,8 +41,8 @@ class _Whole(Engine):
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
-        allocations = (*_whole(part, inner, setup, trained, accumulated), *self._extra_allocations(trained))
         reached = trained.reached
+        allocations = (*_whole(part, inner, setup, trained, reached, accumulated), *self._extra_allocations(trained))
         stepped = reached.largest if inner.trainer.steps_in_backward else None
         return RankState(
             part=part, setup=inner, trained=reached, local=reached, allocations=allocations, stepped=stepped
@@ -112,7 +112,8 @@ class OneProcess(Engine):
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
-        allocations = _whole(part, inner, setup, trained, accumulated and not part.follower)
+        # the backward of its broadcast gives zeros where no gradient is: all are reached
+        allocations = _whole(part, inner, setup, trained, trained, accumulated and not part.follower)
         if not part.follower:
             name = "sum of all GPUs' gradients"
             allocations.append(gradient_allocation(name, trained.size_bytes, "last", "end"))
