@@ -504,6 +504,8 @@ def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_g
 ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 6\n"
 FACTORY = "model_name_or_path: gpt2\nstage: sft\ndo_train: true\nfinetuning_type: lora\ncutoff_len: 64\n"
 TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_train_batch_size: 2\n"
+LAUNCH_OWN = "accelerate launch --config_file own.yaml"
+TRL_WORDS = "--model_name_or_path gpt2 --max_length 64"
 
 
 @pytest.mark.parametrize(
@@ -519,6 +521,14 @@ TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_t
         ("trl sft --config t.yaml --accelerate_config zero3", 8, "zero3"),
         ("trl sft --config t.yaml --accelerate_config zero3 --num_processes 2", 2, "zero3"),
         ("trl sft --config t.yaml --accelerate_config single_gpu", 1, "none"),
+        (f"{LAUNCH_OWN.replace('own', 'zero')} -m trl.scripts.sft {TRL_WORDS}", 6, "zero3"),
+        (
+            f"accelerate launch --use_deepspeed --zero_stage 2 --num_processes 4 -m trl.scripts.sft {TRL_WORDS}",
+            4,
+            "zero2",
+        ),
+        (f"{LAUNCH_OWN} -m trl.scripts.sft {TRL_WORDS} --deepspeed ds_z3_config.json", 6, "zero3"),
+        (f"{LAUNCH_OWN} -m axolotl.cli.train a.yaml", 6, "ddp"),
         ("CUDA_VISIBLE_DEVICES=0,1 trl sft --config t.yaml", 2, "ddp"),
         ("NNODES=2 NODE_RANK=0 NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 8, "ddp"),
         ("export NNODES=2\nexport NPROC_PER_NODE=4\nllamafactory-cli train l.yaml", 8, "ddp"),
@@ -535,6 +545,7 @@ def test_the_processes_that_a_tool_hands_on_are_counted(
         "t.yaml": TRL,
         "l.yaml": FACTORY,
         "own.yaml": ACCELERATE,
+        "zero.yaml": ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + "deepspeed_config: {zero_stage: 3}\n",
         "run.sh": launch,
     }.items():
         (tmp_path / name).write_text(text)

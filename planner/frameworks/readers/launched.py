@@ -12,9 +12,12 @@ from planner.core.records import dataclass
 from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
 from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect
+from planner.frameworks.readers.loading import parse_yaml
+from planner.frameworks.readers.sharding import num_processes, read_accelerate
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import ASKED, tool_of
+from planner.options.layouts import SHARDED
 
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
 FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
@@ -28,10 +31,10 @@ MAX_SCRIPTS = 4
 
 @dataclass(frozen=True)
 class Launches:
-    """The launches of one file; `read` reads what they start: (text, name, outside, text of a launcher's config)."""
+    """The launches of one file; `read` reads what they start: (text, name, outside)."""
 
     name: str
-    read: Callable[[str, str, FileContext, str | None], ReadConfig]
+    read: Callable[[str, str, FileContext], ReadConfig]
 
     def first(self, text: str, around: FileContext) -> ReadConfig:
         """The setup of the first launch whose program or config can be read.
@@ -164,10 +167,7 @@ class Launches:
         return self._of_flags(command, kind, inside) if sufficient else None
 
     def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
-        launcher = inside.read_by_suffix(command.launcher) if command.launcher else None
-        if command.layout:
-            launcher = json.dumps(dict(command.layout))
-        return self.read(text, path.rpartition("/")[2], inside, launcher)
+        return _launched(lambda context: self.read(text, path.rpartition("/")[2], context), command, inside)
 
     def _of_flags(
         self, command: shell.Command, kind: str, around: FileContext, extra: Mapping[str, Any] | None = None
@@ -176,11 +176,41 @@ class Launches:
         given = {**shell.flags(command.arguments), **(extra or {})}
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         resolved = {key: value for key, value in given.items() if key not in opened}
-        reading = READERS[kind](Settings(resolved, self.name, around))
+        reading = _launched(lambda inside: READERS[kind](Settings(resolved, self.name, inside)), command, around)
         reasons = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
         return with_open(reading, reasons, self.name, around.num_gpus)
 
 
+def _launched(read: Callable[[FileContext], ReadConfig], command: shell.Command, around: FileContext) -> ReadConfig:
+    """What a launch starts, under Accelerate's config or words where it has any."""
+    launcher = around.read_by_suffix(command.launcher) if command.launcher else None
+    if command.layout:
+        launcher = json.dumps(dict(command.layout))
+    return read(around) if launcher is None else under_launcher(read, launcher, around)
+
+
+def under_launcher(read: Callable[[FileContext], ReadConfig], launcher: str, around: FileContext) -> ReadConfig:
+    """The setup that `read` gives under the text of the Accelerate config that it is launched with."""
+    settings = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
+    inside = replace(around, num_gpus=num_processes(settings))
+    inner = read(inside)
+    layout = read_accelerate(Settings(settings.values, settings.name, replace(inside, base=inner.setup)))
+    setup = layout.setup
+    if setup.parallel == "ddp" and inner.setup.parallel in SHARDED:  # TrainingArguments shard, whatever started it
+        setup = setup.replace(parallel=inner.setup.parallel, **inner.setup.layout)
+    if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
+        setup = setup.replace(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
+    return replace(
+        inner,
+        setup=setup,
+        missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
+        assumptions=(*inner.assumptions, *layout.assumptions),
+        approximations=(*inner.approximations, *layout.approximations),
+    )
+
+
+OF_LAUNCHER = ("num_gpus", "parallel")
+"""What a launcher's file says."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

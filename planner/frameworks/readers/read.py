@@ -29,10 +29,10 @@ from planner.frameworks.readers import (
 )
 from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
-from planner.frameworks.readers.launched import Launches, weight, with_open
-from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
+from planner.frameworks.readers.launched import Launches, under_launcher, weight, with_open
+from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, read_bounded
 from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
-from planner.frameworks.readers.sharding import LAUNCHERS, num_processes, read_accelerate
+from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import PROGRAMS, TOOLS
@@ -133,7 +133,7 @@ BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT)
 def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
-        return _under_launcher(text, name, around, launcher)
+        return under_launcher(lambda inside: _read(text, name, inside), launcher, around)
     if name.endswith(".py") and torchtitan.is_registry(text):
         return torchtitan.read_registry(text, name, around)
     if name.endswith(".py"):
@@ -164,30 +164,6 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
         )
         return replace(reading, assumptions=(*assumptions, *reading.assumptions))
     raise min(problems, key=weight)
-
-
-def _under_launcher(text: str, name: str, around: FileContext, launcher: str) -> ReadConfig:
-    """The setup of a file under the Accelerate config that it is launched with."""
-    launcher_settings = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
-    inside = replace(around, num_gpus=num_processes(launcher_settings))
-    inner = _read(text, name, inside)
-    layout = read_accelerate(
-        Settings(launcher_settings.values, launcher_settings.name, replace(inside, base=inner.setup))
-    )
-    setup = layout.setup
-    if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
-        setup = setup.replace(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
-    return replace(
-        inner,
-        setup=setup,
-        missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
-        assumptions=(*inner.assumptions, *layout.assumptions),
-        approximations=(*inner.approximations, *layout.approximations),
-    )
-
-
-OF_LAUNCHER = ("num_gpus", "parallel")
-"""What a launcher's file says."""
 
 
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:

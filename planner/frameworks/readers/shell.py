@@ -712,16 +712,16 @@ def _program(words: list[str], num_gpus: int | None, config: str) -> Command | N
             return None
         tool, _, verb = words[1].partition(".")
         if tool in TOOLS_AS_MODULES and verb:
-            return _of_tool(tool, [verb.rpartition(".")[2], *words[2:]], num_gpus)
+            return _of_tool(tool, [verb.rpartition(".")[2], *words[2:]], num_gpus, config)
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     if words[:1] and words[0] in TOOLS and len(words) > 1:  # torchrun ... $(which swift) sft
-        return _of_tool(words[0], words[1:], num_gpus)
+        return _of_tool(words[0], words[1:], num_gpus, config)
     if not words or not words[0].endswith(".py"):
         return None
     return Command(tool="python", target=words[0], arguments=tuple(words[1:]), num_gpus=num_gpus, launcher=config)
 
 
-def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | None:
+def _of_tool(tool: str, words: list[str], num_gpus: int | None, launcher: str = "") -> Command | None:
     verbs = {
         "trl": TRL_COMMANDS, "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
         "swift": ("sft", "pt", "rlhf"), "litgpt": ("finetune_lora", "finetune", "finetune_full"), "tune": ("run",),
@@ -733,7 +733,7 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
     parsed = launcher_arguments.parse_tool_launcher(tool, rest, num_gpus)
-    command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config)
+    command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config or launcher)
     return replace(command, num_gpus=parsed.num_gpus, num_nodes=parsed.num_nodes, open_gpus=parsed.open)
 
 
