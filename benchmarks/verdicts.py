@@ -13,7 +13,7 @@ from benchmarks import gathered
 from benchmarks.accuracy import _lookup
 from benchmarks.measured import MeasuredRow, load_rows
 from planner.core.errors import PlannerError
-from planner.planning.check import Verdict, judge
+from planner.planning.check import Verdict, band_of, judge
 from planner.planning.predict import predict
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "verdicts.md"
@@ -42,7 +42,7 @@ def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
             answer = predict(model, gpu, row.setup)
         except PlannerError:
             continue
-        verdict = judge(answer, gpu.memory_bytes, answer.memory_band_fraction)
+        verdict = judge(answer, gpu.memory_bytes, band_of(answer))
         by_verdict[kind_of(row), verdict].append((row.id, answer.peak_device_bytes / gpu.memory_bytes))
     return by_verdict
 

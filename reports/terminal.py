@@ -140,8 +140,8 @@ def render_estimate(
 
 
 def _memory_band(evidence: Prediction | Measurement) -> str:
-    if isinstance(evidence, Prediction) and "device" in evidence.bands:
-        return text.sides_words(*evidence.bands["device"])
+    if isinstance(evidence, Prediction) and "needed" in evidence.bands:
+        return text.sides_words(*evidence.bands["needed"])
     return text.memory_band_text(evidence).removeprefix("±") or "measured"
 
 

@@ -169,7 +169,7 @@ def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
     that is not followed exactly."""
     more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
-    sides = prediction.bands.get("device", ())
+    sides = prediction.bands.get("needed", ())
     fraction = prediction.memory_band_fraction
     below, above = sides if sides and max(sides) == fraction else (fraction, fraction)
     return Band(min(0.95, below + more), above + more)

@@ -30,10 +30,11 @@ class Prediction:
         phase_peaks_bytes: allocated peak of each phase, keys of `memory.types.PHASES`.
         terms: what is alive at the peak, largest first.
         memory_band_fraction: half-width of the error band on memory (0.08: plus or minus 8 %), measured; the accuracy
-            report says on what. With `bands` the wider side of the device peak's.
+            report says on what. With `bands` the wider side of what a run needs.
         bands: of a run that anybody may have started, by figure ("allocated", "reserved", "device", "tokens_per_s"), as
             (below, above): in 9 of 10 published runs the measured figure lay from predicted x (1 - below) to
-            predicted x (1 + above). Empty for a plan's own setup.
+            predicted x (1 + above); "needed": of the device peak without what PyTorch caches and gives back. Empty for
+            a plan's own setup.
         step_time_s, tokens_per_s: None where the level does not predict speed.
         time_parts_s: where the time goes, by operator class.
         notes: what a person must know (a math-kernel fallback, an assumption), one sentence each.

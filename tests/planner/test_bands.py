@@ -7,11 +7,21 @@ import pytest
 
 from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pooled_cell
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
+from planner.core.units import percent
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.decision.results import Limits
-from planner.planning.evidence.bands import NO_COMPARED_RUN, OTHER_TRAINER, TRACED, UNSEEN_CARD, Cell, evidence_bands
+from planner.planning.evidence.bands import (
+    CACHED,
+    NO_COMPARED_RUN,
+    OTHER_TRAINER,
+    PROFILE_BAND,
+    TRACED,
+    UNSEEN_CARD,
+    Cell,
+    evidence_bands,
+)
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
@@ -91,8 +101,12 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     model = catalogue.load("Qwen/Qwen2.5-0.5B")
     assert model is not None
     prediction = predict(model, A100, setup_from_request({"stack": "litgpt"}))
-    assert set(prediction.bands) == {"allocated", "reserved", "device", "tokens_per_s"}
-    assert prediction.memory_band_fraction >= max(prediction.bands["device"])
+    assert set(prediction.bands) == {"allocated", "reserved", "device", "needed", "tokens_per_s"}
+    assert prediction.memory_band_fraction == max(prediction.bands["needed"])
+    ranks = predict(model, A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2", "stack": "axolotl"}))
+    needed, shown = ranks.bands["needed"][1], ranks.bands["device"][1]
+    assert PROFILE_BAND <= needed < shown / 3  # what devices held is mostly cached
+    assert any(CACHED in note and percent(shown) in note for note in ranks.notes)
     assert not predict(model, A100, TrainSetup(), planned=True).bands
     assert predict(model, A100, TrainSetup()).bands  # anybody may set the allocator as a plan does
     titan = setup_from_request({"stack": "torchtitan"})  # its own code, of which no band is known

@@ -484,7 +484,7 @@ def test_fixes_reach_notebooks_and_files_that_are_indented_as_a_whole() -> None:
 
 
 def test_a_band_is_used_on_each_side_as_far_as_it_goes() -> None:
-    prediction = replace(of(1000), memory_band_fraction=0.4, bands={"device": (0.05, 0.4)})
+    prediction = replace(of(1000), memory_band_fraction=0.4, bands={"needed": (0.05, 0.4)})
     assert band_of(prediction) == (0.05, 0.4)
     verdicts = [judge(prediction, budget, band_of(prediction)) for budget in (949, 951, 1399, 1400)]
     assert verdicts == [Verdict.DOES_NOT_FIT, Verdict.UNCERTAIN, Verdict.UNCERTAIN, Verdict.FITS]
