@@ -528,6 +528,7 @@ TRL_WORDS = "--model_name_or_path gpt2 --max_length 64"
             "zero2",
         ),
         (f"{LAUNCH_OWN} -m trl.scripts.sft {TRL_WORDS} --deepspeed ds_z3_config.json", 6, "zero3"),
+        (f"{LAUNCH_OWN.replace('own', 'zero')} trl/scripts/sft.py {TRL_WORDS} --dataset_name x/y", 6, "zero3"),
         (f"{LAUNCH_OWN} -m axolotl.cli.train a.yaml", 6, "ddp"),
         ("CUDA_VISIBLE_DEVICES=0,1 trl sft --config t.yaml", 2, "ddp"),
         ("NNODES=2 NODE_RANK=0 NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 8, "ddp"),
@@ -559,7 +560,7 @@ def test_a_hint_with_a_programs_words_pastes(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(shlex.join(["torchrun", "--nproc_per_node", "2", "elsewhere.py", *words]))
     with pytest.raises(Undetermined) as caught:
         read_config(tmp_path / "run.sh")
-    pasted = shlex.split(caught.value.hint)
+    pasted = shlex.split(caught.value.hint.partition(": ")[2])
     assert pasted[:4] == ["plan", "check", "elsewhere.py", "--args"]
     assert shlex.split(pasted[4]) == words
 

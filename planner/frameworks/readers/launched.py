@@ -25,6 +25,8 @@ FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llam
 NOT_TRAINING = re.compile(
     r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
 )
+OF_TRL = re.compile(rf"(?:^|/)(?:trl|examples)/scripts/({'|'.join(shell.TRL_COMMANDS)})\.py$")
+"""TRL's own programs, which take what `trl` takes."""
 MAX_SCRIPTS = 4
 """Scripts that start scripts."""
 
@@ -132,6 +134,10 @@ class Launches:
             inner = f"{target.removesuffix('.py')}/__main__.py"
             text, target = inside.read_by_suffix(inner), target if inside.read_by_suffix(inner) is None else inner
         problem: ConfigError | None = None
+        published = OF_TRL.search(target)
+        if text is None and published and "--dataset_name" in command.arguments:
+            words = (published[1], *command.arguments)
+            return self._of_flags(replace(command, arguments=words), trl.FORMAT, replace(inside, arguments=words))
         if text is not None:
             try:
                 return self._read(text, target, command, inside)
@@ -147,10 +153,11 @@ class Launches:
             )
         if NOT_TRAINING.search(target.rpartition("/")[2]):
             raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
-        words = f" --args {shlex.quote(shlex.join(command.arguments))}" if command.tool == "python" else ""
+        option = f" --args {shlex.quote(shlex.join(command.arguments))}" if command.tool == "python" else ""
+        option += f" --accelerate {shlex.quote(command.launcher)}" if command.launcher else ""
         raise Undetermined(
             f"{name} starts {command.target}, which is not beside it and says what trains",
-            hint=f"plan check {command.target.rpartition('/')[2]}{words}",
+            hint=f"in that program's folder, with the same --gpu: plan check {command.target.rpartition('/')[2]}{option}",
         )
 
     def _of_words(self, command: shell.Command, inside: FileContext, tools: tuple[str, ...] = ()) -> ReadConfig | None:
