@@ -15,6 +15,7 @@ import yaml
 
 from planner.core.errors import UsageError
 from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile
+from planner.frameworks.readers import FileContext, read_text
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import fewer_setups, layout_setups, request
@@ -264,6 +265,8 @@ def test_torchtitan_takes_only_the_models_it_has_and_marks_what_is_missing() -> 
     assert "/data/someone" not in text
     values = tomllib.loads(text)
     assert values["model"] == {"name": "qwen3", "flavor": "8B", "hf_assets_path": "./Qwen3-8B"}
+    reading = read_text(text, "torchtitan.toml", around=FileContext(num_gpus=8))
+    assert reading.model_id == "Qwen/Qwen3-8B"  # the folder is not here: name and flavor say it
     assert values["parallelism"]["pipeline_parallel_microbatch_size"] == 2
     assert values["training"]["local_batch_size"] == 2 * 16  # what is in flight in one step
     assert values["training"]["global_batch_size"] == setup.global_batch_seqs == 2 * 16 * 2

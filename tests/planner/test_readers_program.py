@@ -707,7 +707,7 @@ def test_configs_of_torchtitan_in_python_are_read_by_name(tmp_path: Path) -> Non
     script = tmp_path / "run.sh"
     script.write_text('torchrun --nproc_per_node=4 -m torchtitan.train --module llama3 --config small "$@"\n')
     config = read_config(script)
-    assert (config.format, config.setup.num_gpus, config.model_id) == ("torchtitan", 4, "./assets/hf/Llama-3.1-8B")
+    assert (config.format, config.setup.num_gpus, config.model_id) == ("torchtitan", 4, "Llama-3.1-8B")
 
 
 OWN = """

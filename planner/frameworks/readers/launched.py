@@ -157,7 +157,7 @@ class Launches:
         option += f" --accelerate {shlex.quote(command.launcher)}" if command.launcher else ""
         raise Undetermined(
             f"{name} starts {command.target}, which is not beside it and says what trains",
-            hint=f"in that program's folder, with the same --gpu: plan check {command.target.rpartition('/')[2]}{option}",
+            hint=f"in its folder, with the same --gpu: plan check {command.target.rpartition('/')[2]}{option}",
         )
 
     def _of_words(self, command: shell.Command, inside: FileContext, tools: tuple[str, ...] = ()) -> ReadConfig | None:

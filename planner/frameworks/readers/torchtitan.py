@@ -7,9 +7,11 @@ Source: pytorch/torchtitan `torchtitan/models/*/config_registry.py`, `torchtitan
 import ast
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, Undetermined
+from planner.frameworks.exporters.torchtitan import FLAVORS
 from planner.frameworks.readers import schema, training
 from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.fields import config
@@ -32,6 +34,9 @@ ASKED_BLOCKS = ("training", "optimizer", "activation_checkpoint", "compile", "pa
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
 TOKENS, CONTEXT, STEP = "num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step"
 DEFAULTS = {TOKENS: 16384, CONTEXT: 2048}
+SERIES = {"llama3": "meta-llama/Llama-3.1-", "qwen3": "Qwen/Qwen3-"}
+"""torchtitan's model -> the hub's, before its flavor (README: meta-llama/Llama-3.1-8B; 0.2.2 models/qwen3)."""
+ASSETS = "assets/hf/"
 REGISTRY_BLOCKS = ("training", "parallelism", "compile")
 
 
@@ -67,7 +72,22 @@ def read(settings: Settings) -> ReadConfig:
     }
     fields |= _checkpointing(parts["activation_checkpoint"], fields)
     data = training.optional_text("dataset_path") or training.optional_text("dataset")
-    return config(TORCHTITAN, top, fields, model_id=parts["model"].optional_text("hf_assets_path"), dataset=data)
+    return config(TORCHTITAN, top, fields, model_id=_model(parts["model"], top), dataset=data)
+
+
+def _model(settings: Settings, top: Settings) -> str | None:
+    """The model's folder; where that is not here, the model of which torchtitan's own names say that it is."""
+    path = settings.optional_text("hf_assets_path")
+    local = path is None or path.startswith((".", "/", ASSETS))
+    if path is not None and (not local or Path(path).is_dir() or top.outside.find(f"{path}/config.json")):
+        return path
+    name, flavor = settings.text("name", ""), settings.text("flavor", "")
+    model = f"{SERIES[name]}{flavor}" if name in SERIES and flavor in FLAVORS.values() else ""
+    if not model and path is not None and ASSETS in path:
+        model = Path(path).name  # of the hub's repository: scripts/download_hf_assets.py
+    if model:
+        top.assume(f"{path or 'hf_assets_path'} is not here: the model is taken to be {model}")
+    return model or path
 
 
 def _blocks(top: Settings) -> dict[str, Settings]:
