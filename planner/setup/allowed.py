@@ -524,7 +524,7 @@ def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
         # trl 1.16 generation/vllm_generation.py, _iter_named_params: adapters are merged into a whole gathered model
         raise SetupError(
             f"how generation by {rolls.generator} gathers what GPUs share under {setup.parallel} is not modelled",
-            hint="use --generator vllm-sleep under ddp, fsdp2, zero1 or zero2",
+            hint="use --parallel ddp, fsdp2, zero1 or zero2" if rolls.by_vllm else "use --generator vllm-sleep",
         )
     if rolls.by_vllm and setup.quantization != "none":
         # github.com/huggingface/trl/issues/4973, open in trl 1.16; of 8 bits its VLLMGeneration says so itself

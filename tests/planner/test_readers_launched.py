@@ -554,6 +554,17 @@ def test_the_processes_that_a_tool_hands_on_are_counted(
     assert (setup.num_gpus, setup.parallel) == (num_gpus, parallel)
 
 
+def test_a_files_hint_names_no_option_that_only_plan_has() -> None:
+    zero = {"train.yaml": ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + "deepspeed_config: {zero_stage: 3}\n"}
+    words = f"{TRL_WORDS} --use_vllm --vllm_mode colocate --reward_funcs accuracy_reward".replace(
+        "max_", "vllm_max_model_"
+    )
+    launch = f"{LAUNCH_OWN.replace('own', 'train')} -m trl.scripts.grpo {words}"
+    with pytest.raises(ConfigError, match="under zero3 is not modelled") as caught:
+        read_text(launch, "run.sh", around=FileContext(written=zero))
+    assert caught.value.hint == "in the file: use parallel ddp, fsdp2, zero1 or zero2"
+
+
 def test_a_hint_with_a_programs_words_pastes(tmp_path: Path) -> None:
     """All of the words, as one that a shell takes apart as they were."""
     words = ["--model", "gpt2", "--fsdp", "full_shard auto_wrap", "--note", "it's", *(["--more", "x" * 50] * 5)]

@@ -1,6 +1,7 @@
 """Names back into setup values: the inverse of `planner.frameworks.exporters.common`, wider where tools have aliases;
 and settings that every tool on top of transformers' TrainingArguments writes in the same words."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -229,7 +230,8 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     try:
         return TrainSetup(**fields)
     except SetupError as error:
-        raise ConfigError(f"{settings.name}: {error.message}", hint=error.hint) from error
+        hint = re.sub(r"--(?!gpus?\b)(?=[a-z])", "", error.hint)  # options of `plan`, which a check has not
+        raise ConfigError(f"{settings.name}: {error.message}", hint=f"in the file: {hint}" if hint else "") from error
 
 
 def _deals_out(fields: dict[str, Any]) -> bool:
