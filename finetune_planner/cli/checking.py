@@ -24,6 +24,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import linear_attention_refusal
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.encoders import with_vision
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import Change, CheckResult, check
@@ -140,9 +141,10 @@ def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfi
             error.hint = f"--model MODEL says what lies there; {error.hint}"
         raise
     spec = of_transformers_4(built) if first.older else built
+    spec = with_vision(spec) if first.setup.builds_encoders else spec
     config = determined(_read(file, spec, card, request))
     assumptions = [built.taken_as, card.taken_as, *_not_followed(request, first, config)]
-    if spec is not built:
+    if built_by_transformers_4(spec):
         assumptions.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
         )

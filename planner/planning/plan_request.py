@@ -17,6 +17,7 @@ from planner.options.images import with_text
 from planner.options.objectives import objective_spec_of, seqs_per_sample
 from planner.options.rollouts import Rollout
 from planner.options.sound import TEXT_TOKENS
+from planner.options.stacks import STACKS
 from planner.planning.lora_rank import rank_floor
 from planner.planning.option_values import between, choices, memory_and_headroom, positive
 from planner.samples import steps
@@ -68,7 +69,8 @@ class PlanRequest:
         Raises:
             UsageError: a value that makes no sense.
         """
-        if "images" in self.fixed:
+        targets = [STACKS[name] for name in self.targets if name in STACKS]
+        if "images" in self.fixed or (targets and all(target.builds_encoders for target in targets)):
             from planner.models.encoders import with_vision  # late: text alone needs none of it
 
             model = with_vision(model)

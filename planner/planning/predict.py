@@ -60,7 +60,7 @@ def predict(
     Source: `planner.memory`, `planner.speed.roofline` and `planner.speed.several_gpus`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
-    if setup.images is not None:
+    if setup.builds_encoders:
         from planner.models.encoders import with_vision  # late: text alone needs none of it
 
         model = with_vision(model)
@@ -263,7 +263,9 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     from planner.models.encoders import SEEING, encoder_of, image_tokens
 
     if setup.images is None:
-        encoder = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
+        none = f"the encoders that {setup.trainer.title} builds are left out"
+        none = none if setup.builds_encoders else f"{model.built_class} has no vision tower"
+        encoder = "its vision tower is weights" if model.idle_layers else none
         more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
         return [f"counted on text alone: {encoder}{more}"]
     tokens = image_tokens(model, setup.images)

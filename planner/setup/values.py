@@ -290,6 +290,11 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     """One complete training setup: the fields of all its records."""
 
     @property
+    def builds_encoders(self) -> bool:
+        """Whether the class with encoders is built where a model has another one for text."""
+        return self.images is not None or self.trainer.builds_encoders
+
+    @property
     def resolved_adapter_dtype(self) -> str:
         """Data type of the LoRA matrices, with "auto" resolved as the stack does it.
 

@@ -53,7 +53,7 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
         settings = {name: value for name, value in settings.items() if name != "init_lora_weights"}
     settings["task_type"] = _task(model.config, setup)
     if row.adapts_matrices:
-        settings["target_modules"] = target_modules(model, setup.lora_targets, seeing=setup.images is not None)
+        settings["target_modules"] = target_modules(model, setup.lora_targets, seeing=setup.builds_encoders)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
         if setup.trained_layers:
             settings["layers_to_transform"] = trained_layers(model.config, setup)

@@ -70,7 +70,7 @@ def build_from_config(
             DTYPES[setup.weight_dtype],
             attention or ATTENTION_NAMES[setup.attention],
             setup.objective_spec.head,
-            seeing=setup.images is not None,
+            seeing=setup.builds_encoders,
         )
         if setup.quantized:
             _quantize(model, setup)

@@ -12,6 +12,7 @@ from planner.memory.model import predict_memory
 from planner.memory.step import HOOKED, KEPT_OUTPUTS, loss_parts
 from planner.models import catalogue
 from planner.options.stacks import STACKS
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.allowed import STACK_NAMES
 from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
@@ -299,3 +300,17 @@ def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparatio
         for setup in (plain, plain.replace(kbit_fp32_cast=True))
     ]
     assert took[0] == took[1]
+
+
+@pytest.mark.parametrize("stack", ["axolotl", "ms-swift", "llamafactory"])
+def test_trainers_that_go_by_the_type_build_the_encoder_for_text_too(stack: str) -> None:
+    """Qwen3.5-27B has 26,895,998,464 parameters as the class for text and 27,356,728,560 as the one that sees
+    (keras-hub's presets): 0.86 GiB in 16 bits. Whether a config names a processor_type changes nothing."""
+    model = catalogue.load("Qwen/Qwen3.5-27B")
+    assert model is not None
+    setup = by(stack, loss="chunked")
+    seen, text = (predict(model, find_gpu("h100-sxm"), setup.replace(stack=name)) for name in (stack, "trl"))
+    assert any("its vision tower is weights" in note for note in seen.notes)
+    assert any("Qwen3_5ForCausalLM has no vision tower" in note for note in text.notes)
+    weights = [sum(term.size_bytes for term in each.terms if term.category == "weights") for each in (seen, text)]
+    assert weights[0] - weights[1] == 2 * (27_356_728_560 - 26_895_998_464)
