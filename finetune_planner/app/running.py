@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_planner.app import machine
+from finetune_planner.app.folders import write_files
 from finetune_planner.app.progress import ProgressLine
 from finetune_planner.app.time_left import TimeIsUp, until
 from planner.core.children import python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
-from planner.core.outputs import write_whole
 from planner.core.records import dataclass
 from planner.frameworks.exporters.prepare import NAME as PREPARE
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
@@ -249,12 +249,9 @@ def _write(folder: Path, plan: Plan, extras: Extras) -> None:
     except EnvironmentProblem:  # no jinja2
         texts = plan_files(plan, extras, html=False)
     try:
-        for name, text in texts.items():
-            write_whole(folder / name, text.encode(), inside=folder)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the run is in the store, but {folder} cannot be written: {error.strerror or error}"
-        ) from error
+        write_files(folder, texts)
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(f"the run is in the store, but: {error.message}") from error
 
 
 def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:

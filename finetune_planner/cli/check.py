@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import typer
 
-from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
 from finetune_planner.cli.fixing import Fixed, by_hand, fixed_files, fixed_path
@@ -211,9 +210,7 @@ def _fixed(
     if len(places) < len(targets) or places & {of.resolve() for of in fixed.read}:
         raise UsageError("a fixed copy would stand over a file that was read", hint="give another name: --out")
     for of, place in targets.items():
-        if place.exists():
-            say(f"replaces {place}, which was there")
-        write_text(place, fixed.texts[of])
+        write_text(place, fixed.texts[of], keep=True)
     written = [str(place) for place in targets.values()]
     return {
         "changes": list(improved.labels),

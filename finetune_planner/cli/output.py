@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune_planner.app.progress import printable
-from planner.core.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
+from planner.core.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, PlannerError
 
 if TYPE_CHECKING:
     from reports.page import Sheet
-
-_UNDECODABLE = "surrogateescape"
-"""File names that Python could not decode are written as the bytes they were."""
 
 
 def show_warning(message: Warning | str, category: type[Warning], *place: object, **named: object) -> None:
@@ -69,29 +66,33 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
     return text
 
 
-def write_text(path: Path, text: str, *, inside: Path | None = None, executable: bool = False) -> None:
+def write_text(path: Path, text: str, *, inside: Path | None = None, keep: bool = False) -> None:
     """Write a file beside and rename it, so that a crash or a full disk leaves the old one.
 
     Args:
         inside: the folder that the person named: nothing below it leads elsewhere (`outputs.write_whole`).
+        keep: a file of that name that says something else is kept as NAME.orig, and said.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
     """
+    from finetune_planner.app.folders import cannot_write, encoded, say_kept
     from planner.core.outputs import write_whole
 
     try:
-        write_whole(path, text.encode("utf-8", _UNDECODABLE), inside=inside, executable=executable)
+        kept = write_whole(path, encoded(text), inside=inside, replaceable=() if keep else None)
     except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot write {path}: {error.strerror or error}", hint="choose another --out directory, or free some space"
-        ) from error
+        raise cannot_write(path, error) from error
+    if kept is not None:
+        say_kept(path, kept)
 
 
 def show_table(out: Path | None, as_json: bool, sheet: "Sheet") -> None:
     """A command's table: report.md where a folder is named, then JSON, or on a console."""
     if out is not None:
-        write_text(out / "report.md", sheet.markdown())
+        from finetune_planner.app.folders import write_files
+
+        write_files(out, {"report.md": sheet.markdown()})
         print(f"wrote {out / 'report.md'}", file=sys.stderr)
     if as_json:
         print_json(sheet.document())

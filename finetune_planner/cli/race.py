@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune_planner.app import machine
+from finetune_planner.app.folders import write_files
 from finetune_planner.app.levels import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
@@ -17,7 +18,7 @@ from finetune_planner.cli import options
 from finetune_planner.cli.check import CheckOptions
 from finetune_planner.cli.checking import load, predictor
 from finetune_planner.cli.confirm import LIMIT_S, NUM_STEPS, enough_steps
-from finetune_planner.cli.output import show_table, write_text
+from finetune_planner.cli.output import show_table
 from finetune_planner.cli.probe import exit_code
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import known_targets, write_out
@@ -181,9 +182,9 @@ def _entries(
         sources = [(path, str(path), "") for path in files]
     for name in names:
         defaults = published(name)
-        path = folder / name / defaults.file
-        write_text(path, defaults.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN))
-        sources.append((path, f"{defaults.title}'s defaults", defaults.source))
+        path = Path(name, defaults.file)
+        write_files(folder, {path.as_posix(): defaults.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN)})
+        sources.append((folder / path, f"{defaults.title}'s defaults", defaults.source))
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
@@ -332,5 +333,5 @@ def _write_page(out: Path, sheet: RaceSheet) -> None:
     except EnvironmentProblem as error:
         say(f"report.html left out: {error.message} ({error.hint})")
         return
-    write_text(out / "report.html", page)
+    write_files(out, {"report.html": page})
     say(f"wrote {out / 'report.html'}")

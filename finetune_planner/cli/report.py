@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from finetune_planner.app.folders import write_files
 from finetune_planner.cli import options
 from finetune_planner.cli.completion import complete_gpu
-from finetune_planner.cli.output import console, print_json, write_text
+from finetune_planner.cli.output import console, print_json
 from planner.core.errors import EnvironmentProblem, UsageError
 from reports.compare import render_comparison
 from reports.html import Entry, report_html
@@ -67,8 +68,8 @@ def _entries(plans: list[Path]) -> list[Entry]:
 
 
 def _write(folder: Path, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        write_text(folder / name, text)
+    write_files(folder, texts)
+    for name in texts:
         typer.echo(f"wrote {folder / name}", err=True)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from finetune_planner.app.folders import write_files
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
-from finetune_planner.cli.output import tell, write_text
+from finetune_planner.cli.output import tell
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, PlannerError, UsageError
 from planner.core.notes import Note, Place, place_of
@@ -126,8 +127,7 @@ def trace(
     ask(order, program(command), protection(order).kind, yes)
     answer = answer_of(order, card, memory.of(card))
     if out is not None:
-        write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
-        write_text(out / "timeline.svg", svg(answer))
+        write_files(out, {"trace.json": json.dumps(answer, indent=2) + "\n", "timeline.svg": svg(answer)})
     tell(answer, text_lines(answer), as_json=as_json)
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
 

@@ -4,19 +4,17 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from finetune_planner.app.folders import write_files
 from finetune_planner.app.levels import dry_run_setup
 from finetune_planner.app.progress import say
-from finetune_planner.cli.output import write_text
 from finetune_planner.cli.trace import sentence
 from planner import __version__
 from planner.core.errors import EnvironmentProblem, UsageError
-from planner.core.locks import folder_lock
 from planner.core.notes import Note, Place, risk
 from planner.core.redaction import without_secrets, without_secrets_in_words
 from planner.core.units import gib
@@ -58,7 +56,7 @@ def write_out(
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
     jobs: Sequence[str] = (),
 ) -> tuple[Launch, ...]:
-    """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
+    """Write the directory of a plan; what a person changed in it is kept beside. Returns the targets asked for, written
     or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before;
     `data`: others than those that were planned for; `jobs`: schedulers that a job file is written for.
 
@@ -86,34 +84,17 @@ def write_out(
     except EnvironmentProblem as error:
         say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
-    with folder_lock(folder):
-        if not _holds_a_plan(folder):
-            names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
-            for name in sorted(file_name for file_name in names if (folder / file_name).exists()):
-                say(f"replaces {folder / name}, which no plan wrote")
-        for launch in launches:
-            for file in launch.files:
-                write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
-        written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
-        earlier = sorted(
-            entry.name for entry in (folder / "launch").glob("*") if entry.is_dir() and entry.name not in written
-        )
-        if earlier and not traces:  # with them it is the second time for one plan, and was said
-            where = ", ".join(f"launch/{name}" for name in earlier)
-            say(f"not of this plan, and left as it was: {where} in {folder}")
-        for name, text in texts.items():
-            write_text(folder / name, text)
+    files = {f"launch/{file.path}": file for launch in launches for file in launch.files}
+    executable = {name for name, file in files.items() if file.executable}
+    write_files(folder, {name: file.text for name, file in files.items()} | texts, executable=executable)
+    written = {Path(name).parts[1] for name in files}
+    earlier = sorted(
+        entry.name for entry in (folder / "launch").glob("*") if entry.is_dir() and entry.name not in written
+    )
+    if earlier and not traces:  # with them it is the second time for one plan, and was said
+        where = ", ".join(f"launch/{name}" for name in earlier)
+        say(f"not of this plan, and left as it was: {where} in {folder}")
     return tuple(launch for launch in launches if launch.target != FOLDER)
-
-
-def _holds_a_plan(folder: Path) -> bool:
-    """Whether the folder's plan.json is one of ours: then what lies there by our names is too."""
-    path = folder / "plan.json"
-    with suppress(OSError):
-        if path.is_file():  # no pipe that nobody fills
-            with path.open(encoding="utf-8", errors="replace") as file:
-                return '"schema_version"' in file.read(200)
-    return False
 
 
 def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ leaves the old one, and a link of that name is replaced, not followed. A folder 
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 _STANDARD = ("/dev", "/dev/fd", "/proc/self/fd")
@@ -17,11 +19,19 @@ _STANDARD = ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_whole(
-    path: Path, content: bytes, *, inside: Path | None = None, sync: bool = False, executable: bool = False
-) -> None:
-    """Writes a file as a whole; missing folders are made.
+    path: Path,
+    content: bytes,
+    *,
+    inside: Path | None = None,
+    sync: bool = False,
+    executable: bool = False,
+    replaceable: Collection[str] | None = None,
+) -> Path | None:
+    """Writes a file as a whole; missing folders are made. Returns where a person's file of that name was kept.
 
     Args:
+        replaceable: SHA-256 of what may be written over. A regular file that holds neither one of these nor the new
+            content is kept as NAME.orig, NAME.orig.2 and so on; None: any is written over.
         inside: the folder that the person named: below it no folder on the way may be a link.
         executable: it may be run, by whoever may read it.
         sync: it has reached the disk on return.
@@ -38,7 +48,7 @@ def write_whole(
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_stream(path):
         _write_stream(path, content)
-        return
+        return None
     temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}"
     mode = 0o777 if executable else 0o666
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, mode)
@@ -48,10 +58,39 @@ def write_whole(
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
+        kept = None
+        if replaceable is not None and not _holds(path, {*replaceable, sha256(content)}):
+            kept = _unused(path)
+            os.replace(path, kept)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return kept
+
+
+def sha256(content: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _holds(path: Path, digests: Collection[str]) -> bool:
+    """Whether a file is none to keep: it holds one of these contents, or it is no regular file (a link, missing)."""
+    if path.is_symlink() or not path.is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() in digests
+    except PermissionError:
+        return False
+
+
+def _unused(path: Path) -> Path:
+    place, number = path.with_name(f"{path.name}.orig"), 1
+    while os.path.lexists(place):
+        number += 1
+        place = path.with_name(f"{path.name}.orig.{number}")
+    return place
 
 
 def user_id() -> int:

@@ -84,8 +84,14 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
     file.write_text(
         "model_name_or_path: HuggingFaceTB/SmolLM2-135M\nper_device_train_batch_size: 64\nmax_length: 1024\n"
     )
+    fixing = ["check", str(file), *card, "--memory-gib", "6", "--fix"]
+    fixed = tmp_path / "trl.fixed.yaml"
+    assert run(fixing) == 1
+    fixed.write_text(f"{fixed.read_text()}# MY EDIT")
+    assert run(fixing) == 1
+    assert fixed.with_name("trl.fixed.yaml.orig").read_text() == f"{fixed.read_text()}# MY EDIT"
     commands = {
-        tmp_path / "trl.fixed.yaml": ["check", str(file), *card, "--memory-gib", "6", "--fix"],
+        fixed: fixing,
         folder / "report.md": ["report", str(folder)],
     }
     for written, words in commands.items():
@@ -97,20 +103,27 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
         assert not written.is_symlink(), words
 
 
-def test_what_no_plan_wrote_is_replaced_with_a_word(
+def test_what_a_person_wrote_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--out .` into a folder of the user's own, then a second time into what is a plan's by then."""
+    """`--out .` into a folder of the user's own, then into what is a plan's by then, then with an edit in it, twice."""
     monkeypatch.chdir(tmp_path)
     user_files = ["launch/trl/trl-sft.yaml", "plan.json", "report.md"]
     Path("launch/trl").mkdir(parents=True)
     for name in user_files:
         Path(name).write_text("{}")
     words = ["gpt2", "--gpu", "t4", "--no-dry-run", "--seq-len", "64", "--target", "trl", "--out", "."]
-    for expected in (user_files, []):
+    launch = Path(user_files[0])
+    for kept in ([f"{name}.orig" for name in user_files], [], [f"{launch}.orig.2"], []):
         assert run(words) == 0
-        warnings = [line for line in capsys.readouterr().err.splitlines() if "which no plan wrote" in line]
-        assert warnings == [f"replaces {name}, which no plan wrote" for name in expected]
+        warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kept as ")]
+        assert [line.removeprefix("kept as ").partition(":")[0] for line in warnings] == kept
+        assert "# MY EDIT" not in launch.read_text()
+        if not kept and len(list(launch.parent.glob("*.orig*"))) == 1:
+            launch.write_text(f"{launch.read_text()}# MY EDIT")
+    assert launch.with_name(f"{launch.name}.orig.2").read_text().endswith("# MY EDIT")
+    assert Path("report.md.orig").read_text() == "{}"
+    assert not (set(user_files) - set(Path(".written.sha256").read_text().split()))
 
 
 def test_devices_and_pipes_are_written_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
