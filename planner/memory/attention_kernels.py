@@ -312,6 +312,11 @@ XFORMERS_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Axolotl's function is handed no cap and no sink either."""
 
 
+def brings_xformers(model_type: str, setup: TrainSetup) -> bool:
+    """Whether 16-bit attention without a mask runs by xformers' kernel on NVIDIA's cards before Ampere, not by SDPA."""
+    return setup.stack == "unsloth" and setup.attention == "sdpa" and model_type in XFORMERS_TYPES
+
+
 def attention_kernel(
     model: ModelSpec, setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, qkv_dtype: str
 ) -> Kernel:
@@ -362,7 +367,7 @@ def _sdpa_kernel(
     if always and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
-    by_xformers = setup.stack == "unsloth" and model.model_type in XFORMERS_TYPES and half and old
+    by_xformers = half and old and brings_xformers(model.model_type, setup)
     if (grouped and not by_xformers) or (qkv_dtype == "bf16" and old):
         return "math"
     return "efficient"

@@ -30,6 +30,8 @@ class KernelLog:
     capability: tuple[int, int]
     ring: Any = None
     """The process group over which every sequence is cut, None where none is."""
+    xformers: bool = False
+    """Whether attention without a mask runs by xformers on cards before Ampere (`brings_xformers`)."""
     chosen: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
     math_matrix_bytes: int = 0
@@ -133,6 +135,9 @@ def sdpa_of(log: KernelLog) -> Any:
 
 def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
     """Attention by the kernel that PyTorch chooses for these arguments."""
+    if log.xformers and _takes_xformers(call, log.capability):
+        heads = call.query.shape[1]
+        call = call._replace(key=_to_all_heads(call.key, heads), value=_to_all_heads(call.value, heads))
     query, key, value, mask, dropout, causal, scale, grouped = call
     kernel, reason = choose_sdpa_kernel(call, log.capability)
     log.note(kernel, reason)
@@ -152,6 +157,19 @@ def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=grouped
     )[0]
+
+
+def _takes_xformers(call: Attention, capability: tuple[int, int]) -> bool:
+    return capability < (8, 0) and call.attn_mask is None and call.query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _to_all_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values as Unsloth hands them to xformers, whose kernel SDPA's memory-efficient one is: a copy for every
+    head of queries.
+
+    Source: unsloth 2026.10.9 utils/attention_dispatch.py run_attention (`K_mod.reshape` where a gradient is wanted).
+    """
+    return rows if rows.shape[1] == heads else rows.repeat_interleave(heads // rows.shape[1], dim=1)
 
 
 def _over_the_ring(

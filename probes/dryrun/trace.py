@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from planner.core.records import dataclass
+from planner.memory.attention_kernels import brings_xformers
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.allocator.repetitions import Repetition, flat
@@ -152,7 +153,8 @@ def trace_run(
         world: the job that this process is a rank of, None for one GPU.
         tracker_class: what follows one GPU (a job brings its own).
     """
-    log = KernelLog(capability=capability, ring=ring_group(setup) if setup.uses_ring_attention else None)
+    ring = ring_group(setup) if setup.uses_ring_attention else None
+    log = KernelLog(capability=capability, ring=ring, xformers=brings_xformers(config.model_type, setup))
     attention, notes = resolve_attention(config, setup)
     with ExitStack() as stack:
         stack.enter_context(_emulated(log, config, device))
@@ -182,7 +184,7 @@ def trace_samples(
 ) -> list[Trace]:
     """`trace_run` of one step on one GPU for setups that differ in their samples alone: the model is built once."""
     first, traces = setups[0], []
-    log = KernelLog(capability=capability, ring=None)
+    log = KernelLog(capability=capability, xformers=brings_xformers(config.model_type, first))
     attention, notes = resolve_attention(config, first)
     with _emulated(log, config, "meta"):
         reference = build_reference(config, first, device="meta", attention=attention)

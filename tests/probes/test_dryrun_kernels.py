@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, kernels_of  # noqa: E402
+from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, kernels_of, sdpa_of  # noqa: E402
 from probes.dryrun.metaops import fused_dropout  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.dryrun.workspaces import cublas_workspace_bytes, efficient_backward, flash_backward  # noqa: E402
@@ -113,6 +113,22 @@ def test_math_kernel_stays_fp32_inside_under_autocast() -> None:
     assert out.dtype is torch.bfloat16
     products = [origin.size_bytes for origin in tracker.origins.values() if "bmm" in origin.op]
     assert products == [8 * 64 * 64 * 4, 8 * 64 * 32 * 4]
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float16, "efficient"), (torch.bfloat16, "math")])
+def test_unsloths_heads_are_repeated_for_xformers_before_ampere(dtype: torch.dtype, kernel: str) -> None:
+    """Unsloth 2026.10.9 utils/attention_dispatch.py: keys and values as copies of 8 heads, no matrix of scores;
+    not of bf16, for which the formula has SDPA's math kernel too."""
+    query = torch.empty(1, 8, 64, 32, dtype=dtype, device="meta")
+    key = torch.empty(1, 2, 64, 32, dtype=dtype, device="meta")
+    log = KernelLog(capability=(7, 5), xformers=True)
+    attend, tracker = sdpa_of(log), Tracker("meta")
+    with tracker:
+        attend(query, key, key, is_causal=True, enable_gqa=True)
+    assert set(log.chosen) == {kernel}
+    sizes = [origin.size_bytes for origin in tracker.origins.values()]
+    assert (8 * 64 * 64 * 4 in sizes) == (kernel == "math")
+    assert sizes.count(8 * 64 * 32 * 2) >= (2 if kernel == "efficient" else 0)
 
 
 def test_the_tracker_is_called_without_a_wrapper_of_the_compiler() -> None:
