@@ -259,8 +259,9 @@ def has_expert_stacks(model: ModelSpec) -> bool:
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = True) -> bool:
-    """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
-    (prefix tuning), or pictures whose tokens see each other, or any where torch.compile traces the making of it.
+    """Whether SDPA is handed a mask: packed samples (but `Stack.masks_samples`), a window no longer than the sequence,
+    or keys before it (prefix tuning), or pictures whose tokens see each other, or any where torch.compile traces the
+    making of it.
 
     Args:
         masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
@@ -275,7 +276,8 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
         return False
     pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
     traced = setup.compiled and setup.trainer.traces_masks
-    if (setup.packing and masks_packed) or setup.adapter == "prefix" or pictures or traced:
+    packed = setup.packing and masks_packed and setup.trainer.masks_samples
+    if packed or setup.adapter == "prefix" or pictures or traced:
         return True
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens

@@ -37,6 +37,17 @@ class LayerContext:
     masks_packed: bool = True
 
     @property
+    def stream(self) -> "LayerContext":
+        """The same of the residual stream's rows: sequence parallelism cuts them."""
+        degree = self.setup.stream_degree
+        return self if degree == 1 else replace(self, tokens=-(-self.tokens // degree))
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the whole stream's rows, which sequence parallelism gathers before the split matrices, or adds up."""
+        return 0 if self.setup.stream_degree == 1 else SIZE_BYTES[self.dtypes.residual] * self.hidden * self.tokens
+
+    @property
     def row_tokens(self) -> int:
         """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row, or the
         pictures of its sample."""

@@ -197,12 +197,12 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     _add_attention(saved, layer, by_role, context, normed)
     before = saved.total
     late_norms = block_norms[1:] if not layer.parallel_residual else []
-    saved.late = sum(norm_saved(norm, context, dtypes.residual) for norm in late_norms)
+    saved.late = sum(norm_saved(norm, context.stream, dtypes.residual) for norm in late_norms)
     add_mlp(saved, layer, by_role, context, normed)
     saved.fed = saved.total - before
     saved.late += saved.fed
     if last := post_mlp_norm(layer):
-        saved.behind = norm_saved(last, context, context.dtypes.residual)
+        saved.behind = norm_saved(last, context.stream, context.dtypes.residual)
     return saved
 
 
@@ -229,9 +229,9 @@ def input_dtype(linear: LinearSpec, layer: LayerSpec, context: LayerContext) -> 
 def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec], context: LayerContext) -> None:
     """Adds what stands on the residual stream itself: norms of whole tokens, clamps, dropouts."""
     dtypes, traits = context.dtypes, context.traits
-    width = context.tokens * context.hidden
+    width = context.stream.tokens * context.hidden
     sums = 2 + int(layer.cross_attention is not None)
-    saved.norm += sum(norm_saved(norm, context, dtypes.residual) for norm in block_norms)
+    saved.norm += sum(norm_saved(norm, context.stream, dtypes.residual) for norm in block_norms)
     if layer.parallel_residual and len(block_norms) > 1 and not (dtypes.autocast and dtypes.residual != "fp32"):
         # both norms of a parallel block keep the same residual
         saved.norm -= SIZE_BYTES[dtypes.residual] * width
@@ -428,7 +428,8 @@ def backward_temporary(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     dtypes = context.dtypes
     residual = SIZE_BYTES[dtypes.residual] * context.hidden
     seen = SIZE_BYTES[looked_at_dtype(dtypes)] * context.looked_at  # features of pictures, in their type
-    fed = context.tokens * (residual + _mlp_moments(layer, context, saved)[0]) - saved.behind
+    fed = context.stream.tokens * residual + context.gathered_bytes
+    fed += context.tokens * _mlp_moments(layer, context, saved)[0] - saved.behind
     return seen * context.hidden + max(fed, *_outside_the_mlp(layer, context, saved))
 
 
@@ -455,8 +456,8 @@ def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> t
         ):  # before the kernel's copies of them
             attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
     return (
-        context.tokens * (residual + norm) - gone,
-        context.tokens * (residual + attention) + exchange - saved.late,
+        context.stream.tokens * (residual + norm) - gone,
+        context.stream.tokens * residual + context.gathered_bytes + context.tokens * attention + exchange - saved.late,
     )
 
 
@@ -493,6 +494,8 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
     dtypes = context.dtypes
     size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     mlp = 3 * size * mlp_width(layer)
+    if context.setup.stream_degree > 1:  # beside its input, gathered; at its end what the ranks' products add up to
+        mlp = size * max(3 * mlp_width(layer) + context.hidden, mlp_width(layer) + 2 * context.hidden)
     scores = exchange = 0
     if layer.attention is not None:
         exchange = exchanged_bytes(layer.attention, context)[0]
@@ -692,7 +695,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
         dequantized = max([dequantized_bytes(linear, setup, dtypes.residual) for linear in layer.linears], default=0)
     return LayerCosts(
         saved=saved,
-        entry=SIZE_BYTES[dtypes.residual] * context.hidden * tokens * traits.streams,
+        entry=SIZE_BYTES[dtypes.residual] * context.hidden * context.stream.tokens * traits.streams,
         selective_bytes=selective_checkpoint_bytes(layer, context),
         forward=forward_temporary(layer, context),
         merged=merged_stacks(layer, context),

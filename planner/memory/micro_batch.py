@@ -250,7 +250,7 @@ def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy
     )
     before = [norm for norm in model.outer_norms if "embed" in norm.name]
     after = [norm for norm in model.outer_norms if "embed" not in norm.name][-1:]
-    first, last = ([norm_saved(norm, around, dtypes.residual) for norm in norms] for norms in (before, after))
+    first, last = ([norm_saved(norm, around.stream, dtypes.residual) for norm in norms] for norms in (before, after))
     return sum(first), sum(last)
 
 

@@ -241,7 +241,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     several = setup.micro_batch_seqs > 1 and (by.packs_rows or not setup.packing)  # all but one row's last: no copy
     shape = LossShape(
         tokens=setup.forward_tokens if objective.head == "none" else setup.scored_tokens,
-        vocab_size=model.vocab_size if objective.head == "vocabulary" else 1,
+        vocab_size=-(-model.vocab_size // setup.stream_degree) if objective.head == "vocabulary" else 1,
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[dtypes.autocast or dtypes.table],
         hidden_bytes=SIZE_BYTES[dtypes.residual],
@@ -252,6 +252,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         narrow=model.is_encoder_decoder and dtypes.autocast is not None,
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
+        cut=setup.stream_degree > 1,
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
         compiled=setup.compiled and by.compiles_loss,

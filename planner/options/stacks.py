@@ -59,6 +59,9 @@ class Stack:
         newest_transformers: version that the tool takes ("5.6"); "": today's.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
+        masks_samples: packed samples do not see each other; False: attention is causal over a whole row, with no mask.
+        sequence_parallel: its tensor parallelism cuts the residual stream and its norms along the sequence between the
+            split matrices, and leaves the logits cut by vocabulary (loss parallelism).
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
         grouped_experts: kernels of its own multiply with 4-bit stacks of experts where they lie, adapters beside them:
@@ -96,6 +99,8 @@ class Stack:
     newest_transformers: str = ""
     selects_products: bool = False
     packs_rows: bool = False
+    masks_samples: bool = True
+    sequence_parallel: bool = False
     wide_embedding_states: bool = False
     torch_nf4: bool = False
     grouped_experts: bool = False
@@ -297,8 +302,13 @@ _ROWS = (
         traces_masks=False,
         expandable_segments=True,
         selects_products=True,
-        source="torchtitan 0.2 components/loss.py (pred.float()), train.py (`del pred` before the backward), "
-        "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments), distributed/activation_checkpoint.py _apply_op_sac",
+        packs_rows=True,
+        masks_samples=False,
+        sequence_parallel=True,
+        source="torchtitan 0.2 models/llama3/infra/parallelize.py apply_tp (SequenceParallel, loss_parallel), "
+        "models/llama3/model/model.py (SDPA gets no mask), components/loss.py (pred.float()), train.py (`del pred` "
+        "before the backward), run_train.sh (PYTORCH_ALLOC_CONF expandable_segments), "
+        "distributed/activation_checkpoint.py _apply_op_sac",
     ),
     Stack(
         name="litgpt",

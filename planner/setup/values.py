@@ -114,11 +114,6 @@ class Layout:
         """Whether something of one copy is cut or dealt out over GPUs that sharding would gather again."""
         return self.split_degree > 1 or self.expert_degree > 1
 
-    @property
-    def sharded_at_loading(self) -> bool:
-        """Whether transformers shards the model while it loads (`DistributedConfig`), and Accelerate wraps nothing."""
-        return self.tensor_degree > 1 or self.expert_degree > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
@@ -293,6 +288,16 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     def builds_encoders(self) -> bool:
         """Whether the class with encoders is built where a model has another one for text."""
         return self.images is not None or self.trainer.builds_encoders
+
+    @property
+    def stream_degree(self) -> int:
+        """GPUs over which tensor parallelism also cuts the residual stream, its norms and the logits."""
+        return self.tensor_degree if self.trainer.sequence_parallel else 1
+
+    @property
+    def sharded_at_loading(self) -> bool:
+        """Whether transformers shards the model while it loads (`DistributedConfig`), and Accelerate wraps nothing."""
+        return (self.tensor_degree > 1 and self.stream_degree == 1) or self.expert_degree > 1
 
     @property
     def resolved_adapter_dtype(self) -> str:

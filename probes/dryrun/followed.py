@@ -15,6 +15,8 @@ def why_not_traced(setup: TrainSetup) -> str:
         return "it runs PyTorch's FSDP2, not version 1"
     if setup.context_degree > 1 and not setup.uses_ring_attention:
         return "there is none of DeepSpeed's engine, nor of its Ulysses, which run on no meta tensors"
+    if setup.stream_degree > 1:
+        return "it runs transformers' own tensor parallelism, not torchtitan's, whose layers are not installed"
     if setup.zero:
         return "there is none of DeepSpeed's engine, which runs on no meta tensors"
     if setup.tensor_degree > 1 and setup.parallel not in ("none", "fsdp2"):

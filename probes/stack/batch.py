@@ -53,7 +53,7 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
         if device.type != "meta":
             inputs["attention_mask"] = mask
         return Batch(model_inputs=inputs, labels=labels, held=(mask,))
-    if setup.packing:
+    if setup.packing and setup.trainer.masks_samples:
         sample = max(1, tokens // SAMPLES_PER_SEQUENCE)
         positions = (torch.arange(tokens, device=device) % sample).repeat(seqs).reshape(shape)
         if not flat:

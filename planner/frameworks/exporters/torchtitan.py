@@ -87,6 +87,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "torchtitan's DDP does not combine with other parallelism: use fsdp2"
     if reason := context_refusal(setup, "torchtitan", ring=True):
         return reason
+    pieces = 2 * setup.tensor_degree * setup.context_degree
+    if pieces > 2 and setup.seq_len_tokens % pieces:
+        return f"torchtitan cuts every sequence into {pieces} equal pieces, not {setup.seq_len_tokens:,} tokens"
     if setup.compute_dtype == "fp16":
         return "torchtitan computes in bf16 or fp32, without loss scaling"
     if setup.parallel == "none" and setup.autocast_dtype is not None:

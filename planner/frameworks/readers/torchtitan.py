@@ -116,6 +116,8 @@ def _layout(settings: Settings, training: Settings) -> dict[str, Any]:
     fields |= _batch(settings, training, stages, shard * copies)
     if context > 1:
         fields["context_degree"] = context
+    if tensor > 1 and settings.flag("disable_loss_parallel", False):
+        settings.approximate("disable_loss_parallel is counted as off: every rank would hold all logits")
     if shard * copies * context == 1:
         return fields | {"parallel": "none"}
     if shard * context == 1:

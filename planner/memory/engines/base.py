@@ -87,11 +87,12 @@ class Engine(ABC):
 
 
 def _alone(setup: TrainSetup) -> dict[str, Any]:
-    """The fields of a rank by itself; where it exchanges keys or tokens within a layer, with whom stays known."""
+    """The fields of a rank by itself; where it exchanges keys or tokens within a layer, or holds a part of the
+    stream, with whom stays known."""
     if setup.expert_degree > 1:
         sharding = {"parallel": setup.parallel, "expert_degree": setup.expert_degree, "shard_degree": setup.shards}
         return {**ONE_GPU, **sharding}
     if setup.context_degree == 1:
-        return ONE_GPU
+        return ONE_GPU if setup.stream_degree == 1 else {**ONE_GPU, "tensor_degree": setup.tensor_degree}
     tokens = setup.seq_len_tokens // setup.context_degree
     return {**ONE_GPU, "parallel": setup.parallel, "seq_len_tokens": tokens}

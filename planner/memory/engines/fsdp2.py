@@ -186,7 +186,7 @@ def _block_by_block(
         tied_table = weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE)
         allocations.append(tied_table)
     allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
-    if accumulated and setup.tensor_degree > 1:
+    if accumulated and setup.sharded_at_loading:
         allocations.append(_waiting_gradients(model, setup, trained))
     elif setup.offload != "parameters":
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated)

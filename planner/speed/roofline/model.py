@@ -160,7 +160,7 @@ class SpeedModel:
         self._matmuls: dict[tuple[str, str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
-        self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer], Moved] = {}
+        self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer, int], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -283,12 +283,17 @@ class SpeedModel:
     def traffic(self, dtypes: DtypePolicy, trained: bool, setup: TrainSetup) -> Moved:
         """Elementwise traffic of the layers for one data flow and a setup's kernels."""
         kernels, compiled, mixer = setup.kernels, setup.compiled, self.mixer(setup)
-        key = (dtypes, trained, kernels, compiled, mixer)
+        cut = setup.stream_degree
+        key = (dtypes, trained, kernels, compiled, mixer, cut)
         traffic = self._traffic.get(key)
         if traffic is None:
             fused = parts_of(kernels, self.model.model_type, compiled=compiled)
+            inv = self.inv
+            if cut > 1:  # norms, residual sums and dropouts run on this rank's rows of the stream
+                names = ("rms_width", "layer_norm_width", "residual_width", "dropout_width")
+                inv = replace(inv, **{name: getattr(inv, name) // cut for name in names})
             traffic = self._traffic[key] = layer_traffic(
-                self.inv, dtypes, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
+                inv, dtypes, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
             )
         return traffic
 

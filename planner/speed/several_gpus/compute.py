@@ -114,7 +114,7 @@ class Rank:
     def _gathered_logits_s(self, seqs: int) -> float:
         """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""
         head, ways = self.part.head, self._setup.tensor_degree
-        if head is None or ways == 1 or self.part.tied:
+        if head is None or ways == 1 or self.part.tied or self._setup.stream_degree > 1:
             return 0.0
         dtypes = self.profile.family.dtypes
         others = (ways - 1) * head.out_features

@@ -162,7 +162,9 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
     """Forward and backward seconds of tensor parallelism's all-reduces in one micro-batch; none of them is hidden.
 
     Four per layer, [tokens, hidden] each; recomputed layers repeat the forward's two. The gathered head adds its
-    logits, forward, and the gradient of its input, backward.
+    logits, forward, and the gradient of its input, backward. Sequence parallelism sends as much: each all-reduce is a
+    reduce-scatter behind the split matrices and an all-gather before the next; the embeddings' output is scattered and
+    the head's input gathered.
 
     Source: Shoeybi et al. 2019, Megatron-LM, section 3, arXiv:1909.08053.
     """
@@ -175,6 +177,8 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
     recomputed_layers = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
     forward = _TENSOR_SUMS * part.num_layers * all_reduce
     backward = _TENSOR_SUMS * (part.num_layers + recomputed_layers) * all_reduce
+    if setup.stream_degree > 1:
+        return forward + all_reduce, backward + all_reduce
     if part.head is not None and not part.tied:
         logits = tokens * part.head.out_features * setup.tensor_degree * size
         forward += collectives.all_gather_s(logits, group)

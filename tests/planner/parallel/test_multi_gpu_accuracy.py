@@ -6,13 +6,20 @@ Everything is computed here; the bounds leave room for small changes of the form
 from collections import defaultdict
 from math import exp
 from statistics import median
+from typing import Any
 
 import pytest
 
 from benchmarks.multi_gpu_accuracy import log_error, memory_errors, out_of_memory, percentile
-from benchmarks.multi_gpu_points import left_out, load_points
+from benchmarks.multi_gpu_points import _cluster, _gpu, left_out, load_points
 from benchmarks.multi_gpu_scaling import PUBLISHED, weak_scaling
+from planner.core.units import GIB
+from planner.memory.model import predict_memory
+from planner.models.catalogue import load
+from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import DATA_FILE, load_calibration
+from planner.speed.roofline.types import Conditions
+from planner.speed.several_gpus.speed import layout_step_time
 
 POINTS = load_points()
 FIRM = [point for point in POINTS if point.tokens_per_s is not None and not point.loose_speed]
@@ -104,6 +111,40 @@ def test_tensor_parallelism_scales_as_megatron_measured() -> None:
     predicted = weak_scaling()
     assert set(predicted) == set(PUBLISHED)
     assert all(abs(predicted[gpus] - PUBLISHED[gpus]) <= 0.08 for gpus in PUBLISHED)
+
+
+TITAN = {
+    "stack": "torchtitan", "method": "full", "lora_rank": 0, "precision": "bf16-mixed", "parallel": "fsdp2",
+    "loss": "full", "packing": True, "seq_len_tokens": 8192,
+}  # fmt: skip
+BY_OPERATION = {"checkpointing": 1, "selective_checkpointing": True}
+TITAN_RUNS = [
+    ("8B", BY_OPERATION | {"num_gpus": 8, "micro_batch_seqs": 2}, 5762, 82.4),
+    ("8B", BY_OPERATION | {"num_gpus": 128, "micro_batch_seqs": 2}, 5605, 67.0),
+    ("8B", BY_OPERATION | {"num_gpus": 64, "tensor_degree": 8, "micro_batch_seqs": 12, "compile": True}, 4378, None),
+    ("70B", {"num_gpus": 256, "tensor_degree": 8, "micro_batch_seqs": 16, "compile": True}, 597.3, 71.9),
+]
+
+
+@pytest.mark.parametrize(("size_name", "fields", "tokens_per_s", "reserved_gib"), TITAN_RUNS)
+def test_torchtitan_cuts_the_stream_and_the_logits(
+    size_name: str, fields: dict[str, Any], tokens_per_s: float, reserved_gib: float | None
+) -> None:
+    """torchtitan's Llama 3.1 on H100s of 2.4 TB/s and 500 W: as transformers splits it the 70B would need 410 GiB.
+
+    Source: pytorch/torchtitan b5bcd76c benchmarks/llama3_h100_202412_torchtitan.md (the 70B's memory is that of float8,
+    which takes 0.2 GiB less than bf16 in its tables 1 and 3), asyncTP_llama3_h100_2025-06_torchtitan.md (speeds with a
+    tensor degree).
+    """
+    setup = TrainSetup(**(TITAN | fields))
+    model, gpu = load(f"meta-llama/Llama-3.1-{size_name}"), _gpu("h100-96gb-500w")
+    cluster = _cluster("h100-96gb-500w", setup.num_gpus, None, "ib-3200" if setup.num_gpus > 8 else None)
+    predicted = layout_step_time(model, gpu, setup, cluster, conditions=Conditions(fp32_reduction=True)).tokens_per_s
+    assert predicted / setup.num_gpus == pytest.approx(tokens_per_s, rel=0.18)
+    memory = predict_memory(model, gpu, setup)
+    assert not any("mask" in term.name for term in memory.terms)
+    if reserved_gib is not None:
+        assert memory.peak_reserved_bytes / GIB == pytest.approx(reserved_gib, rel=0.13)
 
 
 def test_the_band_of_several_gpus_is_at_least_that_of_one() -> None:
