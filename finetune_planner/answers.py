@@ -244,7 +244,7 @@ class Checked(_Answer):
 
     @property
     def verdict(self) -> str:
-        """ "fits", "does_not_fit" or "uncertain" (the error band straddles the limit)."""
+        """ "fits", "does_not_fit", "cannot_run" or "uncertain" (the error band straddles the limit)."""
         return self.result.verdict.value
 
     def to_dict(self) -> dict[str, Any]:

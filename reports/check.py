@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
+from planner.core.notes import Place, place_of
 from planner.core.units import gib
 from planner.planning.check import Change, CheckResult, summary
 from planner.setup import TrainSetup
@@ -73,14 +74,15 @@ def render_check(
         page.line(clean(f"together: {'; '.join(together['changes'])}"), indent=2)
         by = "--fix writes them" if together["in_place"] else "this file's form does not take them"
         page.line(f"{gib(together['peak_device_bytes'])}, fits ({by})", indent=4)
-    for title, notes in (
+    notes = sorted((*result.notes, *prediction.notes), key=lambda note: place_of(note) is not Place.FOUND)
+    for title, lines in (
         ("Assumed", config.assumptions),
         ("Not followed exactly (the error band is wider)", config.approximations),
-        (plural(len(result.notes) + len(prediction.notes), "Note"), (*result.notes, *prediction.notes)),
+        (plural(len(notes), "Note"), notes),
     ):
-        if notes:
+        if lines:
             page.head(title)
-            for note in notes:
+            for note in lines:
                 page.line(f"· {clean(short_place(note, config.path))}", indent=2)
     if fixed is not None:
         _render_fix(page, fixed, fits=result.verdict.value == "fits")

@@ -109,8 +109,8 @@ def check(
 ) -> int:
     """Does an existing config fit, how fast should it run, and which single changes help?
 
-    Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit) or not
-    determined by the file.
+    Exit codes: 0 fits, 1 does not fit or cannot run, 2 cannot be read, 3 uncertain (the error band straddles the limit)
+    or not determined by the file.
     """
     request = check_options.request(model, cluster.gpus)
     target = fix.target(file)
@@ -262,7 +262,7 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
     for name in ("config", "verdict", "peak", "spare", "tokens/s", "method", "batch", "saves memory by"):
         number = name in ("peak", "spare", "tokens/s")
         table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    order = {"fits": 0, "uncertain": 1, "does_not_fit": 2}
+    order = {"fits": 0, "uncertain": 1, "does_not_fit": 2, "cannot_run": 3}
     for result in sorted(
         results, key=lambda result: (order[result.verdict.value], -(result.prediction.tokens_per_s or 0.0))
     ):
@@ -286,10 +286,12 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
 
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
-LEVELS = {"fits": "note", "does_not_fit": "error", "uncertain": "warning"}
-EXIT_OF = {"fits": 0, "not_planned": 0, "does_not_fit": 1, "unreadable": 2, "uncertain": 3, "undetermined": 3}
+LEVELS = {"fits": "note", "does_not_fit": "error", "cannot_run": "error", "uncertain": "warning"}
+EXIT_OF = {
+    "fits": 0, "not_planned": 0, "does_not_fit": 1, "cannot_run": 1, "unreadable": 2, "uncertain": 3, "undetermined": 3,
+}  # fmt: skip
 """As `plan check` of that file alone; what is not planned fails no CI."""
-WORST_FIRST = ("does_not_fit", "unreadable", "undetermined", "uncertain", "fits", "not_planned")
+WORST_FIRST = ("cannot_run", "does_not_fit", "unreadable", "undetermined", "uncertain", "fits", "not_planned")
 
 
 @dataclass(frozen=True, kw_only=True)

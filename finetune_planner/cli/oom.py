@@ -174,7 +174,8 @@ def lines(
 def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
     """What the config was predicted to need, and the changes of it that fit."""
     prediction, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
-    verdict = {"fits": "fits", "does_not_fit": "does not fit"}.get(checked["verdict"], "may or may not fit")
+    words = {"fits": "fits", "does_not_fit": "does not fit", "cannot_run": "cannot run"}
+    verdict = words.get(checked["verdict"], "may or may not fit")
     peak = f"{gib(prediction['peak_device_bytes'])} of {gib(budget)}"
     yield f"{config.name}: {verdict}: {peak} ({checked['level']}, peak in {prediction['peak_phase']})"
     if checked["verdict"] == "fits":

@@ -67,6 +67,19 @@ vllm-flash-attn3 has sinks forward only (github.com/nvidia-cosmos/cosmos-rl/issu
 """
 
 
+SINK_KERNELS = {"gpt_oss": "vllm-flash-attn3"}
+"""Model type -> the kernel that its class gets whatever flash attention is asked for (FLASH)."""
+
+
+def untrained_sinks(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
+    """What is wrong with the gradients of a run whose attention has sinks in the forward alone, "" where nothing is.
+
+    Such a run goes through: Axolotl publishes a config of one, and LLaMA-Factory's pull request 9354 ran it.
+    """
+    runs = setup.attention == "flash-attention-2" and gpu.arch == "Hopper" and model.model_type in SINK_KERNELS
+    return flash_refusal(model) if runs else ""
+
+
 def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
     """Why a flash-attention implementation cannot train this model, "" where it can.
 
@@ -77,11 +90,13 @@ def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
         name: as in transformers' `attn_implementation`, one of FLASH.
     """
     title = name.removeprefix("kernels-community/").replace("_", "-")
+    if name == "flash_attention_2" and model.model_type in SINK_KERNELS:
+        title = SINK_KERNELS[model.model_type]
     if "flash-attention-2" not in model.attentions:
         return f"transformers has no flash attention for {model.model_type}"
     softmax = [attention for attention in _attentions(model) if attention.kind == "softmax"]
     if not FLASH[name] and any(attention.sinks for attention in softmax):
-        return f"{title} has no attention sinks, which {model.model_id} trains with"
+        return f"{title} has no gradient of attention sinks, which {model.model_id} trains with"
     widest = max((attention.head_dim for attention in softmax), default=0)
     if widest > FLASH_HEAD_DIM:
         return f"{title} stops at head size {FLASH_HEAD_DIM}; {model.model_id} has layers with {widest}"
@@ -340,7 +355,8 @@ def attention_kernel(
     if attention.kind == "linear":
         return "linear"
     if setup.attention == "flash-attention-2":
-        taken = attention.head_dim <= FLASH_HEAD_DIM and not attention.sinks
+        sunk = attention.sinks and not untrained_sinks(model, gpu, setup)
+        taken = attention.head_dim <= FLASH_HEAD_DIM and not sunk
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == XFORMERS:
         return "efficient"

@@ -20,6 +20,7 @@ from planner.memory import around
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.states import state_bytes
 from planner.models.spec import ModelSpec
+from planner.planning.predict import cannot_run
 from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
@@ -42,9 +43,15 @@ class Verdict(StrEnum):
     FITS = "fits"
     DOES_NOT_FIT = "does_not_fit"
     UNCERTAIN = "uncertain"
+    CANNOT_RUN = "cannot_run"  # whatever its memory
 
 
-EXIT_CODES = {Verdict.FITS: EXIT_FITS, Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT, Verdict.UNCERTAIN: EXIT_UNCERTAIN}
+EXIT_CODES = {
+    Verdict.FITS: EXIT_FITS,
+    Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT,
+    Verdict.UNCERTAIN: EXIT_UNCERTAIN,
+    Verdict.CANNOT_RUN: EXIT_DOES_NOT_FIT,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +132,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """For CI: 0 fits, 1 does not, 3 uncertain (2, cannot be read, is an error)."""
+        """For CI: 0 fits, 1 does not or cannot run, 3 uncertain (2, cannot be read, is an error)."""
         return EXIT_CODES[self.verdict]
 
 
@@ -302,6 +309,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
+    if cannot_run(model, gpu, config.setup):
+        verdict = Verdict.CANNOT_RUN
     afterwards = reload_bytes(config, model, gpu)
     if verdict is Verdict.FITS and afterwards > budget_bytes:
         verdict = Verdict.UNCERTAIN
@@ -387,9 +396,12 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
 def summary(result: CheckResult) -> str:
     """The verdict in one sentence."""
     peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
-    words = {Verdict.FITS: "fits", Verdict.DOES_NOT_FIT: "does not fit", Verdict.UNCERTAIN: "may or may not fit"}[
-        result.verdict
-    ]
+    words = {
+        Verdict.FITS: "fits",
+        Verdict.DOES_NOT_FIT: "does not fit",
+        Verdict.UNCERTAIN: "may or may not fit",
+        Verdict.CANNOT_RUN: "cannot run (see Notes)",
+    }[result.verdict]
     sign = "spare" if result.margin_bytes >= 0 else "missing"
     below, above = map(percent, result.band)
     band = f"±{above}" if below == above else f"-{below}, +{above}"

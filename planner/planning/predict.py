@@ -11,6 +11,7 @@ from planner.memory.attention_kernels import (
     linear_attention_refusal,
     missing_kernels,
     packs_apart,
+    untrained_sinks,
 )
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
@@ -163,6 +164,17 @@ def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> froz
     return frozenset(attention_kernel(model, setup, gpu, spec, dtype) for spec in specs)
 
 
+def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
+    """Why nothing runs this setup of the model on this card; empty where something does."""
+    runs = setup.replace_trusted(attention="eager") if untrained_sinks(model, gpu, setup) else setup
+    reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model)]
+    positions = model.max_position_embeddings
+    if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:
+        beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
+        reasons.append(f"{beyond}, which {model.built_class} refuses")
+    return tuple(filter(None, reasons))
+
+
 def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """What a person must know about this setup's memory, one sentence each."""
     notes = _unknown_notes(model, gpu, setup)
@@ -172,12 +184,9 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         notes.append(risk(f"LoRA targets {named} match no module: PEFT leaves them out without a word"))
     notes += _stored_notes(model, setup)
     positions = model.max_position_embeddings
-    if positions is not None and setup.seq_len_tokens > positions:
+    if positions is not None and setup.seq_len_tokens > positions and model.front_end is None:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
-        if model.front_end is not None:
-            notes.append(measured(f"this cannot run: {beyond}, which {model.built_class} refuses"))
-        else:
-            notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
+        notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
     if streamed := streamed_stacks(model, setup):
         pinned = pinned_bytes(model, setup)
         words = f"{gib(pinned)} of the host's memory, pinned, hold {gib(sum(streamed))} of experts in 4 bits"
@@ -249,9 +258,9 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
-    missing = missing_kernels(model, gpu, setup)
-    if missing:
-        notes.append(measured(f"this cannot run: {missing}"))
+    notes += [measured(f"this cannot run: {reason}") for reason in cannot_run(model, gpu, setup)]
+    if wrong := untrained_sinks(model, gpu, setup):
+        notes.append(measured(f"its gradients are wrong: {wrong}; eager attention and FlexAttention have them"))
     if gpu.vendor in ("Apple", "Intel"):
         notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
     return notes
@@ -280,8 +289,8 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
 
 def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What is said of the form in which the weights were published."""
-    if refused := stored_refusal(setup, model):
-        return [measured(f"this cannot run: {refused}")]
+    if stored_refusal(setup, model):
+        return []  # that it cannot run is said
     if dequantizing_class(model):
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):

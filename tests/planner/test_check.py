@@ -589,3 +589,22 @@ def test_a_version_that_nothing_hangs_on_is_said_to(
     run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json=full", "--assume", package])
     assumptions = json.loads(capsys.readouterr().out)["assumptions"]
     assert any("nothing that is read here" in assumption for assumption in assumptions) == noted
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code", "said"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
+)
+def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
+    gpu: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt_oss gets vllm-flash-attn3 for any flash attention: on Hopper it runs, and its sinks get no gradient."""
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "base_model: openai/gpt-oss-20b\nmodel_quantization_config: Mxfp4Config\nadapter: lora\nlora_r: 8\n"
+        "lora_target_modules: [q_proj]\ndatasets: [{path: a/b, type: alpaca}]\nsequence_len: 512\n"
+        "micro_batch_size: 1\nbf16: true\nattn_implementation: kernels-community/vllm-flash-attn3\n"
+    )
+    assert run(["check", str(file), "--gpu", gpu, "--no-dry-run"]) == code
+    text = capsys.readouterr().out
+    assert text.splitlines()[1].startswith("cannot run" if code else "fits")
+    assert text.partition("Notes\n")[2].strip().startswith(f"· {said}")
