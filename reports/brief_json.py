@@ -7,6 +7,7 @@ them; of every other document it is the head: long lists are cut, and what was l
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from itertools import product
 from typing import Any, Literal
 
 from planner.core.records import dataclass
@@ -26,8 +27,10 @@ from reports.text import nothing_sentence, short_verdict
 
 MAX_BYTES = 8_000
 MAX_TEXT = 300
-LENGTHS = (24, 12, 8, 5, 3, 1)
+LENGTHS = (24, 12, 8, 5, 3, 1, 0)
 """How many entries of each list are kept: the first that is short enough."""
+DEPTHS = (99, 4, 3, 2, 1)
+"""How deep a document is told: all of it, else what lies deeper is counted; the first at which a length is enough."""
 HEAVY = frozenset(
     {"terms", "term_list", "candidate", "walk", "ranked", "space", "time_parts_s", "phase_peaks_bytes", "bands"}
     | {"note_places", "rank_peaks", "timeline", "unsourced", "origins", "setups"}
@@ -45,17 +48,12 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = Non
     """
     document = _answer(document)
     without: frozenset[str] = frozenset() if heavy else HEAVY
-    for length in LENGTHS:
-        short = _cut(document, length, without)
+    lengths = LENGTHS if isinstance(document, Mapping) else LENGTHS[:-1]  # of a list of answers one is left
+    for depth, length in product(DEPTHS, lengths):
+        short = _cut(document, length, without, depth)
         if len(json.dumps(short, ensure_ascii=False, indent=indent).encode(errors="replace")) <= max_bytes:
             return short
-    # too long at any length: each part that is no single value as the number of its entries
-    if isinstance(document, Mapping):
-        parts = {key: value for key, value in document.items() if value not in (None, [], {})}
-        return {
-            key: {LEFT_OUT: len(value)} if isinstance(value, (Mapping, list)) else value for key, value in parts.items()
-        }
-    return {LEFT_OUT: len(document)} if isinstance(document, (list, tuple)) else document
+    return short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,13 +366,16 @@ def _figures(subject: Candidate) -> dict[str, Any]:
     }
 
 
-def _cut(value: Any, length: int, without: frozenset[str]) -> Any:
-    """Without these parts, empty ones and nulls; lists and texts at their length, numbers at 6 digits."""
+def _cut(value: Any, length: int, without: frozenset[str], depth: int) -> Any:
+    """Without these parts, empty ones and nulls; lists and texts at their length, what is too deep as the number of its
+    entries, numbers at 6 digits."""
+    if isinstance(value, (Mapping, list, tuple)) and not depth:
+        return {LEFT_OUT: len(value)}
     if isinstance(value, Mapping):
         kept = {key: entry for key, entry in value.items() if key not in without and entry not in (None, [], {})}
-        return {key: _cut(entry, length, without) for key, entry in kept.items()}
+        return {key: _cut(entry, length, without, depth - 1) for key, entry in kept.items()}
     if isinstance(value, (list, tuple)):
-        head = [_cut(element, length, without) for element in value[:length]]
+        head = [_cut(element, length, without, depth - 1) for element in value[:length]]
         return [*head, {LEFT_OUT: len(value) - length}] if len(value) > length else head
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]}..."

@@ -193,4 +193,9 @@ def test_what_is_cut_is_counted() -> None:
     short = brief([{"a": "x" * 250, "walk": [1]} for _ in range(100)])
     assert short[-1] == {LEFT_OUT: 100 - (len(short) - 1)}
     assert "walk" not in short[0]
-    assert brief({"deep": [["x" * 299] * 30] * 30}, max_bytes=100) == {"deep": {LEFT_OUT: 30}}
+    assert brief({"deep": [["x" * 299] * 30] * 30}, max_bytes=100) == {"deep": [{LEFT_OUT: 30}]}
+    # which-cluster: what is recommended stands, without its details, before the options and the first of them
+    option = {"gpu": "h100", "cost_usd": 5.0, "setup": dict.fromkeys("abcdefgh", "x" * 90)}
+    short = brief({"kind": "k", "picks": {"lora": dict.fromkeys("abcdefghij", option)}, "options": [option] * 569})
+    assert short["picks"]["lora"]["j"] == {"gpu": "h100", "cost_usd": 5.0, "setup": {LEFT_OUT: 8}}
+    assert short["options"][0]["gpu"] == "h100"
