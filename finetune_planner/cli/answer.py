@@ -53,13 +53,10 @@ def workload_for(
         # Whether the first target packs whatever is said, None where it does what is said.
         from planner.frameworks.exporters import TARGETS
 
-        differences = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
-        request = replace(
-            request,
-            packing=next(
-                (bool(difference.runs_as) for difference in differences if difference.field == "packing"), None
-            ),
-        )
+        for setup in (TrainSetup(), TrainSetup(packing=True)) if targets else ():
+            for difference in TARGETS[targets[0]].differences(setup):
+                if difference.field == "packing":
+                    request = replace(request, packing=bool(difference.runs_as))
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
     plan_request = request_for(spec, request, data)
     plan_request = replace(plan_request, targets=tuple(targets))

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from finetune_planner.app.folders import write_files
 from finetune_planner.app.levels import dry_run_setup
@@ -174,7 +176,8 @@ def launch_files(
     said; its figure stands above the plan's level.
     """
     chosen = plan.subject
-    request = request_of(plan.workload, chosen, plan.workload.data if data is None else data, folder)
+    data = plan.workload.data if data is None else data
+    request = request_of(plan.workload, chosen, data, folder)
     launches = []
     evaluated = {chosen.setup: chosen}
     names = known_targets(targets)
@@ -192,7 +195,7 @@ def launch_files(
         if isinstance(runs, str):
             launches.append(Launch(target=name, refused=runs))
             continue
-        target_request = replace(request, setup=given)
+        target_request = replace(request, setup=given, **_counted(plan.workload, chosen.setup, data, runs))
         launches.append(_launch(name, target_request, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
     folder_texts = folder_files(launches, request, jobs=jobs)
     if folder_texts:
@@ -211,30 +214,39 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
 
 def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
     """What the launch files of every target are made of."""
-    num_steps = None
-    if data.epoch_seqs is not None:
-        num_steps = max(1, round(workload.epochs * steps_per_epoch(data.epoch_seqs, workload.global_batch_seqs)))
     return ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
         setup=chosen.setup,
         gpu=workload.gpu,
-        hyper=choose(
-            chosen.setup,
-            num_params=workload.model.num_params,
-            dataset_tokens=data.epoch_tokens,
-            samples_per_seq=data.samples_per_seq,
-            num_epochs=workload.epochs,
-            learning_rate=workload.learning_rate,
-        ),
         dataset=dataset_choice(data, chosen.setup.objective_spec.data, folder),
-        num_steps=num_steps,
-        logging_steps=steps_between_logs(num_steps),
         loss_on=data.loss_on or "answers",
         held_out=data.held_out,
         lacks_template=lacks_template(workload.model.model_id),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
+        **_counted(workload, chosen.setup, data, chosen.setup),
     )
+
+
+def _counted(workload: Workload, planned: TrainSetup, data: Data, runs: TrainSetup) -> dict[str, Any]:
+    """What of a request follows from the rows of an epoch: of `data` as they were planned, filled or not as a target
+    `runs` them (a row of it then has no token free: torchtitan and Loggetta cut samples where a row ends)."""
+    rows, samples_per_row, num_steps = data.epoch_seqs, data.samples_per_seq, None
+    if rows is not None and runs.packing != planned.packing:
+        samples = rows * samples_per_row
+        rows = ceil((data.epoch_tokens or 0) / runs.seq_len_tokens) if runs.packing else round(samples)
+        samples_per_row = samples / max(1, rows)
+    if rows is not None:
+        num_steps = max(1, round(workload.epochs * steps_per_epoch(rows, workload.global_batch_seqs)))
+    hyper = choose(
+        runs,
+        num_params=workload.model.num_params,
+        dataset_tokens=data.epoch_tokens,
+        samples_per_seq=samples_per_row,
+        num_epochs=workload.epochs,
+        learning_rate=workload.learning_rate,
+    )
+    return {"hyper": hyper, "num_steps": num_steps, "logging_steps": steps_between_logs(num_steps)}
 
 
 def _launch(

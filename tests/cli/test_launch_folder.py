@@ -6,18 +6,24 @@ import re
 import stat
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from finetune_planner.cli.answer import workload_for
 from finetune_planner.cli.app import run
+from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.writing import launch_files
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm
 from planner.frameworks.exporters.folder import README, folder_files
 from planner.frameworks.exporters.gated import gate_of, gates
+from planner.memory.workload import Data
 from planner.models import catalogue
 from planner.options.stacks import written_by
+from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request, setups
 from tests.whole import some
@@ -119,6 +125,26 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
         "torchtitan",
         "torchtune-in-bwd",
     }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures, torchtune's whole models in one step
+
+
+def test_another_targets_own_setup_is_what_its_install_line_is_for(tmp_path: Path) -> None:
+    """xformers is Axolotl's alone: on a T4 the others attend otherwise, and have their files all the same."""
+    options = RequestOptions(packing=True, method=["lora"], seq_len=1024)
+    plan = plan_workload(workload_for("Qwen/Qwen3-0.6B", "t4", options))
+    assert plan.subject.setup.attention == "xformers"
+    launches = launch_files(plan, ["axolotl", "trl"], tmp_path)
+    assert [launch.runs.attention for launch in launches if launch.runs] == ["xformers", "sdpa"]
+    assert "## trl" in launches[-1].files[0].text
+
+
+def test_a_target_that_packs_nothing_counts_samples_not_the_plans_rows(tmp_path: Path) -> None:
+    data = Data(epoch_seqs=100, samples_per_seq=4.0, epoch_tokens=90_000)
+    options = RequestOptions(packing=True, method=["lora"], seq_len=1024, global_batch=4, epochs=1)
+    plan = plan_workload(replace(workload_for("Qwen/Qwen3-0.6B", "m3 max 64gb", options), data=data))
+    mlx = next(launch for launch in launch_files(plan, ["mlx"], tmp_path) if launch.files)
+    assert mlx.runs is not None
+    assert not mlx.runs.packing
+    assert f"iters: {400 // mlx.runs.micro_batch_seqs} " in mlx.files[0].text
 
 
 def launched(tmp_path: Path, export_request: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:

@@ -104,7 +104,7 @@ def test_a_card_without_bf16_gets_adapters_that_its_loss_scaler_can_unscale(quan
     for target in ("hf", "axolotl", "llamafactory"):
         launch = EXPORTERS[target](request(setup))
         assert not launch.refused
-        assert launch.runs_as(setup).scaler_refusal == ""
+        assert launch.runs.scaler_refusal == ""
     refused = EXPORTERS["trl"](request(setup)).refused
     assert "cannot unscale" in refused
     assert "hf target" in refused

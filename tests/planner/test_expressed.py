@@ -63,7 +63,9 @@ def test_a_target_refuses_and_differs_as_its_files_say(target: str) -> None:
     model = loaded("Qwen/Qwen3-8B")
     for setup in setups()[::7]:
         launch, runs = EXPORTERS[target](request(setup, model=model)), TARGETS[target].as_run(setup, model)
-        assert runs == (launch.refused or launch.runs_as(setup))
+        differing = {difference.field: difference.runs_as for difference in launch.differences}
+        assert runs == (launch.refused or setup.replace(**differing).run_by(target))
+        assert launch.runs == (None if launch.refused else runs)
 
 
 JOBS = [(LLAMA, "rtx-4090"), ("Qwen/Qwen3-14B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "t4")]

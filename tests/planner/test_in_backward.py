@@ -54,7 +54,7 @@ def test_its_file_is_read_as_it_was_planned() -> None:
     config = read_text(text, "full.yaml")
     assert (config.model_id, config.missing, config.approximations) == (LLAMA, (), ANOTHERS)
     assert config.setup.stack == STACK
-    assert config.setup.run_by(STACK).replace_trusted(adapter_dtype="auto") == launch.runs_as(setup_of())
+    assert config.setup.run_by(STACK).replace_trusted(adapter_dtype="auto") == launch.runs
 
 
 ANOTHERS = ("torchtune's own model code is counted as transformers'",)

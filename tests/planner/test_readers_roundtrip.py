@@ -45,7 +45,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
             around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             launcher=launcher,
         )
-        expected = launch.runs_as(setup)
+        expected = launch.runs
         assert canonical(back.setup) == canonical(expected), (target, setup)
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
@@ -65,7 +65,7 @@ def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path
         launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
         around = FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,))
         back = read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
-        assert canonical(back.setup) == canonical(launch.runs_as(setup)), (target, setup)
+        assert canonical(back.setup) == canonical(launch.runs), (target, setup)
         read_back += 1
     assert read_back == num
 
@@ -85,7 +85,7 @@ def test_layers_that_train_alone_read_back(target: str, layers: int | tuple[int,
     assert bool(launch.refused) != written
     if written:
         back = read_text(launch.files[0].text, launch.files[0].path, model=model)
-        assert canonical(back.setup) == canonical(launch.runs_as(setup))
+        assert canonical(back.setup) == canonical(launch.runs)
         assert back.setup.trained_layers == layers
         assert not back.approximations
 

@@ -213,6 +213,17 @@ def test_a_file_has_its_own_number_of_samples(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(("target", "packing"), [((), True), (("mlx",), False), (("torchtitan",), True)])
+def test_a_target_that_packs_always_or_never_decides_it_before_the_data(
+    target: tuple[str, ...], packing: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "uneven.jsonl"
+    file.write_text("\n".join(json.dumps({"text": "word" * number}) for number in range(20, 190, 3)))
+    data = DataOptions(dataset=str(file))
+    workload = workload_for("Qwen/Qwen2.5-0.5B", "m3 max 64gb", RequestOptions(), data=data, targets=target)
+    assert workload.fixed["packing"] == (packing,)
+
+
 ASKED = {"role": "user", "content": "Why?"}
 
 

@@ -289,7 +289,7 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 )
         launch = EXPORTERS[target](export_request)
         if not launch.refused:
-            launches.append((Case(asked=export_request, runs=launch.runs_as(export_request.setup)), launch))
+            launches.append((Case(asked=export_request, runs=launch.runs), launch))
     return launches
 
 

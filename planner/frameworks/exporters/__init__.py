@@ -100,9 +100,9 @@ class Target:
         if not reason and setup.micro_batch_seqs < objective.least_samples:
             reason = f"{setup.objective} needs a micro-batch of at least {objective.least_samples} {objective.sample}s"
         runs = self.as_run(setup, request.model, request.gpu)
-        reason = reason or rollouts.refusal(setup) or (runs if isinstance(runs, str) else "")
-        if reason := reason or prepare.refusal(request, self.name):
-            return Launch(target=self.name, refused=reason)
+        reason = reason or rollouts.refusal(setup)
+        if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
+            return Launch(target=self.name, refused=reason or str(runs))
         differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
         draft: Draft = room.export(request, differences)
         files, main = draft.files, draft.main
@@ -112,7 +112,7 @@ class Target:
             head = header(request, draft.title, command, tested, differences=differences, notes=draft.notes)
             files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
         parts = {**vars(draft), "files": files, "main": None, "title": "", "prepare": made}
-        return Launch(target=self.name, differences=differences, validated_with=tested, **parts)
+        return Launch(target=self.name, runs=runs, differences=differences, validated_with=tested, **parts)
 
 
 OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}

@@ -84,7 +84,8 @@ def packages_added(before: TrainSetup, after: TrainSetup) -> list[str]:
 
 def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     """Arguments of `pip install`, one list per call."""
-    runs = launch.runs_as(request.setup)
+    runs = launch.runs  # which for another target's plan is not the request's
+    assert runs is not None, f"{launch.target} has no files"
     vendor = request.gpu.vendor if request.gpu is not None else "NVIDIA"
     tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
     # Whether flash-linear-attention computes layers of a model, or is all that keeps its packed samples apart.

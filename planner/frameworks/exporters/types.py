@@ -151,8 +151,9 @@ class Launch(Draft):
     """What one target gets: its files and command, or why there are none (and then no files).
 
     Attributes:
-        differences: settings that run otherwise than planned. Reading the files back gives the setup with exactly
-            these changed.
+        runs: the setup that really runs, None where there are no files or they are beside all targets'. Reading the
+            files back gives it.
+        differences: settings in which it is not the one that was asked for.
         refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
         about: what is predicted of the run, as in the files' headers.
@@ -160,6 +161,7 @@ class Launch(Draft):
     """
 
     target: str
+    runs: TrainSetup | None = None
     differences: tuple[Difference, ...] = ()
     refused: str = ""
     validated_with: Mapping[str, str] = field(default_factory=dict)
@@ -172,12 +174,6 @@ class Launch(Draft):
         """What the target cannot express, one sentence each."""
         return ((self.refused,) if self.refused else ()) + tuple(
             difference.sentence() for difference in self.differences
-        )
-
-    def runs_as(self, setup: TrainSetup) -> TrainSetup:
-        """The setup that really runs: the planned one with the declared differences, by the target's own code."""
-        return setup.replace(**{difference.field: difference.runs_as for difference in self.differences}).run_by(
-            self.target
         )
 
 
