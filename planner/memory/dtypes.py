@@ -17,6 +17,7 @@ class DtypePolicy:
 
     Attributes:
         table: embedding tables, norms, biases and whatever is not quantized.
+        stacks: stacks of experts, which multiply in their own type.
         residual: the hidden states between layers.
         compute: inputs and outputs of matrix multiplications.
         autocast: the autocast type, None without.
@@ -26,6 +27,7 @@ class DtypePolicy:
     """
 
     table: str
+    stacks: str
     residual: str
     compute: str
     autocast: str | None
@@ -61,6 +63,7 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
     return DtypePolicy(
         table=table,
+        stacks="fp32" if setup.wide_stacks else table,
         residual=table,
         compute=setup.compute_dtype,
         autocast=setup.autocast_dtype,

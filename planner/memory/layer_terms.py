@@ -527,7 +527,7 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     """
     dtypes, traits = context.dtypes, context.traits
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    size = SIZE_BYTES[dtypes.table]
+    size = SIZE_BYTES[dtypes.stacks]
     routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
     copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
     multiplied = SIZE_BYTES[dtypes.autocast] if traits.dense_experts and dtypes.autocast else size

@@ -534,7 +534,7 @@ def stack_temporary(layer: LayerSpec, context: LayerContext) -> int:
         return grouped_temporary(layer, context)
     stacks = {linear.role: linear.num_weights for linear in layer.linears if linear.is_stack} if context.stacks else {}
     down = stacks.pop("down", 0)
-    return SIZE_BYTES[context.dtypes.table] * max(down, max(stacks.values(), default=0) - down)
+    return SIZE_BYTES[context.dtypes.stacks] * max(down, max(stacks.values(), default=0) - down)
 
 
 PADDED_MOST_BYTES = 2 << 30
@@ -584,7 +584,7 @@ def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
     """
     if not (context.stacks or context.setup.quantize_experts) or context.setup.trainer.grouped_experts:
         return 0
-    size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.dtypes.table]
+    size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.dtypes.stacks]
     return size * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
 
 

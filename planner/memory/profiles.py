@@ -393,7 +393,7 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
         for layer in model.layer_kinds
     }
-    return key_with(setup, kernels)
+    return key_with(setup, kernels) + " stacks=fp32" * (setup.wide_stacks and bool(model.expert_stacks))
 
 
 def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:

@@ -55,7 +55,8 @@ def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
     bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit unless the setup says
     otherwise (a stack is one tensor), and so does what a checkpoint published quantized keeps so.
     """
-    plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    widened = setup.kbit_fp32_cast or (setup.wide_stacks and linear.is_stack)
+    plain = SIZE_BYTES["fp32" if widened else setup.weight_dtype]
     if setup.quantize_experts and linear.is_stack:
         rows = linear.num * linear.out_features
         eight, streams = setup.quantization == "int8", setup.trainer.streams_experts
@@ -116,7 +117,14 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
     """
     streams = setup.trainer.streams_experts and setup.quantize_experts
-    what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts, streams)
+    what = (
+        setup.quantization,
+        setup.weight_dtype,
+        setup.kbit_fp32_cast,
+        setup.quantize_experts,
+        streams,
+        setup.wide_stacks,
+    )
     widened = setup.trained_layers if setup.widens_trained else 0
     return model.once(("weight bytes", *what, widened), lambda spec: _weight_bytes(spec, setup))
 

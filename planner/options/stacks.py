@@ -66,6 +66,8 @@ class Stack:
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
         grouped_experts: kernels of its own multiply with 4-bit stacks of experts where they lie, adapters beside them:
             nothing is unpacked whole, and a stack can carry adapters of its own (target set EXPERT_TARGETS).
+        widens_stacks: beside a quantized base bare stacks of experts are fp32: of what peft's k-bit preparation cast,
+            norms and tables alone are cast back.
         builds_encoders: text alone, too, is trained by the class that the checkpoint names, with its encoders.
         streams_experts: those stacks lie in the host's memory, one layer's at a time on the card.
         source: where all this was read.
@@ -105,6 +107,7 @@ class Stack:
     torch_nf4: bool = False
     grouped_experts: bool = False
     streams_experts: bool = False
+    widens_stacks: bool = False
     builds_encoders: bool = False
     source: str
 
@@ -345,9 +348,11 @@ _ROWS = (
         widens_outputs=True,
         expandable_segments=True,
         wide_embedding_states=True,
+        widens_stacks=True,
         builds_encoders=True,
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
-        "(is_multimodal, by the model's type); peft 0.21 autocast_adapter_dtype",
+        "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
+        "_convert_embedding_modules_dtype; peft 0.21 autocast_adapter_dtype, prepare_model_for_kbit_training",
     ),
     Stack(
         name="loggetta",

@@ -62,8 +62,8 @@ class _Walked(NamedTuple):
         """The whole space of a workload."""
         if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
             workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
-        elif workload.targets == ("loggetta",) and "quantize_experts" not in workload.fixed:
-            workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})  # it has nothing else
+        elif _packs_alone(workload):
+            workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
         values, results = dimension_values(workload), WalkResults(cache=cache)
         return cls(workload, values, results, *choose(workload, values, results, corrections))
 
@@ -258,6 +258,14 @@ def _one_gpu(workload: Workload, cache: WalkCache) -> SingleGpuAnswer:
         return plan_workload(request, cache=cache)
     except UsageError:
         return None
+
+
+def _packs_alone(workload: Workload) -> bool:
+    """Whether the one target named trains a mixture beside quantized experts and in no other way that is asked for."""
+    if "quantize_experts" in workload.fixed or workload.num_gpus > 1:
+        return False
+    qlora = workload.fixed.get("method") == ("qlora",) and has_expert_stacks(workload.model)
+    return workload.targets == ("loggetta",) or (workload.targets == ("axolotl",) and qlora)
 
 
 def _packed(workload: Workload) -> list[Workload]:

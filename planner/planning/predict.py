@@ -13,7 +13,7 @@ from planner.memory.attention_kernels import (
     packs_apart,
     untrained_sinks,
 )
-from planner.memory.dtypes import dtype_policy_of
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.model import memory_of
 from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks
 from planner.memory.trained import trained_parameters
@@ -194,7 +194,9 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     plain = unquantized_expert_bytes(model, setup)
     if plain:
         stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
-        notes.append(risk(f"{gib(plain)} of the experts stay 16-bit: {stacked}"))
+        bits = 32 if setup.wide_stacks else 8 * SIZE_BYTES[setup.weight_dtype]
+        way = ", and peft's k-bit preparation casts to fp32 (quantize_moe_experts: true quantizes them)"
+        notes.append(risk(f"{gib(plain)} of the experts stay {bits}-bit: {stacked}{way * setup.wide_stacks}"))
     trained = trained_parameters(model, setup)
     paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
     if paged:

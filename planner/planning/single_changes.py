@@ -54,6 +54,8 @@ def single_changes(
         ),
         *_layouts(setup),
     ]
+    if setup.wide_stacks and model.expert_stacks:
+        tried.append((f"experts in {setup.quantization} too", {"quantize_experts": True}, True))
     changes: list[tuple[str, TrainSetup, bool]] = []
     for label, values, changes_training in tried:
         try:

@@ -300,6 +300,18 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return (self.tensor_degree > 1 and self.stream_degree == 1) or self.expert_degree > 1
 
     @property
+    def wide_stacks(self) -> bool:
+        """Whether a mixture's stacks of experts are fp32 where the weights beside them are not.
+
+        Source: axolotl 0.21 `_prepare_model_for_quantization`: peft's cast is left out beside quantized experts, under
+        FSDP (with QLoRA, or efficient loading) and under ZeRO-3. Axolotl's docs/expert_quantization.qmd:
+        GLM-4.7-Flash takes about 127 GiB so; its stacks are 103.5 GiB in fp32.
+        Not counted: biases of quantized matrices and routers, which are fp32 too.
+        """
+        apart = self.quantize_experts or self.kbit_fp32_cast or self.parallel in ("fsdp2", "zero3")
+        return self.quantized and self.trainer.widens_stacks and not apart
+
+    @property
     def resolved_adapter_dtype(self) -> str:
         """Data type of the LoRA matrices, with "auto" resolved as the stack does it.
 

@@ -18,7 +18,7 @@ from probes.stack.configs import has_audio, load_config, truncated_config
 from probes.stack.dtypes import DTYPES
 from probes.stack.kernels import apply_kernels
 from probes.stack.notices import errors_only
-from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
+from probes.stack.quantize import expert_stacks, materialize_quantized, quantize_experts, quantize_modules
 from probes.stack.timm_encoders import timm_encoders
 
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
@@ -56,6 +56,9 @@ def _quantize(model: Any, setup: TrainSetup) -> None:
     quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
     if setup.quantize_experts:
         quantize_experts(model, nested=setup.quantization == "nf4-double")
+    elif setup.wide_stacks:
+        for module, name in expert_stacks(model):
+            getattr(module, name).data = getattr(module, name).data.float()
 
 
 def build_from_config(

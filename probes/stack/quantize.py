@@ -87,6 +87,16 @@ def quantize_modules(
     return replaced
 
 
+def expert_stacks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, parameter's name) of every stack of experts."""
+    return [
+        (module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim >= 3 and "expert" in f"{path}.{name}".lower()
+    ]
+
+
 def quantize_experts(model: nn.Module, *, nested: bool) -> int:
     """Puts every stacked expert parameter of `model`, which is on meta, into NF4 as bitsandbytes does, by its own
     parametrization; returns how many.
@@ -97,12 +107,7 @@ def quantize_experts(model: nn.Module, *, nested: bool) -> int:
     from bitsandbytes.nn.parametrize import Bnb4bitParametrization, _register_parametrization_hooks
     from torch.nn.utils import parametrize
 
-    stacks = [
-        (module, name)
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim >= 3 and "expert" in f"{path}.{name}".lower()
-    ]
+    stacks = expert_stacks(model)
     for module, name in stacks:
         old = getattr(module, name)
         packed = meta_params4bit(old.numel() // old.shape[-1], old.shape[-1], nested=nested, dtype=old.dtype)

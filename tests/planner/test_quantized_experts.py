@@ -14,6 +14,8 @@ from planner.memory.states import weight_bytes
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
+from planner.planning.predict import predict
+from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
@@ -160,3 +162,21 @@ def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
     assert dense is not None
     noted = throughput_profile(dense, card, mixed, conditions=CURRENT).step_time(mixed).notes
     assert not any("multiply in fp32" in note for note in noted)
+
+
+def test_axolotl_holds_stacks_in_fp32_beside_a_quantized_base_and_is_planned_with_them_quantized() -> None:
+    """By hand as above. Axolotl's docs: GLM-4.7-Flash takes about 127 GiB so, 23 with quantize_moe_experts."""
+    model = loaded(QWEN)
+    experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
+    plain = PACKED.replace(quantize_experts=False)
+    wide = plain.replace(stack="axolotl")
+    here, there = (weight_bytes(model, setup)["layers"] for setup in (plain, wide))
+    assert there - here == 2 * experts
+    cut = wide.replace(parallel="zero3", num_gpus=8)
+    assert weight_bytes(model, cut)["layers"] == here
+    assert "--quantize-experts" in EXPORTERS["axolotl"](request(plain, model=model)).refused
+    assert "fp32" in "".join(predict(model, find_gpu("h200"), wide).notes)
+    assert ("experts in nf4 too", PACKED.replace(stack="axolotl"), True) in single_changes(wide, GPU, model)
+    plan = plan_workload(plan_request(QWEN, "h200", targets=("axolotl",), fixed={"method": ("qlora",)}))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.quantize_experts

@@ -5,6 +5,7 @@ from planner.frameworks.exporters import common, deepspeed, prepare, several_gpu
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
+from planner.memory.attention_kernels import has_expert_stacks
 from planner.memory.trained import layer_numbers
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
@@ -77,6 +78,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         )
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
+    if setup.wide_stacks and model is not None and has_expert_stacks(model):
+        return (
+            "Axolotl holds stacked experts in fp32 beside a 4- or 8-bit base (peft's k-bit preparation) unless they "
+            "are quantized too: plan with --quantize-experts"
+        )
     return (
         common.multimodal_refusal(model, "Axolotl")
         or common.model_refusal(setup, model, "axolotl")

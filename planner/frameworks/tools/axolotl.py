@@ -81,6 +81,7 @@ AXOLOTL = Tool(
         COMPILE,
         Field(of="method", key="adapter", edit=_four_bits),
         Field(of="quantization", key="load_in_4bit", more=("load_in_8bit", "gptq"), edit=_four_bits),
+        Field(of="quantize_experts", key="quantize_moe_experts", default=False),
         Field(of="precision", key="bf16", more=("fp16", "bfloat16", "float16"), fix=False),
         Field(of="lora_rank", key="lora_r", default=8),
         Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),

@@ -102,7 +102,7 @@ class Work:
         self._losses: dict[tuple[str, int], float] = {}
         self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
-        self.stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.table
+        self.stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.stacks
         self._flattened = setup.packing and not setup.trainer.packs_rows and setup.attention in _ROWS
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(dtypes, full, setup)
