@@ -34,12 +34,12 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.planning.check import Band, band_of, left_by_lengths_bytes
+from planner.planning.check import band_of, left_by_lengths_bytes
 from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
 from planner.setup.interchange import request_form, setup_from_request
-from planner.setup.outcome import Prediction
+from planner.setup.outcome import Band, Prediction
 
 ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
 _FIGURE = r"~?([\d.]+) ?Gi?B"

@@ -58,11 +58,14 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class BriefMemory:
-    """Peak on the device, the level that says so, and how far it may be off."""
+    """Peak on the device, the level that says so, and how far it may be off: the wider side, and each; the verdict is
+    by what it may be above."""
 
     peak_device_bytes: int
     level: str
     band_fraction: float | None
+    band_below_fraction: float | None
+    band_above_fraction: float | None
     budget_bytes: int
 
 
@@ -287,10 +290,13 @@ def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(document: Mapping[str, Any]) -> dict[str, Any]:
     prediction = document["prediction"]
+    below, above = document["memory_band"]
     memory = BriefMemory(
         peak_device_bytes=prediction["peak_device_bytes"],
         level=document["level"],
         band_fraction=document["memory_band_fraction"],
+        band_below_fraction=below,
+        band_above_fraction=above,
         budget_bytes=document["budget_bytes"],
     )
     speed = BriefSpeed(
@@ -350,11 +356,14 @@ def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _figures(subject: Candidate) -> dict[str, Any]:
     """Memory and speed with their levels and bands."""
     memory, speed = subject.memory_evidence, subject.speed_evidence
+    band = memory.memory_band if isinstance(memory, Prediction) else None
     return {
         "memory": BriefMemory(
             peak_device_bytes=memory.peak_device_bytes,
             level=memory.level.value,
-            band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else None,
+            band_fraction=band and band.widest,
+            band_below_fraction=band and band.below,
+            band_above_fraction=band and band.above,
             budget_bytes=subject.budget_bytes,
         ),
         "speed": BriefSpeed(

@@ -139,21 +139,15 @@ def render_estimate(
     _notes(page, (*notes, *candidate.notes))
 
 
-def _memory_band(evidence: Prediction | Measurement) -> str:
-    if isinstance(evidence, Prediction) and "needed" in evidence.bands:
-        return text.sides_words(*evidence.bands["needed"])
-    return text.memory_band_text(evidence).removeprefix("±") or "measured"
-
-
 _LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
     ("allocated peak", lambda evidence: gib(evidence.peak_allocated_bytes)),
     ("reserved peak", lambda evidence: gib(evidence.peak_reserved_bytes)),
     ("device peak", lambda evidence: gib(evidence.peak_device_bytes)),
-    ("  error band, ±", _memory_band),
+    ("  error band", text.memory_band_text),
     ("peak in phase", lambda evidence: evidence.peak_phase if isinstance(evidence, Prediction) else "-"),
     ("step time", lambda evidence: "-" if evidence.step_time_s is None else seconds(evidence.step_time_s)),
     ("speed", lambda evidence: "-" if evidence.tokens_per_s is None else text.rate(evidence.tokens_per_s)),
-    ("  error band, ±", lambda evidence: text.speed_band(evidence).removeprefix("±") or "-"),
+    ("  error band", lambda evidence: text.speed_band(evidence) or "-"),
     ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
 )
 """Label -> the figure of a level that knows it, in words."""

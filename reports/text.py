@@ -65,8 +65,9 @@ def band_words(band_fraction: float | None) -> str:
 
 
 def sides_words(below: float, above: float) -> str:
-    """ "-6 to +9 %": a band that is wider on one side."""
-    return f"-{_two_digits(100 * below)} to +{_two_digits(100 * above)} %"
+    """ "-6 to +9 %", or "±8 %" where both sides are the same."""
+    lower, upper = _two_digits(100 * below), _two_digits(100 * above)
+    return f"±{upper} %" if lower == upper else f"-{lower} to +{upper} %"
 
 
 def _two_digits(number: float) -> str:
@@ -75,11 +76,11 @@ def _two_digits(number: float) -> str:
 
 
 def memory_band_text(evidence: Evidence) -> str:
-    """The error band of a memory figure: "±8 %", "measured", or nothing where none is known."""
+    """The error band of a memory figure: "±8 %", "-6 to +9 %", "measured", or nothing where none is known."""
     if isinstance(evidence, ProbeFailure):
         return ""
     if isinstance(evidence, Prediction):
-        return band_words(evidence.memory_band_fraction)
+        return sides_words(*evidence.memory_band)
     missed = abs(evidence.extrapolation_error_fraction or 0.0)
     return band_words(missed) if missed >= SHOWN_MISS else "measured"
 

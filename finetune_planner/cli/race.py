@@ -253,7 +253,8 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
 
     def whole(prediction: Prediction) -> Prediction:
         adjusted = with_extras(lambda setup: prediction, config, model, card)(config.setup)
-        return replace(adjusted, memory_band_fraction=band_of(adjusted, config).widest)
+        band = band_of(adjusted, config)
+        return replace(adjusted, memory_band_fraction=band.widest, bands={**adjusted.bands, "needed": band})
 
     candidate: Candidate = Candidate(
         setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(predictor(model, card)(config.setup))

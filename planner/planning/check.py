@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
@@ -23,7 +23,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.predict import cannot_run
 from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
-from planner.setup.outcome import Prediction
+from planner.setup.outcome import Band, Prediction
 
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
@@ -88,7 +88,7 @@ class Change:
         config: ReadConfig,
         before: Prediction,
         budget_bytes: int,
-        band: "Band",
+        band: Band,
         changes_training: bool = False,
     ) -> Self:
         """The change of a config to `setup`, whose prediction is `after`."""
@@ -114,7 +114,7 @@ class CheckResult:
     gpu: GpuSpec
     budget_bytes: int
     prediction: Prediction
-    band: "Band"
+    band: Band
     verdict: Verdict
     changes: tuple[Change, ...]
     evaluation_bytes: int = 0
@@ -136,7 +136,7 @@ class CheckResult:
         return EXIT_CODES[self.verdict]
 
 
-def judge(prediction: Prediction, budget_bytes: int, band: "Band | float", certain_bytes: int = 0) -> Verdict:
+def judge(prediction: Prediction, budget_bytes: int, band: Band | float, certain_bytes: int = 0) -> Verdict:
     """The verdict: uncertain where the error band straddles the budget, or where only blocks that PyTorch caches, and
     gives back before it runs out of memory, are too much; `certain_bytes`: what lies there whatever the band says.
 
@@ -156,29 +156,11 @@ def without_cache_bytes(prediction: Prediction) -> int:
     return prediction.peak_device_bytes - max(0, prediction.peak_reserved_bytes - prediction.peak_allocated_bytes)
 
 
-class Band(NamedTuple):
-    """How far below and above a predicted peak the true one may lie, as fractions of it."""
-
-    below: float
-    above: float
-
-    def wider(self, other: "Band") -> "Band":
-        """The wider on each side."""
-        return Band(max(self.below, other.below), max(self.above, other.above))
-
-    @property
-    def widest(self) -> float:
-        """The wider side."""
-        return max(self)
-
-
 def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
     that is not followed exactly."""
     more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
-    sides = prediction.bands.get("needed", ())
-    fraction = prediction.memory_band_fraction
-    below, above = sides if sides and max(sides) == fraction else (fraction, fraction)
+    below, above = prediction.memory_band
     return Band(min(0.95, below + more), above + more)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
@@ -20,6 +20,22 @@ class Fidelity(StrEnum):
     PROBE = "probe"
     CONFIRM = "confirm"
     RUN = "run"
+
+
+class Band(NamedTuple):
+    """How far below and above a predicted peak the true one may lie, as fractions of it."""
+
+    below: float
+    above: float
+
+    def wider(self, other: "Band") -> "Band":
+        """The wider on each side."""
+        return Band(max(self.below, other.below), max(self.above, other.above))
+
+    @property
+    def widest(self) -> float:
+        """The wider side."""
+        return max(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +74,14 @@ class Prediction:
     notes: tuple[str, ...] = ()
     rank_peaks: tuple[tuple[str, int, int], ...] = ()
     bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def memory_band(self) -> Band:
+        """The band of the device peak on each side, as what decides whether it fits."""
+        fraction = self.memory_band_fraction
+        sides = self.bands.get("needed", ())
+        # a band that was widened since holds on both sides
+        return Band(*sides) if sides and max(sides) == fraction else Band(fraction, fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +278,10 @@ class Candidate:
     def verdict(self) -> Verdict:
         """Whether it fits for sure: "tight" where a predicted peak's error band reaches past the budget."""
         evidence = self.memory_evidence
-        band = evidence.memory_band_fraction if isinstance(evidence, Prediction) else 0.0
+        above = evidence.memory_band.above if isinstance(evidence, Prediction) else 0.0
         if not self.fits:
             return "over"
-        return "tight" if evidence.peak_device_bytes * (1 + band) > self.budget_bytes else "fits"
+        return "tight" if evidence.peak_device_bytes * (1 + above) > self.budget_bytes else "fits"
 
     @property
     def tokens_per_s(self) -> float:

@@ -156,6 +156,10 @@ def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
     assert words in flat
     flat = " ".join(page(lambda console: render_plan(make_plan(chosen=roomy), console)).split())
     assert words not in flat
+    # only the upper side decides
+    low = replace(candidate.formula, memory_band_fraction=0.13, bands={"needed": (0.13, 0.005)})
+    assert replace(tight, formula=low).verdict == "fits"
+    assert replace(tight, formula=replace(low, memory_band_fraction=0.2)).verdict == "tight"  # widened since
 
 
 def test_next_command_repeats_every_wish() -> None:
