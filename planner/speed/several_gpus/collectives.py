@@ -5,6 +5,8 @@ from math import ceil
 
 from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster, Link, host_link
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.engines.fsdp2 import sharded_dtype
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import LayoutConstants
@@ -127,8 +129,15 @@ def _flow_s(stage_s: Sequence[float], jobs: int) -> float:
 # Offloading: the link to the host, and the optimizer step on its CPUs.
 
 
-CPU_ADAM_BYTES = 30.0
-"""Per parameter: fp32 gradient, weight and two moments read, three written, a 16-bit copy written."""
+def optimizer_bytes(setup: TrainSetup) -> int:
+    """Bytes per parameter that an optimizer step moves on the host: gradient, weight and two moments read, three
+    written. ZeRO's CPU-Adam has all of them in fp32 and writes a 16-bit copy of the weights; FSDP2 steps each shard in
+    the shard's own type, moments too.
+
+    Source: DeepSpeed 0.16 `ops/adam/cpu_adam.py` (master parameters in fp32, fp32_optimizer_states), `runtime/zero/
+    stage3.py` _reassign_or_swap_out_partitioned_parameters; PyTorch 2.13 `optim/adam.py` (zeros_like of the parameter).
+    """
+    return 7 * SIZE_BYTES[sharded_dtype(setup)] if setup.parallel == "fsdp2" else 7 * SIZE_BYTES["fp32"] + 2
 
 
 def host_rate(cluster: Cluster, constants: LayoutConstants) -> float:
@@ -141,7 +150,7 @@ def optimizer_s(setup: TrainSetup, params: float, cluster: Cluster, constants: L
 
     DeepSpeed runs its vectorised CPU-Adam; FSDP2 runs PyTorch's optimizer on CPU tensors, fused or a loop.
     """
-    seconds = params * cluster.gpus_per_node * CPU_ADAM_BYTES / constants.cpu_adam_bytes_per_s
+    seconds = params * cluster.gpus_per_node * optimizer_bytes(setup) / constants.cpu_adam_bytes_per_s
     looped = setup.parallel == "fsdp2" and OPTIMIZERS[setup.optimizer].cpu_looped
     return seconds * (constants.cpu_adam_loop if looped else 1.0)
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.engines.fsdp2 import sharded_dtype
 from planner.memory.layer_terms import rank_heads
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -31,11 +32,23 @@ class Exposed(NamedTuple):
     reducing_s: float
 
 
+def _times_wider(setup: TrainSetup) -> float:
+    """How many times the bytes on the wire FSDP2 copies between host and GPU: whole models' shards in their own type,
+    cast on the GPU; other engines, and adapters, as many.
+
+    Source: PyTorch 2.13 `_fsdp_param.py` all_gather_inputs, `_fsdp_collectives.py` foreach_reduce (orig_dtype).
+    """
+    if setup.parallel != "fsdp2" or setup.method != "full":
+        return 1.0
+    dtypes = dtype_policy_of(computed(setup))
+    return SIZE_BYTES[sharded_dtype(setup)] / SIZE_BYTES[dtypes.autocast or dtypes.table]
+
+
 class DataParallel:
     """Communication of the data-parallel copies: what one micro-batch and one step expose.
 
     `host_rate` above 0: bytes per second of a GPU's link to its host, through which offloaded weights and gradients
-    pass before they are gathered and after they are reduced.
+    pass before they are gathered and after they are reduced: under FSDP2 in the type of the shards.
     """
 
     __slots__ = (
@@ -59,7 +72,7 @@ class DataParallel:
         self._replicas: Group = group_of(cluster, setup.shardable_ranks // self._shards.size, inner * self._shards.size)
         ways = setup.expert_degree  # ranks that hold the same experts stand that far apart
         self._alike: Group = group_of(cluster, self._shards.size // ways, inner * ways)
-        self._host_rate = host_rate
+        self._host_rate = host_rate / _times_wider(setup) if host_rate else 0.0
 
     def micro(self, micro: Micro, seqs: int) -> Exposed:
         """Exposed communication of one micro-batch of `seqs` sequences whose compute takes `micro`."""

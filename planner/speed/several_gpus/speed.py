@@ -289,7 +289,8 @@ class LayoutProfile:
         if self._setup.offload == "none":
             return []
         rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
-        return [f"The optimizer runs on the CPUs of each node, taken to move {rate / 1e9:.0f} GB/s."]
+        moved = f"{offload.optimizer_bytes(self._setup)} bytes a parameter"
+        return [f"The optimizer runs on the CPUs of each node: {moved}, taken to move {rate / 1e9:.0f} GB/s."]
 
 
 def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:

@@ -13,7 +13,7 @@ from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.speed.roofline import step_time
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.several_gpus.collectives import Collectives, group_of
+from planner.speed.several_gpus.collectives import Collectives, group_of, optimizer_s
 from planner.speed.several_gpus.speed import LAYOUT_PARTS, layout_profile, layout_step_time
 from planner.speed.sized import ProgramSpeed
 
@@ -224,6 +224,20 @@ def test_offloading_costs_the_link_and_the_hosts_processors() -> None:
 def test_a_fused_cpu_optimizer_beats_pytorchs_loop() -> None:
     made = setup("fsdp2", offload="parameters")
     assert seconds(made.replace(optimizer="adamw")) > 2 * seconds(made.replace(optimizer="adamw-fused"))
+
+
+@pytest.mark.parametrize(("engine", "mixed", "pure"), [("fsdp2", 28, 14), ("zero3", 30, 30)])
+def test_an_offloaded_step_moves_the_shards_own_type_and_zeros_fp32_states(engine: str, mixed: int, pure: int) -> None:
+    """Gradient, weight and two moments read, three written: fp32 or bf16 shards; DeepSpeed's CPU-Adam always fp32, and
+    a 16-bit copy."""
+    cluster, constants = make_cluster(A100, 8), load_calibration().layout_constants
+    for precision, size in (("bf16-mixed", mixed), ("bf16-pure", pure)):
+        made = setup(engine, offload="parameters", precision=precision, optimizer="adamw-fused")
+        on_cpus = optimizer_s(made, 1e9, cluster, constants)
+        assert on_cpus == pytest.approx(8e9 * size / constants.cpu_adam_bytes_per_s)
+        answer = layout_step_time(model(), A100, made, cluster)
+        assert answer.parts_s["offload"] >= on_cpus * model().num_params / 8e9
+        assert any(f"{size} bytes a parameter" in note for note in answer.notes)
 
 
 def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
