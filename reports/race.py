@@ -210,6 +210,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
     return {
         "model": workload.model.model_id,
         "gpu": workload.gpu.key,
+        "num_gpus": workload.num_gpus,
         "seq_len_tokens": workload.seq_len_tokens,
         "tokens_per_step": workload.seq_len_tokens * workload.global_batch_seqs,
         "found": isinstance(heat.plan, Plan),

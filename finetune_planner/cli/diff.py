@@ -2,7 +2,7 @@
 setting is responsible. Nothing is executed, but with --trace the program, in an environment of each side."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from finetune_planner.cli.checking import CheckRequest, checked
 from finetune_planner.cli.diff_traces import lines as trace_lines
 from finetune_planner.cli.diff_traces import trace_both
 from finetune_planner.cli.output import tell
+from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import PlannerError, SetupError, UsageError
 from planner.core.records import dataclass
 from planner.core.units import gib, signed_gib
@@ -46,10 +47,13 @@ class SettingChange:
     speedup: float | None
 
 
+@takes_options
 def diff(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Training config, script, notebook or launch script.")],
     other: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The other one.")] = None,
+    *,
     gpu: options.Gpu = "",
+    cluster: options.JobGpus,
     before: Annotated[
         list[str] | None, typer.Option("--from", metavar="PACKAGE==VERSION", help="Ran it before; repeatable.")
     ] = None,
@@ -82,10 +86,12 @@ def diff(
         raise UsageError(
             "one file is compared under two versions", hint="--from trl==0.25 --to 1.16, or name two files"
         )
+    if trace and cluster.gpus not in (None, 1):
+        raise UsageError("--trace runs one process on one GPU", hint="leave --trace out")
     files, versions = (file, other or file), (old, new)
     settings: _Settings | None = None
     try:
-        settings = _by_setting(files, versions, gpu, sets, model)
+        settings = _by_setting(files, versions, gpu, cluster, sets, model)
     except PlannerError as error:
         if not trace:
             raise
@@ -125,13 +131,23 @@ def _by_setting(
     files: tuple[Path, Path],
     versions: tuple[Sequence[str], Sequence[str]],
     gpu: str,
+    cluster: options.JobGpus,
     sets: Sequence[str] | None,
     model: str | None,
 ) -> _Settings:
     """Raises what `checked` raises."""
+
+    def side(path: Path, packages: Sequence[str]) -> tuple[CheckResult, Predict]:
+        request = CheckRequest.of(
+            assume=packages, sets=sets, model=model, num_gpus=cluster.gpus or 1, says_gpus=cluster.gpus is not None
+        )
+        result, _, predict = checked(
+            path, gpu, request, cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card)
+        )
+        return result, predict
+
     (file, other), (old, new) = files, versions
-    first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
-    second, _, _ = checked(other, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
+    (first, predicted), (second, _) = side(file, old), side(other, new)
     changes = sorted(setting_changes(first, second, predicted), key=lambda change: -abs(change.added_bytes))
     document = {
         "kind": "diff",

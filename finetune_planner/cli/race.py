@@ -27,6 +27,7 @@ from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, Environment
 from planner.core.records import dataclass
 from planner.frameworks.readers import ReadConfig
 from planner.frameworks.readers.published import published
+from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models.earlier import built_by_transformers_4
@@ -116,6 +117,7 @@ class _Entry:
             self.model.model_id,
             setup.seq_len_tokens,
             setup.global_batch_seqs,
+            setup.num_gpus,
             *(getattr(setup, name) for name in same),
         )
 
@@ -127,6 +129,7 @@ def race(
     ] = None,
     *,
     gpu: options.Gpu,
+    cluster: options.JobGpus,
     rivals: RivalOptions,
     check_options: CheckOptions,
     limits: options.Memory,
@@ -146,11 +149,26 @@ def race(
     if not no_dry_run:
         dry_runs_ahead(1)
     with tempfile.TemporaryDirectory(prefix="plan-race-") as folder:
-        entries = list(_entries(files or (), rivals, check_options, gpu, Path(folder)))
+        entries = list(_entries(files or (), rivals, check_options, gpu, cluster.gpus, Path(folder)))
         card = options.announced(entries[0][1])
         racers = [entry for entry, _ in entries]
+        several = next((racer for racer in racers if racer.config.setup.num_gpus > 1), None)
+        if several is not None and how is not None:
+            raise UsageError(
+                f"{several.label} is for {several.config.setup.num_gpus} GPUs: --run is on one",
+                hint="leave --run out: the race is predicted",
+            )
         heats = [
-            _heat(same, rivals.same, card, limits, target, how, dry_run=not no_dry_run)
+            _heat(
+                same,
+                rivals.same,
+                card,
+                replace(cluster, gpus=same[0].config.setup.num_gpus).of(card),
+                limits,
+                target,
+                how,
+                dry_run=not no_dry_run,
+            )
             for same in _by_work(racers, rivals.same)
         ]
     sheet = RaceSheet(heats, _level(heats, how, dry_run=not no_dry_run))
@@ -161,7 +179,12 @@ def race(
 
 
 def _entries(
-    files: Sequence[Path], rivals: RivalOptions, check_options: CheckOptions, gpu: str, folder: Path
+    files: Sequence[Path],
+    rivals: RivalOptions,
+    check_options: CheckOptions,
+    gpu: str,
+    num_gpus: int | None,
+    folder: Path,
 ) -> Iterator[tuple[_Entry, GpuSpec]]:
     """Everything that races against the plan, with the card.
 
@@ -188,12 +211,8 @@ def _entries(
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
-        request = check_options.request(None if source else rivals.model, None)
+        request = check_options.request(None if source else rivals.model, num_gpus)
         config, model, card = load(path, gpu, request)
-        if config.setup.num_gpus > 1:
-            raise UsageError(
-                f"{label} is for {config.setup.num_gpus} GPUs: a race is on one", hint="plan check reads it"
-            )
         words = request.arguments or ()
         yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card
 
@@ -209,6 +228,7 @@ def _heat(
     entries: Sequence[_Entry],
     same: Sequence[str],
     card: GpuSpec,
+    cluster: Cluster | None,
     limits: options.Memory,
     target: str | None,
     how: HowToRun | None,
@@ -231,7 +251,7 @@ def _heat(
         targets=() if target is None else (target,),
         absent_packages=absent_packages() if how is not None else (),
     )
-    workload = request.workload(first.model, card)
+    workload = request.workload(first.model, card, cluster)
     lanes = [_lane(entry, workload, dry_run=dry_run) for entry in entries]
     # what was measured here before corrects the plan alone: both sides are predicted alike
     plan = answered(workload, dry_run=dry_run, history=False)
@@ -257,7 +277,9 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
         return replace(adjusted, memory_band_fraction=band.widest, bands={**adjusted.bands, "needed": band})
 
     candidate: Candidate = Candidate(
-        setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(predictor(model, card)(config.setup))
+        setup=config.setup,
+        budget_bytes=workload.budget_bytes,
+        formula=whole(predictor(model, card, workload.cluster)(config.setup)),
     )
     if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
         line = ProgressLine()

@@ -50,6 +50,16 @@ def test_two_files_differ_by_their_settings(tmp_path: Path, capsys: pytest.Captu
     assert answer(capsys, str(old), str(old))["changes"] == []
 
 
+def test_both_files_are_of_the_gpus_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ddp, zero = tmp_path / "ddp.yaml", tmp_path / "zero.yaml"
+    text = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndtype: bfloat16\nmax_length: 512\ndataset_name: a/b\n"
+    ddp.write_text(text)
+    zero.write_text(text + "accelerate_config: zero2\n")
+    difference = answer(capsys, str(ddp), str(zero), "--gpus", "2")
+    assert [change["names"] for change in difference["changes"]] == [["parallel"]]
+    assert difference["added_bytes"] < 0
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [((), "--from trl==0.25"), (("--from", "trl==0.7", "--from", "peft==0.5", "--to", "1.0"), "--to PACKAGE==VERSION")],

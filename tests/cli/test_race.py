@@ -91,7 +91,7 @@ def test_files_of_the_same_work_share_a_plan_and_a_picture(
         (["trl.yaml", "--device", "cpu"], "--device and --store are of a run"),
         (["trl.yaml", "--run", "--device", "cpu", "--steps", "2"], "--steps must be above 2"),
         (["."], ". is a folder"),
-        (["two.yaml"], "two.yaml is for 2 GPUs"),
+        (["two.yaml", "--run", "--device", "cpu"], "two.yaml is for 2 GPUs: --run is on one"),
     ],
 )
 def test_what_cannot_race_is_refused(
@@ -101,6 +101,19 @@ def test_what_cannot_race_is_refused(
     Path("a.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n")
     assert run(["race", *words, *GPU, *(["--accelerate", "a.yaml"] if "two.yaml" in words else [])]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_files_for_several_gpus_race_as_they_are_checked(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\nmixed_precision: bf16\n"
+    )
+    words = ["trl.yaml", "--gpu", "2xrtx-4090", "--no-dry-run", "--accelerate", "a.yaml"]
+    (heat,) = raced(words, capsys)["heats"]
+    theirs, plan = (lane["candidate"]["setup"] for lane in heat["lanes"])
+    assert (heat["num_gpus"], theirs["parallel"], theirs["num_gpus"], plan["num_gpus"]) == (2, "zero2", 2, 2)
+    assert run(["check", *words, "--json=full"]) == 0
+    checked = json.loads(capsys.readouterr().out)
+    assert heat["lanes"][0]["tokens_per_s"] == pytest.approx(checked["prediction"]["tokens_per_s"])
 
 
 @pytest.fixture
