@@ -10,7 +10,7 @@ from planner.core.errors import ConfigError, Undetermined, UsageError
 from planner.frameworks.readers import FileContext, read_config, read_text
 from planner.frameworks.readers.overrides import overrides, parse_sets
 from planner.frameworks.readers.rewrite import rewrite
-from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
+from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.options.images import Images
@@ -593,6 +593,14 @@ def test_a_program_may_set_the_allocator_itself() -> None:
     body = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n" + PROGRAM
     around = FileContext(written={"train.py": body})
     assert read_text("python train.py\n", "run.sh", around=around).setup.expandable_segments
+    assert read_text(body, "train.py").setup.expandable_segments
+    fixed = read_text(body.replace(":True", ":False"), "train.py")
+    assert not fixed.setup.expandable_segments
+    assert EXPANDABLE not in fixed.assumptions
+    unsaid = read_text(PROGRAM, "train.py")
+    assert unsaid.setup.expandable_segments
+    assert EXPANDABLE in unsaid.assumptions
+    assert EXPANDABLE not in overrides(unsaid, {"expandable_segments": "false"}).assumptions
 
 
 def test_a_stack_that_sets_the_allocator_does_so_in_every_launch(tmp_path: Path) -> None:

@@ -229,7 +229,8 @@ def with_segments(reading: ReadConfig, command: shell.Command, around: FileConte
     given = {**around.environment, **dict(command.environment)}
     program = around.below(command.folder).read_by_suffix(command.target) if command.target else None
     text = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
-    return replace(reading, setup=reading.setup.replace(expandable_segments="expandable_segments:True" in text))
+    setup = reading.setup.replace(expandable_segments="expandable_segments:True" in text)
+    return replace(reading, setup=setup, origins={**reading.origins, "expandable_segments": "the launch"})
 
 
 def with_launcher(reading: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:

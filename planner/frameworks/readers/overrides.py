@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import SetupError, Undetermined, UsageError
-from planner.frameworks.readers.types import SHORT_NAMES, TEXT_ALONE, ReadConfig
+from planner.frameworks.readers.types import EXPANDABLE, SHORT_NAMES, TEXT_ALONE, ReadConfig
 from planner.frameworks.tools import PROGRAMS
 from planner.options.images import Images
 from planner.setup import TrainSetup
@@ -130,9 +130,8 @@ def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     missing = tuple(entry for entry in config.missing if entry.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
     extra_bytes, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)
-    assumed = tuple(
-        assumption for assumption in config.assumptions if assumption != TEXT_ALONE or "images" not in given
-    )
+    supplied_texts = [text for text, of in ((TEXT_ALONE, "images"), (EXPANDABLE, "expandable_segments")) if of in given]
+    assumed = tuple(assumption for assumption in config.assumptions if assumption not in supplied_texts)
     supplied = replace(config, setup=setup, missing=missing, origins=origins, assumptions=assumed)
     return replace(supplied, beside_bytes=extra_bytes, eval_seqs=evaluated)
 

@@ -29,11 +29,11 @@ from planner.frameworks.readers import (
 )
 from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
-from planner.frameworks.readers.launched import Launches, under_launcher, weight, with_open
+from planner.frameworks.readers.launched import ALLOCATOR, Launches, under_launcher, weight, with_open
 from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, read_bounded
-from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
+from planner.frameworks.readers.program.source import environment_word, of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import PROGRAMS, TOOLS
 from planner.hardware.gpu import GpuSpec
@@ -71,10 +71,10 @@ def read_text(
     reentrant = _reentrant(reading.values, default=default)
     named = fields.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
     older = versions.computing(around.versions) if around is not None and reading.format in BY_TRANSFORMERS else {}
-    around_it = {"expandable_segments": True} if STACKS[stack].expandable_segments else {}
-    setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
+    setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **older)
+    reading = _with_segments(replace(reading, setup=setup), text, name)
     eval_seqs = 0 if reading.format in PROGRAMS else evaluating.sequences(reading.format, reading.values)
-    reading = replace(reading, setup=setup, keys={**named, **reading.keys}, eval_seqs=reading.eval_seqs or eval_seqs)
+    reading = replace(reading, keys={**named, **reading.keys}, eval_seqs=reading.eval_seqs or eval_seqs)
     if reading.values.get("auto_find_batch_size") is True:
         reading = replace(reading, assumptions=(*reading.assumptions, HALVED))
     if around is not None and not reading.older and reading.format in TRAINERS:
@@ -85,6 +85,21 @@ def read_text(
     if not _keeps_whole_gradients(reading):
         return reading
     return replace(reading, approximations=(*reading.approximations, WHOLE_GRADIENTS))
+
+
+def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
+    """The reading with the allocator as its tool sets it, or a program for itself; a launch has said it already."""
+    allocator = ""
+    if name.endswith((".py", ".ipynb")):
+        allocator = next(filter(None, (environment_word(text, {}, variable) for variable in ALLOCATOR)), "")
+    if allocator:
+        segments = reading.setup.replace(expandable_segments="expandable_segments:True" in allocator)
+        return replace(reading, setup=segments, origins={**reading.origins, "expandable_segments": name})
+    if STACKS[reading.setup.stack].expandable_segments:
+        return replace(reading, setup=reading.setup.replace(expandable_segments=True))
+    if "expandable_segments" in reading.origins or not reading.setup.expandable_segments:
+        return reading
+    return replace(reading, assumptions=(*reading.assumptions, EXPANDABLE))
 
 
 NO_WORDS = ("liger_kernel_config",)

@@ -69,6 +69,8 @@ SHORT_NAMES = {
 """Words of `--set` for fields of a setup, beside their own names."""
 TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
 """The assumption about a model with eyes whose file says nothing of its data."""
+EXPANDABLE = "PYTORCH_ALLOC_CONF is not set: taken with expandable_segments:True (--set expandable_segments=false)"
+"""The assumption about the allocator of a file that says nothing of it."""
 
 
 DEFAULTS = {"liger_kernel_config": ({"fused_linear_cross_entropy": True},)}
