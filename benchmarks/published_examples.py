@@ -32,6 +32,7 @@ from planner.core.units import GIB
 from planner.frameworks.readers import FileContext, read_text
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import band_of, left_by_lengths_bytes
@@ -152,7 +153,7 @@ def _of_day(
     checkout: Path, readme: str, path: str, match: re.Match[str], gib: float, gpus: int, installs: dict[str, str]
 ) -> Example:
     """A config as it was in the commit that wrote its figure, with what that commit pins."""
-    words = re.search(_FIGURE, match[0])
+    words = re.search(f"{_FIGURE}$", match[0])  # the last: a card's size stands before it
     assert words is not None
     commit = _git(checkout, "log", "--format=%h", f"-S{words[0]}", "--", readme).split()[-1]
     text, now = _of_commit(checkout, commit, path), _text(checkout, path)
@@ -294,6 +295,7 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
             place.write_text(text, encoding="utf-8")
             config, spec, card = load(place, row["gpu"], request)
             row |= {"model": named, "setup": request_form(config.setup)}
+            row |= {"transformers": published.versions["transformers"]} if built_by_transformers_4(spec) else {}
             row |= {"approximations": len(config.approximations)} if config.approximations else {}
             row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / published.gib, 4)
         except (PlannerError, OSError) as problem:
@@ -309,6 +311,7 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
         find_gpu(row["gpu"]),
         setup_from_request(row["setup"]),
     )
+    model = of_transformers_4(model) if "transformers" in row else model
     prediction = predict(model, card, setup)
     left = left_by_lengths_bytes(prediction, setup)[1]
     if dry:

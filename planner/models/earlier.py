@@ -3,7 +3,9 @@ parameters.
 
 Source: transformers 4.57.1 `models/*/modeling_*.py`, classes `MixtralSparseMoeBlock`, `PhimoeSparseMoeBlock`,
 `Qwen2MoeSparseMoeBlock`, `Qwen3MoeSparseMoeBlock`, `Qwen3NextSparseMoeBlock`, `OlmoeSparseMoeBlock`, `DeepseekV2Moe`,
-`DeepseekV3MoE`, `Glm4MoeMoE`. gpt-oss, Llama 4, Qwen3-VL, Granite and DBRX had stacks there already.
+`DeepseekV3MoE`, `Glm4MoeMoE`. AFMoE's experts were an `nn.ModuleList` too when it came (`modular_afmoe.py`), LFM2-MoE's
+are in its checkpoint (5.23 `conversion_mapping.py`: `feed_forward.experts.*.w1`), as its 4.58 of October 2025 built
+them. gpt-oss, Llama 4, Qwen3-VL, Granite and DBRX had stacks there already.
 """
 
 from collections.abc import Iterator
@@ -14,9 +16,11 @@ from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, Role
 
 _QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
+_OF_QWEN = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "afmoe")
 _NAMES = {
     **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"), _QWEN),
+    **dict.fromkeys(_OF_QWEN, _QWEN),
+    "lfm2_moe": ("feed_forward", "w1", "w3", "w2"),
 }
 """Model type -> (the block's name in a layer, an expert's first gate, its up and its down projection)."""
 _BARE_ROUTERS = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
@@ -70,7 +74,11 @@ def _modules(linear: LinearSpec, model_type: str) -> Iterator[LinearSpec]:
         width = linear.out_features // len(halves)
         for leaf, role in halves:
             yield replace(linear, name=f"{block}.experts.{leaf}", role=role, out_features=width, module="linear")
-    elif linear.role == "router" and linear.name in ("mlp.gate", "mlp.router") and model_type not in _BARE_ROUTERS:
+    elif (
+        linear.role == "router"
+        and linear.name in ("mlp.gate", "mlp.router", "feed_forward.gate")
+        and model_type not in _BARE_ROUTERS
+    ):
         yield replace(linear, name=f"{block}.gate", module="linear", refused=False)
     else:
         yield linear

@@ -78,6 +78,22 @@ def test_it_is_the_same_model_with_all_its_experts_as_modules(name: str) -> None
     assert not built_by_transformers_4(now)
     assert (then.num_params, then.num_active_params) == (now.num_params, now.num_active_params)
     assert all(linear.quantizes for layer in then.layer_kinds for linear in layer.linears if linear.is_expert)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "lfm2_moe", "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        {"model_type": "afmoe", "num_hidden_layers": 4, "num_dense_layers": 2},
+    ],
+)
+def test_types_that_came_as_4_ended_had_modules_too(config: dict[str, object]) -> None:
+    now = spec_from_config({"tie_word_embeddings": False, **config}, model_id="tiny", source="here")
+    then = of_transformers_4(now)
+    assert built_by_transformers_4(then)
+    assert then.num_params == now.num_params
+    names = {linear.name for layer in then.layer_kinds for linear in layer.linears if linear.role == "router"}
+    assert names <= {"feed_forward.gate", "mlp.router.gate"}
     plain = sum(num * (linear.in_features + linear.out_features) * linear.num for layer, num in then.layer_counts
                 for linear in layer.linears if linear.module == "linear")  # fmt: skip
     assert num_lora_params(then, "all-linear", 1) == plain
