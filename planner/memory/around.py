@@ -18,6 +18,7 @@ from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.setup import TrainSetup
+from planner.setup.memory_terms import MemoryBreakdown, Term, total_bytes
 
 DEFAULT_EVAL_SEQS = 8
 """transformers' per_device_eval_batch_size where nobody sets one, whatever the training micro-batch is."""
@@ -145,9 +146,16 @@ def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 def between_steps_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device memory between two steps: weights, adapters and states; the gradients are gone (`set_to_none`)."""
     memory = predict_memory(model, gpu, setup)
-    resident = (term for term in memory.terms if "load" in term.phases or term.category == "optimizer")
-    resident_bytes = sum(term.size_bytes for term in resident)
-    return resident_bytes + memory.peak_device_bytes - memory.peak_reserved_bytes
+    return total_bytes(between_steps_terms(memory)) + memory.peak_device_bytes - memory.peak_reserved_bytes
+
+
+def between_steps_terms(memory: MemoryBreakdown) -> tuple[Term, ...]:
+    """What of a rank's memory lies there between two steps."""
+    return tuple(
+        (term.category, term.name, term.size_bytes)
+        for term in memory.terms
+        if "load" in term.phases or (term.category == "optimizer" and "forward" in term.phases)
+    )
 
 
 def merging_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

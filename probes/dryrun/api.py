@@ -8,12 +8,17 @@ from functools import partial
 from typing import Any
 
 from planner.hardware.gpu import GpuSpec
+from planner.memory.around import between_steps_terms
+from planner.memory.model import memory_of
+from planner.memory.rollout import VLLM, generation_terms, resident_vllm
+from planner.memory.trained import trained_parameters
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import unknown_mixers, with_evidence
 from planner.planning.run_speed import with_run_speed
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
+from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import cache
 from probes.dryrun.followed import why_not_traced
@@ -89,14 +94,53 @@ def _report(
     if isinstance(outcome, ProbeFailure):
         return outcome
     overhead = overhead_bytes(gpu, setup)
-    limit = gpu.memory_bytes - overhead
+    limit = gpu.memory_bytes - overhead - resident_vllm(gpu, setup)
     if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
         limited = _cached_report(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
     prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
     prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
+    if setup.objective_spec.rolls_out and setup.rollout_settings.colocated:
+        prediction = _beside_vllm(prediction, model, gpu, setup)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
+
+
+def _beside_vllm(prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
+    """The prediction with a colocated vLLM's share of the card, which no run of the step allocates: beside all of it,
+    or, where it sleeps while the model trains, beside what lies between two steps.
+
+    Source: trl 1.16 `VLLMGeneration`: PyTorch's cache is emptied before vLLM wakes up.
+    """
+    resident = resident_vllm(gpu, setup)
+    if resident:
+        share = MemoryTerm(category="other", name=VLLM, size_bytes=resident, phases=(prediction.peak_phase,))
+        return replace(
+            prediction,
+            peak_allocated_bytes=prediction.peak_allocated_bytes + resident,
+            peak_reserved_bytes=prediction.peak_reserved_bytes + resident,
+            peak_device_bytes=prediction.peak_device_bytes + resident,
+            phase_peaks_bytes={name: size + resident for name, size in prediction.phase_peaks_bytes.items()},
+            terms=tuple(sorted((*prediction.terms, share), key=lambda term: -term.size_bytes)),
+        )
+    outside = prediction.peak_device_bytes - prediction.peak_reserved_bytes
+    lying = [
+        *between_steps_terms(memory_of(model, gpu, setup)[0].breakdown),
+        *generation_terms(model, gpu, setup, trained_parameters(model, setup).size_bytes),
+    ]
+    awake = sum(size for *_, size in lying)
+    if awake <= prediction.peak_reserved_bytes:
+        return prediction
+    terms = (MemoryTerm(category=kind, name=name, size_bytes=size, phases=("forward",)) for kind, name, size in lying)
+    return replace(
+        prediction,
+        peak_allocated_bytes=max(prediction.peak_allocated_bytes, awake),
+        peak_reserved_bytes=awake,
+        peak_device_bytes=awake + outside,
+        peak_phase="forward",
+        phase_peaks_bytes={**prediction.phase_peaks_bytes, "forward": awake},
+        terms=tuple(sorted(terms, key=lambda term: -term.size_bytes)),
+    )
 
 
 def overhead_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:

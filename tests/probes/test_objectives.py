@@ -14,7 +14,8 @@ from planner.models.adapters import spec_from_config
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict
-from probes.dryrun.api import report_for_config
+from planner.setup.outcome import Prediction
+from probes.dryrun.api import dry_run, report_for_config
 from probes.dryrun.report import DryRunReport
 from tests.whole import paired, some
 
@@ -55,6 +56,20 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
     prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
     assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+@pytest.mark.parametrize("generator", ["vllm", "vllm-sleep"])
+def test_the_dry_run_counts_vllms_share_as_the_formula_does(generator: str) -> None:
+    """No run of the step allocates it: for good beside the step, or while it is awake between two steps."""
+    model, card = spec_from_config(config_of(4), model_id="a copy", source="test"), find_gpu("a100-80gb")
+    rollout = {"generator": generator, "vllm_fraction": 0.5}
+    setup = setup_from_dict({"objective": "grpo", "method": "lora", "seq_len_tokens": 512, "rollout": rollout})
+    formula, dry = predict(model, card, setup), dry_run(model, card, setup, use_cache=False)
+    assert isinstance(dry, Prediction)
+    assert dry.peak_allocated_bytes == pytest.approx(formula.peak_allocated_bytes, rel=TOLERANCE)
+    assert dry.peak_allocated_bytes > 0.5 * card.memory_bytes < dry.terms[0].size_bytes + 1
+    assert dry.peak_phase == formula.peak_phase
+    assert sum(term.size_bytes for term in dry.terms) == pytest.approx(dry.peak_allocated_bytes, rel=1e-6)
 
 
 LAYOUTS: list[dict[str, Any]] = [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}]
