@@ -270,8 +270,7 @@ def _alternatives(page: Page, plan: Plan) -> None:
     words = f"Peaks: {peaks}. Speeds: {speeds}."
     mine = plan.chosen.memory_evidence
     if mine is not rows[0].peak:
-        words += f" One level for all rows; the chosen setup's own peak is {gib(mine.peak_device_bytes)} "
-        words += f"({text.memory_mark(mine)})."
+        words += f" One level for all rows, in the chosen setup's family corrected by its own peak ({text.memory_mark(mine)})."
     page.line(words, style="dim", indent=2)
 
 

@@ -33,8 +33,7 @@ from planner.planning.decision.results import WalkResults, merged
 from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.groups import WalkCache
-from planner.planning.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
-from planner.planning.refine import CorrectionKey
+from planner.planning.plan import Alternative, CorrectionKey, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, micro_batches, sample_setups
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup

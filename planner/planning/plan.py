@@ -8,7 +8,10 @@ from typing import Literal
 from planner.core.records import dataclass
 from planner.core.units import percent, signed_gib
 from planner.memory.workload import Workload
+from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Measurement, Prediction, Verdict
+
+CorrectionKey = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +55,40 @@ class Alternative:
     trade: str
 
 
+def correction_key(setup: TrainSetup) -> CorrectionKey:
+    """Setups that share the formula's error: what changes data types, kernels and what is kept."""
+    return (
+        setup.method,
+        setup.precision,
+        setup.quantization,
+        setup.kbit_fp32_cast,
+        setup.checkpointing,
+        setup.kernels,
+        setup.activation_offload,
+        setup.selective_checkpointing,
+        setup.quantize_experts,
+        *(() if setup.single_gpu else (setup.num_gpus, setup.parallel, *setup.layout.items())),
+    )
+
+
 def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
     """(memory, speed) evidence of each candidate, a whole column from one level, because the difference of two levels
     would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
-    launch file does not replace, else the formula."""
+    launch file does not replace, else the formula, corrected in the first one's family by what is known of the first.
+    """
     peaks = [candidate.memory_evidence for candidate in candidates]
     speeds = [candidate.speed_evidence for candidate in candidates]
     formulas: list[Prediction | Measurement] = [candidate.formula for candidate in candidates]
     untraced = [replace(candidate, trace=None).memory_evidence for candidate in candidates]
-    memory = next(
-        (column for column in (peaks, untraced) if len({evidence.level for evidence in column}) == 1), formulas
-    )
+    memory = next((column for column in (peaks, untraced) if len({evidence.level for evidence in column}) == 1), None)
+    if memory is None:
+        family, ratio = correction_key(candidates[0].setup), peaks[0].peak_device_bytes / formulas[0].peak_device_bytes
+        memory = [
+            replace(formula, peak_device_bytes=round(formula.peak_device_bytes * ratio))
+            if correction_key(candidate.setup) == family
+            else formula
+            for candidate, formula in zip(candidates, formulas, strict=True)
+        ]
     return list(zip(memory, speeds if len({evidence.level for evidence in speeds}) == 1 else formulas, strict=True))
 
 

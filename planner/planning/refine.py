@@ -13,31 +13,14 @@ from planner.core.errors import SetupError
 from planner.core.units import gib, percent
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
-from planner.planning.plan import Alternative, Answer, NoPlan, Plan, with_trades
+from planner.planning.plan import Alternative, Answer, CorrectionKey, NoPlan, Plan, correction_key, with_trades
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Prediction, ProbeFailure
 
 MAX_DRY_RUNS = 6
 
-CorrectionKey = tuple[object, ...]
 DryRun = Callable[[TrainSetup], Prediction | ProbeFailure]
 PlanWith = Callable[[Mapping[CorrectionKey, float] | None], Plan | NoPlan]
-
-
-def correction_key(setup: TrainSetup) -> CorrectionKey:
-    """Setups that share the formula's error: what changes data types, kernels and what is kept."""
-    return (
-        setup.method,
-        setup.precision,
-        setup.quantization,
-        setup.kbit_fp32_cast,
-        setup.checkpointing,
-        setup.kernels,
-        setup.activation_offload,
-        setup.selective_checkpointing,
-        setup.quantize_experts,
-        *(() if setup.single_gpu else (setup.num_gpus, setup.parallel, *setup.layout.items())),
-    )
 
 
 def layout_correction_key(setup: TrainSetup) -> CorrectionKey:

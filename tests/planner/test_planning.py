@@ -18,10 +18,10 @@ from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import ONE_GPU
 from planner.planning.decision.results import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
 from planner.planning.groups import WalkCache
-from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan import CorrectionKey, NoPlan, Plan, correction_key
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
-from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
+from planner.planning.refine import ANY_SETUP
 from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup

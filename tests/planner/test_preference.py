@@ -15,9 +15,8 @@ from planner.planning.decision.policy import tie_break
 from planner.planning.decision.results import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
 from planner.planning.decision.tree import METHOD_BAND
 from planner.planning.groups import WalkCache
-from planner.planning.plan import Plan
+from planner.planning.plan import Plan, correction_key
 from planner.planning.plan_request import PlanRequest
-from planner.planning.refine import correction_key
 from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
 from reports.text import memory_sentence

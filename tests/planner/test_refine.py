@@ -9,9 +9,9 @@ import pytest
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache
-from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan import NoPlan, Plan, correction_key
 from planner.planning.predict import predict
-from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, correction_key, exact_bytes, refine
+from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, exact_bytes, refine
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from tests.planner.helpers import plan_request

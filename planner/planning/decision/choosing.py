@@ -20,7 +20,7 @@ from planner.planning.decision.node import Node
 from planner.planning.decision.policy import fewer_matrices, opened_workloads
 from planner.planning.decision.results import WalkResults, add_layouts, best_layout
 from planner.planning.decision.tree import choose_node, preferred_nodes
-from planner.planning.refine import CorrectionKey
+from planner.planning.plan import CorrectionKey
 from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup
 

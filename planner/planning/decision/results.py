@@ -17,15 +17,8 @@ from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import equals, full_quality, point_tie_break, worst_quality
 from planner.planning.evidence.bands import dry_run_band, memory_band, profile_band
 from planner.planning.groups import WalkCache
-from planner.planning.refine import (
-    ANY_SETUP,
-    CANNOT_RUN,
-    CorrectionKey,
-    correction_key,
-    exact_bytes,
-    layout_correction_key,
-    stopped,
-)
+from planner.planning.plan import CorrectionKey, correction_key
+from planner.planning.refine import ANY_SETUP, CANNOT_RUN, exact_bytes, layout_correction_key, stopped
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches, planned_values
 from planner.planning.walk import WalkedSetup, walk

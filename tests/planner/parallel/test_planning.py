@@ -18,9 +18,9 @@ from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import FIELDS, layout_key
 from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
-from planner.planning.plan import Answer, NoPlan, Plan
+from planner.planning.plan import Answer, NoPlan, Plan, correction_key
 from planner.planning.predict import device_peak_bytes, predict
-from planner.planning.refine import correction_key, refine
+from planner.planning.refine import refine
 from planner.setup import TrainSetup
 from planner.setup.outcome import Fidelity, Prediction
 from tests.planner.helpers import known_of, plan_request
