@@ -270,7 +270,8 @@ def _alternatives(page: Page, plan: Plan) -> None:
     words = f"Peaks: {peaks}. Speeds: {speeds}."
     mine = plan.chosen.memory_evidence
     if mine is not rows[0].peak:
-        words += f" One level for all rows, in the chosen setup's family corrected by its own peak ({text.memory_mark(mine)})."
+        mark = text.memory_mark(mine)
+        words += f" One level for all rows, in the chosen setup's family corrected by its own peak ({mark})."
     page.line(words, style="dim", indent=2)
 
 
