@@ -224,7 +224,17 @@ def _spec(row: dict[str, str]) -> GpuSpec:
         source=row["source"],
         unsourced=tuple(field.strip() for field in row["unsourced"].split(",") if field.strip()),
         note=row["note"],
+        taken_as=_least_taken(row["name"], _marketed_gib(row)),
     )
+
+
+def _least_taken(name: str, sizes: list[float]) -> str:
+    """What a card without a size is planned with, where it is sold with several; "" elsewhere."""
+    if len(sizes) == 1:
+        return ""
+    *fewer, most = (f"{size:g}" for size in sizes)
+    unsaid = f'neither the name (--gpu "{name} {fewer[1] if len(fewer) > 1 else most}GB") nor --memory-gib says'
+    return f"{name} is sold with {', '.join(fewer)} or {most} GB: the least is taken where {unsaid}"
 
 
 @cache
@@ -409,7 +419,14 @@ def _with_size(key: str, gib: float | None) -> GpuSpec:
         return spec
     size = min(sizes, key=lambda sold_gib: abs(sold_gib - gib))
     memory_bytes, basis = _memory(row, size)
-    return replace(spec, key=f"{key}-{size:g}gb", memory_bytes=memory_bytes, memory_basis=basis)
+    return replace(spec, key=f"{key}-{size:g}gb", memory_bytes=memory_bytes, memory_basis=basis, taken_as="")
+
+
+def larger_versions(gpu: GpuSpec) -> list[GpuSpec]:
+    """The same card as it is sold with more memory."""
+    rows = [(key, row) for key, row in _rows().items() if row["name"] == gpu.name]
+    versions = [_with_size(key, size) for key, row in rows for size in _marketed_gib(row)]
+    return [version for version in versions if version.memory_bytes > gpu.memory_bytes]
 
 
 def _service(name: str) -> str:
@@ -505,7 +522,7 @@ def _with_ecc(spec: GpuSpec, total_mib: int) -> GpuSpec:
     """The card with ECC on or off as its driver shows it here, whatever the table's was."""
     row = _rows()[spec.key]
     nominal = float(row["bandwidth_gb_per_s"]) * 1e9
-    return replace(spec, memory_bandwidth_bytes_per_s=nominal * _left_by_ecc(row, total_mib))
+    return replace(spec, memory_bandwidth_bytes_per_s=nominal * _left_by_ecc(row, total_mib), taken_as="")
 
 
 def _slice(spec: GpuSpec, seen: SeenGpu) -> GpuSpec:

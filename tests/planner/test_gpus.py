@@ -156,6 +156,14 @@ def test_unified_memory_is_what_metal_recommends() -> None:
     assert "Metal" in gpus.find_gpu("apple-m3-max").memory_basis
 
 
+def test_a_size_that_nobody_named_is_said() -> None:
+    assert 'sold with 8, 16 or 24 GB: the least is taken where neither the name (--gpu "Apple M3 16GB")' in (
+        gpus.find_gpu("MacBook Pro M3").taken_as
+    )
+    assert gpus.find_gpu("Apple M3 16GB").taken_as == gpus.find_gpu("rtx-4090").taken_as == ""
+    assert [card.key for card in gpus.larger_versions(gpus.find_gpu("M3 16GB"))] == ["apple-m3-24gb"]
+
+
 def test_reserve_estimate_fits_the_rows_that_have_both_figures() -> None:
     both = [(int(row["driver_mib"]), int(row["torch_mib"])) for row in TABLE if row["driver_mib"] and row["torch_mib"]]
     errors = [driver - (gpus.RESERVE_MIB + gpus.RESERVE_FRACTION * driver) - torch for driver, torch in both]

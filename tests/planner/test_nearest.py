@@ -27,6 +27,13 @@ def test_smaller_pictures() -> None:
     assert refused.remedies[0].action == "--image-size 1024x1024: 4-bit QLoRA fits"
 
 
+def test_the_same_card_with_more_memory() -> None:
+    refused = plan_workload(plan_request("Qwen/Qwen3-8B", "apple-m3"))
+    assert isinstance(refused, NoPlan)
+    assert refused.remedies[0].action == "--gpu apple-m3-16gb"
+    assert isinstance(plan_workload(plan_request("Qwen/Qwen3-8B", "apple-m3-16gb"), explained=False), Plan)
+
+
 def test_a_host_that_holds_the_states() -> None:
     """16-bit weights, gradients and two states of 8.03 B parameters: 59.8 GiB, of which 90 % of 64 hold 57.6."""
     whole = {"method": ("full",), "offload": ("optimizer", "parameters"), "optimizer": ("adamw-fused",)}

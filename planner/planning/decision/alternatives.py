@@ -10,7 +10,8 @@ from typing import Any
 from planner.core.errors import PlannerError, SetupError, UsageError
 from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
-from planner.hardware.gpus import all_gpus
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus, larger_versions
 from planner.hardware.prices import price_per_hour
 from planner.memory.attention_kernels import attention_refusal, has_expert_stacks, missing_kernels
 from planner.memory.states import pinned_bytes
@@ -478,13 +479,20 @@ def _larger_host(results: WalkResults) -> Iterator[Remedy]:
 
 
 def _larger_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The smallest GPU of the table on which the setup fits, and the one that is cheapest to rent for the job."""
+    """The same card with more memory, the smallest of the table on which the setup fits, and the one that is cheapest
+    to rent for the job."""
     share, rented = workload.headroom_bytes / workload.memory_bytes, []
+
+    def holds(gpu: GpuSpec) -> bool:
+        return device_peak_bytes(workload.model, gpu, nearest.setup) <= gpu.memory_bytes * (1 - share)
+
+    for version in [gpu for gpu in larger_versions(workload.gpu) if holds(gpu)][:1]:
+        yield Remedy(action=f"--gpu {version.key}", saves_bytes=version.memory_bytes - workload.memory_bytes, fits=True)
     first = True
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
             continue
-        if device_peak_bytes(workload.model, gpu, nearest.setup) > gpu.memory_bytes * (1 - share):
+        if not holds(gpu):
             continue
         saved = gpu.memory_bytes - workload.memory_bytes
         if first:
