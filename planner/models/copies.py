@@ -5,12 +5,12 @@ from typing import Any
 
 from planner.core.errors import UnknownModelError
 from planner.models import catalogue
+from planner.models.stored import PUBLISHERS
 
 DYNAMIC = "-unsloth-bnb-4bit"
-"""Ending of a copy of which some layers alone are in 4 bits: which ones is known to its config.json alone."""
+"""Ending of a copy of which some matrices stay in 16 bits: which ones is known to its config.json alone."""
+DYNAMIC_MORE = "but for what its config.json alone names: up to 10 % more (unsloth.ai/blog/dynamic-4bit)"
 IN_4_BITS = "-bnb-4bit"
-PUBLISHERS = ("unsloth", "nousresearch")
-"""Whose names say in which type a copy is stored."""
 QUANTIZED = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -31,9 +31,10 @@ def plain_name(name: str) -> tuple[str, dict[str, Any]]:
         quantization = {"quant_method": packed[1].lower(), "bits": int(packed[2] or 4)}
         return name[: packed.start()], {"quantization_config": quantization}
     owner, _, model = name.lower().rpartition("/")
-    if owner not in PUBLISHERS or not model.endswith(IN_4_BITS) or model.endswith(DYNAMIC):
+    if owner not in PUBLISHERS or not model.endswith(IN_4_BITS):
         return name, {}
-    return name[: -len(IN_4_BITS)], {"quantization_config": dict(QUANTIZED)}
+    ending = DYNAMIC if model.endswith(DYNAMIC) else IN_4_BITS
+    return name[: -len(ending)], {"quantization_config": dict(QUANTIZED)}
 
 
 def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]]:
@@ -42,7 +43,7 @@ def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]
     from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
-    if plain.lower().partition("/")[0] not in PUBLISHERS:
+    if plain.lower().partition("/")[0] not in PUBLISHERS or name.lower().endswith(DYNAMIC):
         return None, {}
     try:
         taken = understand(plain)

@@ -16,7 +16,7 @@ from planner.core.errors import UnknownModelError
 from planner.core.records import dataclass
 from planner.models import catalogue
 from planner.models.hub import is_repo_id
-from planner.models.stored import PLAIN_COPIES
+from planner.models.stored import PLAIN_COPIES, PUBLISHERS
 
 MAX_NAME = 100
 MAX_LISTED = 8
@@ -123,9 +123,11 @@ def understand(name: str) -> Taken | None:
 
     owners = {match.hub_id.owner for match in matches}
     meant = owner if owner in owners else next(iter(close_names(owner, owners, num=1, cutoff=TYPO_SHARE)), "")
-    if from_owner := [match for match in matches if match.hub_id.owner == meant]:
-        return _best(name, from_owner)
+    from_owner = [match for match in matches if match.hub_id.owner == meant]
     copied = [match for match in matches if not match.blocking and {*match.more} <= TUNED | PLAIN]
+    mirrors = meant in PUBLISHERS and all(match.blocking for match in from_owner)  # gpt-oss-20b, beside its -BF16
+    if from_owner and not (mirrors and copied):
+        return _best(name, from_owner)
     return _best(name, copied, copy=True)
 
 

@@ -78,7 +78,7 @@ def _by_common_name(name: str) -> ModelSpec | None:
     Raises:
         UnknownModelError: it may be several.
     """
-    from planner.models.copies import plain_name
+    from planner.models.copies import DYNAMIC, DYNAMIC_MORE, plain_name
     from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
@@ -91,7 +91,8 @@ def _by_common_name(name: str) -> ModelSpec | None:
         return replace(spec, model_id=taken.model_id, taken_as=words)
     stored = spec_from_config({**spec.config, **extra}, model_id=name, source=spec.config_source)
     bits = extra["quantization_config"].get("bits", 4)
-    return replace(stored, taken_as=f"{words}, in {bits} bits")
+    dynamic = f" {DYNAMIC_MORE}" if name.lower().endswith(DYNAMIC) else ""
+    return replace(stored, taken_as=f"{words}, in {bits} bits{dynamic}")
 
 
 def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:

@@ -21,6 +21,9 @@ PLAIN_COPIES = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-os
 Source: huggingface.co/unsloth, github.com/unslothai/unsloth/issues/3351 ("a dequantized version of the model").
 """
 
+PUBLISHERS = ("unsloth", "nousresearch")
+"""Of copies whose names say in which type they are stored."""
+
 
 def plain_copy(model: ModelSpec) -> ModelSpec | None:
     """The 16-bit copy of a model that is published in a type that is not quantized again; None where none is known."""
@@ -137,7 +140,8 @@ def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
     if model is not None and setup.quantized and not any(linear.quantizes for linear in _linears(model)):
         return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
-    if model is not None and setup.quantized and dequantizing_class(model):
+    converted = setup.stack == "unsloth" and setup.quantize_experts
+    if model is not None and setup.quantized and dequantizing_class(model) and not converted:
         copy = PLAIN_COPIES.get(model.model_id, "")
         return (
             f"{model.model_id} is published in {stored_method(model)}, which bitsandbytes cannot quantize again: name "

@@ -293,7 +293,7 @@ def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What is said of the form in which the weights were published."""
     if stored_refusal(setup, model):
         return []  # that it cannot run is said
-    if dequantizing_class(model):
+    if dequantizing_class(model) and not setup.quantize_experts:
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):
         unquantized_fraction = kept_fraction(model)
@@ -301,7 +301,8 @@ def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
             f"the checkpoint is published in {bits}"
             + (f", {percent(unquantized_fraction)} of its matrices in 16 bits" if unquantized_fraction else "")
         ]
-    if (method := stored_method(model)) and not (setup.quantized and packed_as(model)):
+    packed = setup.quantized and (packed_as(model) or setup.quantize_experts)
+    if (method := stored_method(model)) and not packed:
         instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
         return [risk(f"the checkpoint is stored quantized ({method}): {instead}")]
     return []

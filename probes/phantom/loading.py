@@ -299,7 +299,7 @@ def _mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any
     Raises:
         Refused: a copy of which some layers alone are quantized.
     """
-    if name.lower().startswith(f"{copies.PUBLISHERS[0]}/") and name.lower().endswith(copies.DYNAMIC):
+    if name.lower().startswith("unsloth/") and name.lower().endswith(copies.DYNAMIC):
         raise Refused(
             f"{name}: which of its layers are in 4 bits is known to its config.json alone, which is not on this machine"
         )

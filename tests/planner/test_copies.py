@@ -19,6 +19,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
         ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "meta-llama/Llama-3.1-8B", "nf4-double"),
         ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B", "nf4-double"),
         ("unsloth/mistral-7b-v0.3-bnb-4bit", "mistralai/Mistral-7B-v0.3", "nf4-double"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "Qwen/Qwen3-14B", "nf4-double"),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "openai/gpt-oss-20b", "nf4-double"),
+        ("unsloth/gpt-oss-20b", "openai/gpt-oss-20b", ""),
         ("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B", ""),
     ],
 )
@@ -27,15 +30,18 @@ def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) ->
     assert plain is not None
     assert (copy.model_id, copy.layer_kinds, copy.num_params) == (name, plain.layer_kinds, plain.num_params)
     assert original.rpartition("/")[2].lower() in copy.taken_as.lower()
-    assert copy.taken_as.endswith("in 4 bits") == bool(bits)
+    assert ("in 4 bits" in copy.taken_as) == bool(bits)
+    assert copy.taken_as.endswith(copies.DYNAMIC_MORE) == name.endswith(copies.DYNAMIC)
     assert stored_bits(copy) == bits
 
 
-@pytest.mark.parametrize(
-    "name", ["someone/Llama-3.1-8B-bnb-4bit", "unsloth/Llama-3.1-8B-unsloth-bnb-4bit", "unsloth/no-such-bnb-4bit"]
-)
+def test_of_a_dynamic_copy_a_run_of_its_config_is_not_made_up() -> None:
+    """Its config.json alone says which matrices are in 4 bits."""
+    assert copies.mirrored("unsloth/Llama-3.1-8B-unsloth-bnb-4bit") == (None, {})
+
+
+@pytest.mark.parametrize("name", ["someone/Llama-3.1-8B-bnb-4bit", "unsloth/no-such-bnb-4bit"])
 def test_no_other_name_is_a_copy(name: str) -> None:
-    """Of a "dynamic" copy its config.json alone says which layers are in 4 bits."""
     assert copies.mirrored(name) == (None, {})
     with pytest.raises(UnknownModelError):
         resolve_model(name)

@@ -11,6 +11,8 @@ from planner.frameworks.readers.overrides import overrides, parse_sets
 from planner.frameworks.readers.program import ProgramContext, run
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
+from planner.models.stored import stored_refusal
+from planner.models.targets import num_lora_params
 from planner.planning.predict import predict
 
 HEAD = """
@@ -116,6 +118,19 @@ def test_unsloth_gives_its_logits_back_where_it_is_told_to(
 ) -> None:
     around = FileContext(environment=environment)
     assert read_text(HEAD + assignment + UNSLOTH, "train.py", around=around).setup.loss == loss
+
+
+@pytest.mark.parametrize(("bits", "experts"), [("", True), (", load_in_4bit=False", False)])
+def test_unsloths_conversion_of_gpt_oss_has_its_experts_in_4_bits(bits: str, experts: bool) -> None:
+    """Its notebook prints 3,981,312 trainable parameters of rank 8 on seven names: those of attention alone
+    (unsloth_zoo temporary_patches/gpt_oss.py GptOssExpertsBnb4bit)."""
+    model = resolve_model("openai/gpt-oss-20b")
+    seven = "['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']"
+    text = UNSLOTH.replace("(NAME)", f"(NAME{bits})").replace("r=8", f"r=8, target_modules={seven}")
+    setup = read_text(HEAD + text, "train.py", model=model).setup
+    assert (setup.quantize_experts, setup.attention) == (experts, "eager")
+    assert not stored_refusal(setup, model)
+    assert num_lora_params(model, setup.lora_targets, setup.lora_rank) == 3_981_312
 
 
 @pytest.mark.parametrize("package", ["pytorch_quantization.nn", "torchao.quantization.qat", "brevitas"])

@@ -27,7 +27,8 @@ from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
-from planner.frameworks.tools.unsloth import own_kernels
+from planner.frameworks.tools.unsloth import converted, own_kernels
+from planner.memory.attention_kernels import default_attention
 from planner.models.stored import stored_method
 from planner.options.objectives import OBJECTIVES, Objective
 
@@ -219,7 +220,7 @@ class _Script:
         fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
         fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.training_run)
         fields["optimizer"] = self._optimizer()
-        fields["attention"] = "sdpa" if self.unsloth else self._attention()
+        fields["attention"] = default_attention(self.model) if self.unsloth else self._attention()
         switch = arguments.first("use_liger_kernel", "use_liger")
         liger = arguments.flag(switch, False) or program_changes.liger(self.training_run, self.program)
         fields |= self._kernels_and_loss(fields, liger=liger)
@@ -263,7 +264,11 @@ class _Script:
         if not adapted:
             return fields | {"lora_rank": 0}
         stated = self.program.module.names.get("ADAPTER_DTYPE")
-        return fields | self.adapters.fields(method, self.arguments, trl=self.trl, stated=stated)
+        fields |= self.adapters.fields(method, self.arguments, trl=self.trl, stated=stated)
+        fields, conversion = converted(fields, self.model if self.unsloth else None)
+        if conversion:
+            self.arguments.assume(conversion)
+        return fields
 
     def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
         arguments = self.arguments

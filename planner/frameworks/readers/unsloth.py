@@ -7,7 +7,8 @@ from planner.frameworks.readers.fields import adapter_kind, config, settings_fie
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
-from planner.frameworks.tools.unsloth import UNSLOTH, own_kernels
+from planner.frameworks.tools.unsloth import UNSLOTH, converted, own_kernels
+from planner.memory.attention_kernels import default_attention
 
 FORMAT = "unsloth"
 DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -39,10 +40,12 @@ def read(settings: Settings) -> ReadConfig:
     for section, accepted in schema.blocks(FORMAT).items():
         parts[section].note_unknown(accepted, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
-    fields = _method(training, lora)
+    fields, conversion = converted(_method(training, lora), training.model)
+    if conversion:
+        training.assume(conversion)
     fields |= {
         "optimizer": "adamw-8bit",
-        "attention": "sdpa",
+        "attention": default_attention(training.model),
         "loss": "chunked",
         **_checkpointing(training),
         **settings_fields(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),

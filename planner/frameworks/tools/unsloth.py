@@ -5,6 +5,7 @@ from typing import Any
 
 from planner.frameworks.tools.field import Field, Tool
 from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
+from planner.models.spec import ModelSpec
 from planner.options.stacks import TARGET_ROWS
 from planner.setup import TrainSetup
 
@@ -47,6 +48,29 @@ SCRIPT = Tool(
     ),
     fixed=("kernels", "attention"),
 )
+
+
+EXPERTS_IN_4_BITS = frozenset({"gpt_oss"})
+NOT_IN_THEM = frozenset({"gate_proj", "up_proj", "down_proj"})
+
+
+def converted(fields: Mapping[str, Any], model: ModelSpec | None) -> tuple[dict[str, Any], str]:
+    """A method's fields where Unsloth loads a 4-bit conversion of its own in place of the published weights, and what
+    to say of it, "" where it loads none: experts are in NF4 too, and their matrices (gate_up_projs.0, down_projs.0)
+    have none of the usual names.
+
+    Source: unsloth 2026.10.9 `models/mapper.py` (unsloth/gpt-oss-20b -> -unsloth-bnb-4bit); unsloth_zoo
+    `temporary_patches/gpt_oss.py` GptOssExpertsBnb4bit (in training a stack is unpacked whole, and again in the
+    backward).
+    """
+    four_bit = fields["quantization"].startswith("nf4")
+    if model is None or model.model_type not in EXPERTS_IN_4_BITS or not four_bit:
+        return dict(fields), ""
+    targets = fields["lora_targets"]
+    if not isinstance(targets, str):
+        targets = tuple(name for name in targets if name not in NOT_IN_THEM)
+    note = "Unsloth loads its own 4-bit conversion, experts too; gate_proj, up_proj and down_proj match nothing in it"
+    return {**fields, "lora_targets": targets, "quantize_experts": True}, note
 
 
 def own_kernels(fields: Mapping[str, Any]) -> str:
