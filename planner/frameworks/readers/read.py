@@ -80,6 +80,8 @@ def read_text(
     if around is not None and not reading.older and reading.format in TRAINERS:
         running = versions.transformers(around.versions.get("transformers"), (), None)
         reading = replace(reading, older=running.older, lacks=running.lacks)
+    if around is not None and setup.quantized and reading.format in BY_TRANSFORMERS:
+        reading = replace(reading, loads_ahead=versions.loads_ahead(around.versions, reading.format))
     if name.endswith(shell.SUFFIXES):
         reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))
     if not _keeps_whole_gradients(reading):

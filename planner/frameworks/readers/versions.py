@@ -238,6 +238,24 @@ class TrlDefaults:
         return "chunked" if chunked or loss_type == "chunked_nll" else "full"
 
 
+LOADS_AHEAD = ((5,), (5, 4)), (0, 16)
+"""From which transformers to before which weights are read onto the GPU by threads that wait for no quantization, and
+the first Axolotl that switches them off.
+
+Source: transformers 5.3 and 5.4 `core_model_loading.py` convert_and_load_state_dict_in_model (thread_pool; issue
+43032); Axolotl 0.16 `patch_manager.py` _deactivate_hf_async_load.
+"""
+
+
+def loads_ahead(named: Mapping[str, str], tool: str) -> str:
+    """The transformers whose loading may hold the 16-bit weights of a base that is quantized on the way; "" of one that
+    does not."""
+    (since, before), deactivated = LOADS_AHEAD
+    ahead = "transformers" in named and since <= parsed(named["transformers"]) < before
+    off = tool == "axolotl" and parsed(named.get("axolotl", "0")) >= deactivated
+    return f"transformers {named['transformers']}" if ahead and not off else ""
+
+
 COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
 """Packages -> the first version that computes a step as today's does (`planner.setup.values`)."""
 
