@@ -160,7 +160,7 @@ Source: transformers 5.23 `modeling_rope_utils.dynamic_rope_update`; "su" is lon
 def changes(model: ModelSpec) -> list[int]:
     """Lengths from which on a model does otherwise, rising: of its windows, and where its rotary angles change."""
     lengths = {layer.attention.window_tokens for layer in model.layer_kinds if layer.attention is not None} - {None}
-    text = model.config.get("text_config", model.config)
+    text = model.config.get("text_config") or model.config
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if scaling.get("rope_type", scaling.get("type")) in _LENGTH_DECIDES:
         ends = {section.get("original_max_position_embeddings") for section in (text, scaling)}

@@ -14,6 +14,7 @@ from planner.models import catalogue
 from planner.models.adapters import has_adapter, model_types, spec_from_config
 from planner.models.config_file import MAX_CONFIG_BYTES, parse_config, with_floats
 from planner.models.spec import ModelSpec
+from planner.models.structures import changes as lengths_of_change
 from tests.whole import some
 
 ONE_PER_TYPE = {entry.model_type: dict(entry.config) for entry in catalogue.entries() if has_adapter(entry.model_type)}
@@ -45,6 +46,7 @@ def accept_or_refuse(config: Any) -> ModelSpec | None:
         return None
     assert 0 < spec.num_params < 10**24
     assert spec.num_active_params > 0
+    assert lengths_of_change(spec) == sorted(lengths_of_change(spec))
     assert 1 <= spec.num_layers <= 20_000
     return spec
 
@@ -126,6 +128,10 @@ def test_messages_say_what_was_expected_and_what_came() -> None:
         ({"num_key_value_heads": 7}, "must be a multiple of num_key_value_heads 7"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ({"hidden_size": [4096]}, "hidden_size must be a whole number, got [4096]"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be a JSON object or null, got 'linear'"),
+        ({"hidden_act": "bogus"}, "hidden_act must be the name of an activation function of transformers, got 'bogus'"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 20}, "20 experts a token, of 8"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number of at least 0, got 'small'"),
     ):
         with pytest.raises(ConfigError) as error:
             build({**llama, **changes})

@@ -27,6 +27,7 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
         ConfigError: a field is missing, of the wrong type or out of bounds.
     """
     fields = Fields(config, "config.json")
+    fields.check_what_all_have()
     model_type = fields.text("model_type", **({"default": "unnamed"} if like else {}))
     build = _adapter(model_type)
     if build is not None and like:

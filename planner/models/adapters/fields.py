@@ -29,6 +29,14 @@ _LIMITS = {
     "width": MAX_WIDTH,
 }
 
+ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2",
+    "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+)  # fmt: skip
+"""Source: transformers 5.23 `activations.ACT2CLS`."""
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token")
 _ABSENT: Any = object()
 
 
@@ -121,6 +129,29 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
             raise self._wrong(name, "a number of at least 0", value)
         return value > 0
+
+    def check_what_all_have(self) -> None:
+        """What any decoder's configuration may say whatever its type: rotary scaling, constants of norms, experts."""
+        places = [self] if self.raw.get("text_config") is None else [self, self.sub("text_config")]
+        for place in places:
+            for name in ("rope_scaling", "rope_parameters"):
+                scaling = place.raw.get(name)
+                if scaling is not None and not isinstance(scaling, Mapping):
+                    raise place._wrong(name, "a JSON object or null", scaling)
+                Fields(scaling or {}, f"{place.where}: {name}").positive("original_max_position_embeddings")
+            num, active = (place._get(names, 0)[1] for names in (NUM_EXPERTS, ACTIVE_EXPERTS))
+            numbers = isinstance(num, int) and isinstance(active, int)  # some families say them a layer
+            if numbers and active > num > 1:  # of one expert, or none, a plain MLP is made
+                raise place.wrong(f"{active} experts a token, of {num}")
+            for name in ("rms_norm_eps", "layer_norm_eps", "original_max_position_embeddings"):
+                place.positive(name)
+
+    def activation(self, *names: str, default: str) -> str:
+        """The name of an activation function."""
+        name, value = self._get(names, default)
+        if value not in ACTIVATIONS:
+            raise self._wrong(name, "the name of an activation function of transformers", value)
+        return str(value)
 
     def rotary_fraction(self) -> float:
         """The part of each head that is rotated: at the top, or inside `rope_parameters` as transformers 5 saves it."""

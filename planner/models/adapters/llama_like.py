@@ -193,7 +193,7 @@ def _attention_linears(base: Decoder, knobs: ArchitectureOptions) -> tuple[Linea
 
 def _mlp(base: Decoder, knobs: ArchitectureOptions, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
     hidden, inner = base.hidden, base.fields.count("intermediate_size", kind="intermediate")
-    activation = base.fields.text(*knobs.activation, default=knobs.activation_default)
+    activation = base.fields.activation(*knobs.activation, default=knobs.activation_default)
     if model_type == "gemma" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # what transformers makes of the first releases' wrong name
     if not knobs.fused:
