@@ -18,6 +18,7 @@ from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
 if TYPE_CHECKING:
+    from planner.hardware.cluster import Cluster
     from planner.samples.lengths import OverLengths
 
 LEVEL_WORDS = {
@@ -299,12 +300,14 @@ def data_sentence(workload: Workload) -> str:
     return f"{name}: the loss is on {words}{held_out}."
 
 
-def layout_sentence(candidate: Candidate) -> str:
-    """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything."""
+def layout_sentence(candidate: Candidate, cluster: "Cluster | None" = None) -> str:
+    """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything. With
+    a `cluster` of several nodes also what joins them."""
     setup, formula = candidate.setup, candidate.formula
     if setup.single_gpu:
         return ""
-    words = f"{setup.num_gpus} GPUs: {layout_words(setup)}" if setup.num_gpus > 1 else layout_words(setup)
+    words = f"{setup.num_gpus} GPUs{_nodes(cluster)}: {layout_words(setup)}"
+    words = words if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
     parts = [
@@ -315,6 +318,14 @@ def layout_sentence(candidate: Candidate) -> str:
     if formula.step_time_s:
         words += f"; of the step {joined(parts, ' and ')}" if parts else "; communication is hidden behind compute"
     return f"{words} ({speed_mark(formula)})."
+
+
+def _nodes(cluster: "Cluster | None") -> str:
+    """ " in 2 nodes (ib-3200, 400 GB/s per node)", "" within one node."""
+    if cluster is None or cluster.between is None:
+        return ""
+    rate = f"{cluster.between.bytes_per_s / 1e9:,.4g} GB/s per node"
+    return f" in {cluster.num_nodes} nodes ({cluster.between.key}, {rate})"
 
 
 def lengths_sentence(over: "OverLengths") -> str:
@@ -366,7 +377,7 @@ def plan_sentences(plan: Plan) -> list[str]:
     sentences = (
         memory_sentence(chosen),
         speed_sentence(chosen),
-        layout_sentence(chosen),
+        layout_sentence(chosen, plan.workload.cluster),
         epoch_sentence(plan.workload, chosen),
         data_sentence(plan.workload),
         rank_floor_sentence(plan),

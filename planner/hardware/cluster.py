@@ -16,8 +16,12 @@ _PATH = DATA / "links.csv"
 GPUS_PER_NODE = 8
 """Most that one node is taken to hold when the user does not say."""
 NVLINK_LATENCY_S = 3e-6
-DEFAULT_NETWORK = "ib-1600"
-"""Between nodes when the user does not say: what an eight-GPU A100 node has; stated in the plan's notes."""
+_NDR_NODES = (
+    "h100-sxm", "h100-sxm-94gb", "h100-sxm-96gb", "h200", "h20", "h20-141gb", "b200", "b300",
+    "mi300x", "mi325x", "mi355x",
+)  # fmt: skip
+"""Cards whose nodes of eight have a 400 Gbit/s adapter for each. Source: NVIDIA DGX H100, H200 and B200 (eight
+ConnectX-7); Azure ND MI300X v5."""
 _NVLINK_PAIRS = ("a30", "a40", "rtx-a6000", "rtx-a5000", "rtx-3090", "rtx-3090-ti", "rtx-2080-ti")
 _NVLINK_PAIRS_PCIE = ("a100-pcie-40gb", "a100-80gb-pcie", "h100-pcie", "h100-nvl")
 """Cards whose NVLink is a bridge between two of them: beyond a pair, traffic goes over PCIe."""
@@ -108,7 +112,7 @@ def make_cluster(
         num_nodes: default: as few as hold the GPUs, at most eight in each.
         interconnect: "nvlink" or "pcie" (within a node), a key of the table (between nodes), or two joined by "+"
             ("pcie+ethernet-25"). Default: NVLink where the card has it and more than a pair is connected, else PCIe;
-            between nodes `DEFAULT_NETWORK`.
+            between nodes `default_network`.
 
     Raises:
         UsageError: counts that do not divide, an unknown link, or NVLink on a card without.
@@ -122,7 +126,7 @@ def make_cluster(
             hint="--gpus counts all GPUs of the job, over all nodes: give a multiple of --nodes",
         )
     within = _default_within(gpu, num_gpus // nodes)
-    between: Link | None = links()[DEFAULT_NETWORK] if nodes > 1 else None
+    between: Link | None = links()[default_network(gpu)] if nodes > 1 else None
     for part in interconnect.lower().split("+") if interconnect else ():
         link = _named(gpu, part.strip())
         if link.kind != "network":
@@ -134,6 +138,12 @@ def make_cluster(
         else:
             between = link
     return Cluster(gpu=gpu, num_gpus=num_gpus, num_nodes=nodes, within=within, between=between)
+
+
+def default_network(gpu: GpuSpec) -> str:
+    """The link between nodes when the user does not say, stated in the plan: what an eight-GPU node of the card has,
+    else one of A100s."""
+    return "ib-3200" if gpu.key in _NDR_NODES else "ib-1600"
 
 
 def _default_within(gpu: GpuSpec, per_node: int) -> Link:

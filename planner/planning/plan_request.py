@@ -183,7 +183,10 @@ class PlanRequest:
             offer = cluster_offer(gpu.key, spot=self.spot, least_bytes_per_s=cluster.between.bytes_per_s)
             if offer is None:
                 return None, ""
-            return offer.usd_per_h, f"{offer.provider}, {offer.kind}, machines joined by {offer.network}, {offer.as_of}"
+            joined_by = f"machines joined by {offer.network}"
+            if offer.network != cluster.between.key:
+                joined_by += f" where {cluster.between.key} is planned"
+            return offer.usd_per_h, f"{offer.provider}, {offer.kind}, {joined_by}, {offer.as_of}"
         price = price_per_hour(gpu.key, spot=self.spot)
         if price is None:
             return None, ""

@@ -92,7 +92,7 @@ def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> N
         speeds.append(estimate["formula"]["tokens_per_s"])
     assert speeds[0] < speeds[1]
     assert run([*arguments, "--interconnect", "ib-400"]) == 0
-    assert "2 nodes talk over InfiniBand NDR" in " ".join(capsys.readouterr().out.split())
+    assert "2 nodes talk over InfiniBand 400 Gbit/s per node (1 x NDR)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_estimate_reads_spreads_from_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,7 +425,12 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     ("card", "interconnect", "spot", "expected"),
     [
         ("h100-sxm", None, False, (4.5, "Nebius, on-demand, machines joined by ib-3200, 2026-10-10")),
-        ("h200", "efa-400", True, (2.6162, "CoreWeave, spot, machines joined by ib-3200, 2026-10-10")),
+        (
+            "h200",
+            "efa-400",
+            True,
+            (2.6162, "CoreWeave, spot, machines joined by ib-3200 where efa-400 is planned, 2026-10-10"),
+        ),
         ("a100-80gb", "ib-3200", False, (None, "")),
         ("rtx-pro-6000-blackwell", None, False, (None, "")),
     ],

@@ -143,6 +143,16 @@ def test_next_command_describes_the_same_cluster() -> None:
     assert "--no-reshard --parallel fsdp2" in default_next_command(plan_of(fixed=fixed))
 
 
+@pytest.mark.parametrize(("gpu", "link"), [("h100-sxm", "ib-3200, 400 GB/s"), ("a100-80gb", "ib-1600, 200 GB/s")])
+def test_the_layout_says_what_joins_the_nodes_of_that_card(gpu: str, link: str) -> None:
+    """`ib-400` read as a link of one GPU made a plan of pipeline 16; the default is an eight-GPU node's of the card."""
+    cluster = make_cluster(find_gpu(gpu), 16)
+    setup = TrainSetup(num_gpus=16, parallel="ddp")
+    words = layout_sentence(candidate(plan_request(), setup), cluster)
+    assert words.startswith(f"16 GPUs in 2 nodes ({link} per node): DDP")
+    assert "nodes" not in layout_sentence(candidate(plan_request(), setup))
+
+
 def test_words_on_one_gpu_say_nothing_of_several() -> None:
     setup = TrainSetup()
     assert "GPU" not in setup_words(setup) + short_setup_words(setup)
