@@ -302,7 +302,7 @@ def _check(document: Mapping[str, Any]) -> dict[str, Any]:
     speed = BriefSpeed(
         tokens_per_s=prediction["tokens_per_s"],
         step_time_s=prediction["step_time_s"],
-        level=prediction["level"],
+        level=document["speed_level"],
         band_fraction=prediction["time_band_fraction"],
     )
     changes = [_of(BriefChange, change) for change in document["changes"]]

@@ -12,9 +12,11 @@ from planner.core.units import gib
 from planner.planning.check import Change, CheckResult, summary
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryTerm
+from planner.setup.outcome import speed_level
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.setup_text import layers_words, targets_words
+from reports.text import LEVEL_WORDS
 
 SHOWN = 8
 """Terms of memory, and changes, that are shown."""
@@ -50,11 +52,11 @@ def render_check(
         together: several changes after which it fits, where no single one is enough.
     """
     page, config, prediction = Page(console), result.config, result.prediction
-    level = prediction.level.value.replace("_", " ")
+    level = LEVEL_WORDS[prediction.level]
     page.line(clean(f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}"), style="bold")
     page.line(f"{summary(result)} [{level}]")
     if prediction.tokens_per_s:
-        page.line(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
+        page.line(f"about {prediction.tokens_per_s:,.0f} tokens/s [{LEVEL_WORDS[speed_level(prediction)]}]")
     page.head("Read")
     rows, defaults = _without_versions(setting_rows(result))
     _table(page, rows, fixed=1)

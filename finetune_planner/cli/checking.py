@@ -33,7 +33,7 @@ from planner.planning.predict import predict
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-from planner.setup.outcome import Candidate, Prediction
+from planner.setup.outcome import Candidate, Prediction, speed_level
 from planner.setup.packages import DELTA
 
 
@@ -262,6 +262,7 @@ def dry_run_of(
         dry,
         step_time_s=dry.step_time_s or plain.step_time_s,
         tokens_per_s=dry.tokens_per_s or plain.tokens_per_s,
+        time_band_fraction=dry.time_band_fraction if dry.step_time_s else plain.time_band_fraction,
         terms=dry.terms or plain.terms,
         memory_band_fraction=narrower.memory_band_fraction,
         bands=narrower.bands,
@@ -305,6 +306,7 @@ def as_document(
         "verdict": result.verdict.value,
         "exit_code": result.exit_code,
         "level": prediction.level.value,
+        "speed_level": speed_level(prediction).value,
         "budget_bytes": result.budget_bytes,
         "margin_bytes": result.margin_bytes,
         "memory_band_fraction": result.band_fraction,

@@ -213,8 +213,10 @@ Verdict = Literal["fits", "tight", "over"]
 
 
 def speed_level(evidence: Evidence) -> Fidelity:
-    """Where a speed figure comes from: beside a step profile's memory stands the formula's speed."""
-    return Fidelity.FORMULA if evidence.level is Fidelity.PROFILE else evidence.level
+    """Where a speed figure comes from: beside a step profile's memory, and that of a dry run that gave no times, stands
+    the formula's."""
+    untimed = isinstance(evidence, Prediction) and evidence.level is Fidelity.DRY_RUN and not evidence.time_parts_s
+    return Fidelity.FORMULA if untimed or evidence.level is Fidelity.PROFILE else evidence.level
 
 
 @dataclass(frozen=True, kw_only=True)

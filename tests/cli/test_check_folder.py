@@ -3,12 +3,15 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from finetune_planner.cli.app import run as plan
 from finetune_planner.cli.check import candidates
+from planner.setup.outcome import Fidelity, speed_level
+from tests.reports.factories import make_candidate
 
 Run = Callable[..., tuple[int, str]]
 FITS = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndtype: bfloat16\nmax_length: 256\n"
@@ -89,6 +92,23 @@ def test_any_name_that_a_file_can_have_is_told(form: list[str], tmp_path: Path, 
         places = [result["locations"][0]["physicalLocation"] for result in json.loads(text)["runs"][0]["results"]]
         addresses = {place["artifactLocation"]["uri"].rpartition("/")[2] for place in places}
         assert addresses == {"%FF.yaml", "a%20b%25%0A.yaml"}
+
+
+def test_the_level_of_a_speed_is_the_same_in_words_and_in_json(tmp_path: Path, run: Run) -> None:
+    """Before: "profile" in JSON, which knows memory alone, and "[formula]" in words, of a dry run's own speed too."""
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        FITS.replace("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B")
+        + "use_peft: true\nlora_target_modules: all-linear\nlora_dropout: 0\n"
+    )
+    words = [str(file), "--gpu", "a100-80gb", "--no-dry-run"]
+    answer = json.loads(run(*words, "--json")[1])
+    assert (answer["memory"]["level"], answer["speed"]["level"]) == ("profile", "formula")
+    assert "tokens/s [formula]" in run(*words)[1]
+    formula = make_candidate().formula
+    dry = replace(formula, level=Fidelity.DRY_RUN)
+    assert speed_level(dry) is Fidelity.DRY_RUN
+    assert speed_level(replace(dry, time_parts_s={})) is Fidelity.FORMULA  # of several GPUs, by dry_run_of
 
 
 def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
