@@ -10,13 +10,13 @@ import typer
 
 from finetune_planner.app import machine
 from finetune_planner.app.folders import write_files
-from finetune_planner.app.levels import answered, dry_run_possible, dry_run_setup, dry_runs_ahead
+from finetune_planner.app.levels import answered, dry_run_possible, dry_runs_ahead
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
 from finetune_planner.app.training_files import training_file
 from finetune_planner.cli import options
 from finetune_planner.cli.check import CheckOptions
-from finetune_planner.cli.checking import load, predictor
+from finetune_planner.cli.checking import dry_run_of, load, predictor
 from finetune_planner.cli.confirm import LIMIT_S, NUM_STEPS, enough_steps
 from finetune_planner.cli.output import show_table
 from finetune_planner.cli.probe import exit_code
@@ -30,7 +30,6 @@ from planner.frameworks.readers.published import published
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
-from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import ModelSpec
 from planner.planning.check import band_of, with_extras
 from planner.planning.plan import NoPlan, Plan
@@ -276,17 +275,16 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
         band = band_of(adjusted, config)
         return replace(adjusted, memory_band_fraction=band.widest, bands={**adjusted.bands, "needed": band})
 
+    formula = predictor(model, card, workload.cluster)
     candidate: Candidate = Candidate(
-        setup=config.setup,
-        budget_bytes=workload.budget_bytes,
-        formula=whole(predictor(model, card, workload.cluster)(config.setup)),
+        setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(formula(config.setup))
     )
-    if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
+    if dry_run:
         line = ProgressLine()
         line.say(f"dry run of {entry.label}")
-        dry = dry_run_setup(model, card, config.setup, memory_bytes=workload.memory_bytes)
+        dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes)
         line.close()
-        candidate = replace(candidate, dry_run=whole(dry) if isinstance(dry, Prediction) else dry)
+        candidate = replace(candidate, dry_run=dry and whole(dry))
     return Lane(label=entry.label, candidate=candidate, form=config.format, source=entry.source)
 
 

@@ -2,21 +2,33 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune_planner.app import machine
+from finetune_planner.app import levels, machine
 from finetune_planner.app.training_files import training_file
+from finetune_planner.cli import race
 from finetune_planner.cli.app import run
+from finetune_planner.cli.checking import checked, load
 from planner.core.errors import UsageError
 from planner.core.units import GIB
 from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.planning.plan_request import PlanRequest
+from planner.setup.outcome import (
+    Candidate,
+    Environment,
+    FailureKind,
+    Fidelity,
+    Measurement,
+    Prediction,
+    ProbeFailure,
+)
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
@@ -63,6 +75,23 @@ def test_a_file_races_against_the_plan_for_its_own_work(files: list[str], capsys
         assert 512 * setup["micro_batch_seqs"] * setup["accumulation_steps"] == heat["tokens_per_step"]
         assert theirs["plan_over_this"] == pytest.approx(plan["tokens_per_s"] / theirs["tokens_per_s"])
         assert (theirs["speed_level"], theirs["candidate"]["run"], plan["plan_over_this"]) == ("formula", None, None)
+
+
+def test_a_file_has_the_band_that_check_gives_it(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its dry run, or the formula's where that is narrower: two verdicts of one file would contradict each other."""
+
+    def dry_run(candidate: Candidate, *_: object, **__: object) -> Candidate:
+        dry = replace(candidate.formula, level=Fidelity.DRY_RUN, memory_band_fraction=0.9, bands={})
+        return replace(candidate, dry_run=dry)
+
+    monkeypatch.setattr(levels, "with_dry_run", dry_run)
+    monkeypatch.setattr(levels, "dry_run_possible", lambda: "")
+    path = Path(files[0])
+    (config, model, card), (result, *_) = load(path, "rtx-4090"), checked(path, "rtx-4090", dry_run=True)
+    entry = race._Entry(path=path, label=path.name, config=config, model=model)
+    lane = race._lane(entry, PlanRequest(seq_len=512).workload(model, card), dry_run=True)
+    assert isinstance(lane.candidate.dry_run, Prediction)
+    assert lane.candidate.dry_run.memory_band == result.band != (0.9, 0.9)
 
 
 def test_files_of_the_same_work_share_a_plan_and_a_picture(
