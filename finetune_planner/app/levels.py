@@ -186,14 +186,15 @@ def _of_a_shorter_length(
     workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
 ) -> Plan | None:
     from planner.planning.answer import plan_workload
+    from planner.planning.plan_request import of_length
 
     def by_formula(shorter: Workload) -> Plan | NoPlan | None:
         try:
-            return plan_workload(shorter, cache=walked, helped=False)
+            return plan_workload(shorter, cache=walked, helped=False, explained=False)
         except UsageError:  # too short for what was asked for, completions for example
             return None
 
-    lengths = [replace(workload, seq_len_tokens=tokens) for tokens in SHORTER if tokens < workload.seq_len_tokens]
+    lengths = [of_length(workload, tokens) for tokens in SHORTER if tokens < workload.seq_len_tokens]
     if lengths and isinstance(by_formula(lengths[-1]), NoPlan):
         return None
     tight: Plan | None = None

@@ -254,7 +254,7 @@ def _one_gpu(workload: Workload, cache: WalkCache) -> SingleGpuAnswer:
     fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
     request = replace(workload, cluster=None, fixed=fixed)
     try:
-        return plan_workload(request, cache=cache)
+        return plan_workload(request, cache=cache, helped=False, explained=False)
     except UsageError:
         return None
 

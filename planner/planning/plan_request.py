@@ -138,24 +138,12 @@ class PlanRequest:
         )
 
     def _data(self, seq_len_tokens: int) -> Data:
-        """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,
-        else of their mean, and full rows if the samples are not, or rows are packed."""
-        tokens = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60)
+        """One pass over the data."""
+        tokens, samples = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60), self.data.num_samples
         if self.data.epoch_seqs is not None:
             return self.data
-        samples = positive("samples", self.data.num_samples)
-        if samples is None:
-            return replace(self.data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
-        objective = objective_spec_of(self.fixed)
-        if objective.rolls_out:
-            samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
-        whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)
-        tokens = min(tokens or whole, whole)
-        rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
-        data = replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
-        short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
-        # every row as long as the mean, as nobody knows which are longer: their padding is not counted
-        return replace(data, real_fractions=(1.0, 1.0)) if short else data
+        given = replace(self.data, epoch_tokens=tokens, num_samples=positive("samples", samples))
+        return counted_data(given, self.fixed, seq_len_tokens)
 
     def _floor(
         self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None
@@ -192,6 +180,36 @@ class PlanRequest:
             return None, ""
         usd, source, as_of = price
         return usd, f"{source}, {as_of}"
+
+
+def counted_data(data: Data, fixed: Mapping[str, tuple[Any, ...]], seq_len_tokens: int) -> Data:
+    """One pass over data of which only numbers are known: samples of full length if their tokens are not given, else of
+    their mean, and full rows if the samples are not, or rows are packed."""
+    tokens, samples = data.epoch_tokens, data.num_samples
+    if samples is None:
+        return replace(data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
+    if objective_spec_of(fixed).rolls_out:
+        samples *= fixed.get("rollout", (Rollout(),))[0].num_generations
+    whole = samples * seq_len_tokens * seqs_per_sample(fixed)
+    tokens = min(tokens or whole, whole)
+    rows = samples if fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
+    # every row as long as the mean, as nobody knows which are longer: their padding is not counted
+    short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
+    fractions = (1.0, 1.0) if short else ()
+    return replace(data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows, real_fractions=fractions)
+
+
+def of_length(workload: Workload, seq_len_tokens: int) -> Workload:
+    """A workload whose length nobody said, of shorter sequences: its data and the rank that they ask for follow."""
+    data = counted_data(workload.data, workload.fixed, seq_len_tokens)
+    floors = [
+        rank_floor(workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], each.epoch_tokens)
+        for each in (workload.data, data)
+    ]
+    shorter = replace(workload, seq_len_tokens=seq_len_tokens, data=data)
+    if (workload.min_rank, workload.min_rank_reason) != (max(1, floors[0][0]), floors[0][1]):
+        return shorter  # asked for
+    return replace(shorter, min_rank=max(1, floors[1][0]), min_rank_reason=floors[1][1])
 
 
 def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:

@@ -408,13 +408,28 @@ def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
     """A 20B on a T4 at 2,048 tokens lacks a few MiB: planned for less, it trains."""
     neox, t4 = catalogue.load("EleutherAI/gpt-neox-20b"), find_gpu("t4")
     assert neox is not None
-    plan = answered(PlanRequest().workload(neox, t4), dry_run=False, history=False)
+    asked = PlanRequest(data=Data(num_samples=1000))
+    plan = answered(asked.workload(neox, t4), dry_run=False, history=False)
     assert isinstance(plan, Plan)
     assert plan.workload.seq_len_tokens in SHORTER
+    same = replace(asked, seq_len=plan.workload.seq_len_tokens).workload(neox, t4)
+    assert plan.workload.data == same.data  # samples as long as the rows are now
+    assert plan.workload.data.epoch_tokens == 1000 * plan.workload.seq_len_tokens
+    assert (plan.workload.min_rank, plan.workload.min_rank_reason) == (same.min_rank, same.min_rank_reason)
     assert plan.chosen.setup.seq_len_tokens == plan.workload.seq_len_tokens
     assert place_of(plan.notes[0]) is Place.RISK
     assert "2,048 tokens, planned where no length is said" in plan.notes[0]
     assert isinstance(answered(PlanRequest(seq_len=2048).workload(neox, t4), dry_run=False, history=False), NoPlan)
+
+
+def test_what_one_gpu_lacks_beside_several_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for several says that one does not do; what would help there costs several plans and is shown nowhere."""
+    monkeypatch.setattr("planner.planning.decision.alternatives._remedies", None)
+    cluster, fixed = make_cluster(find_gpu("h100-sxm"), 8), {"method": ("full",), "offload": ("none",)}
+    workload = plan_request("Qwen/Qwen2.5-32B", "h100-sxm", cluster=cluster, fixed=fixed)
+    plan = plan_workload(workload)
+    assert isinstance(plan, Plan)
+    assert any("the smallest setup of any method needs" in answer.reason for answer in plan.tree)
 
 
 def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal() -> None:
