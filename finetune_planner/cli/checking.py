@@ -271,17 +271,25 @@ def dry_run_of(
 
 def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
-    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
+    the formula's peak and speed times what the dry run found over them. The formula alone where no dry run is
+    possible."""
     dry_run = dry_run_of(setup, formula, spec, card, memory_bytes)
     if dry_run is None:
         return formula
-    ratio = dry_run.peak_device_bytes / formula(setup).peak_device_bytes
+    plain = formula(setup)
+    peak_ratio = dry_run.peak_device_bytes / plain.peak_device_bytes
+    speed_ratio = (dry_run.tokens_per_s or 1.0) / (plain.tokens_per_s or 1.0)  # a formula without a speed: neither has
 
     def corrected(changed: TrainSetup) -> Prediction:
         if changed == setup:
             return dry_run
         prediction = formula(changed)
-        return replace(prediction, peak_device_bytes=round(prediction.peak_device_bytes * ratio))
+        return replace(
+            prediction,
+            peak_device_bytes=round(prediction.peak_device_bytes * peak_ratio),
+            tokens_per_s=prediction.tokens_per_s and prediction.tokens_per_s * speed_ratio,
+            step_time_s=prediction.step_time_s and prediction.step_time_s / speed_ratio,
+        )
 
     return corrected
 
