@@ -71,6 +71,7 @@ ADAPTED = "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-lin
     [
         (ADAPTED + SCRIPT, {"method": "lora", "lora_rank": 8}),
         (SCRIPT.replace("torch.optim.AdamW", "torch.optim.SGD"), {"optimizer": "sgd"}),
+        (SCRIPT.replace("lr=1e-4", "lr=1e-4, fused=True"), {"optimizer": "adamw-fused"}),
         ("model.gradient_checkpointing_enable()\n" + SCRIPT, {"checkpointing": 1}),
         ("model.gradient_checkpointing_enable()\n" + SCRIPT.replace("model.train()\n", ""), {"checkpointing": 0}),
         (SCRIPT.replace("grad()\n", "grad()\n        del out\n"), {"stack": "plain-loop-drops-outputs"}),
@@ -82,6 +83,8 @@ def test_what_a_loop_says_of_its_step_counts(body: str, fields: dict[str, object
     config = read(body)
     assert config.missing == ()
     assert {name: getattr(config.setup, name) for name in fields} == fields
+    unsaid = any("absent: off, the tool's default" in assumption for assumption in config.assumptions)
+    assert unsaid == (config.setup.checkpointing == 0)
 
 
 @pytest.mark.parametrize(

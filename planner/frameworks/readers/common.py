@@ -288,9 +288,13 @@ def liger_kernels(settings: Settings, names: dict[str, tuple[str, ...]], options
     return "liger"
 
 
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""The switch's name, and the deprecated one."""
+
+
 def checkpointing(settings: Settings, default: bool) -> int:
     """0, 1 or n, by the current names or the deprecated ones."""
-    key = settings.first("activation_checkpointing", "gradient_checkpointing")
+    key = settings.first(*CHECKPOINTING)
     if not settings.has(key):
         settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
     if not settings.flag(key, default):

@@ -70,6 +70,8 @@ def optimizer(trainer: CallResult | None) -> Value | None:
         return None
     name = first.name if isinstance(first, CallResult) else plain(first)
     optimizer_name = OPTIMIZERS.get(name) if isinstance(name, str) else None
+    if optimizer_name == "adamw_torch" and isinstance(first, CallResult) and plain(first.argument("fused")) is True:
+        optimizer_name = "adamw_torch_fused"
     where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
     return (
         Constant(optimizer_name, where)

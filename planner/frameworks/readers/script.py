@@ -453,22 +453,28 @@ class _Script:
         if old and self._quantization() != "none" and given is not None:
             arguments.assume(f"{self.defaults.label} switches gradient checkpointing on for a quantized base")
             return 1
-        on = common.checkpointing(arguments, self.trl and own_default)
-        if on:
-            return on
+        default = self.trl and own_default
+        switched_on = self._switched_on(prepared)
+        if switched_on and not default and not any(map(arguments.has, common.CHECKPOINTING)):
+            return 1
+        return common.checkpointing(arguments, default) or int(switched_on)
+
+    def _switched_on(self, prepared: CallResult | None) -> bool:
+        """Whether the program itself switches checkpointing on, beside its arguments."""
+        arguments = self.arguments
         inner = self.settings(prepared)
         # peft 0.21 prepare_model_for_kbit_training: bitsandbytes' bases, GPTQ's and others', not AWQ's
         quantized = self._quantization() != "none" and stored_method(self.model) != "awq"
         if prepared is not None and quantized and inner.flag("use_gradient_checkpointing", True):
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
-            return 1
+            return True
         enabled = self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable")
         if enabled and self.training_run.loop is not None and not self._called("train"):
             arguments.assume(
                 "the model is loaded in evaluation mode and never switched to training: nothing is checkpointed"
             )
-            return 0
-        return int(enabled)
+            return False
+        return enabled
 
     def _reentrant(self) -> bool:
         """Whether checkpointing is of the older form where the arguments do not say it."""
