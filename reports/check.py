@@ -98,6 +98,8 @@ def setting_rows(result: CheckResult) -> list[tuple[str, str, str]]:
     for name in dict.fromkeys((*ALWAYS, *config.origins, *setup.__dataclass_fields__)):
         if not hasattr(setup, name) or name == "stack" or (setup.method == "full" and name in OF_ADAPTERS):
             continue
+        if name == "lora_targets" and not setup.kind.adapts_matrices:
+            continue
         if name in ALWAYS or name in config.origins or getattr(setup, name) != getattr(plain, name):
             label = setup.kind.size if name == "lora_rank" else NAMES.get(name, name.replace("_", " "))
             place = short_place(config.origins.get(name, ""), config.path)

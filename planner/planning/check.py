@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Self
 
+from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
@@ -302,7 +303,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
-    if cannot_run(model, gpu, config.setup):
+    if config.refusals or cannot_run(model, gpu, config.setup):
         verdict = Verdict.CANNOT_RUN
     afterwards = reload_bytes(config, model, gpu)
     if verdict is Verdict.FITS and max(afterwards, loaded_ahead_bytes(config, model)) > budget_bytes:
@@ -317,6 +318,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         changes=_ordered(changes, verdict),
         evaluation_bytes=evaluation if decides else 0,
         notes=(
+            *(measured(f"this cannot run: {reason}") for reason in config.refusals),
             *_evaluation_notes(config, model, evaluation if decides else 0),
             *_loading_notes(config, model, of_step.peak_device_bytes, afterwards),
             *(_cache_notes(of_step, budget_bytes) or _length_notes(of_step, config.setup)),

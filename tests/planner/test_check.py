@@ -606,6 +606,25 @@ def test_a_version_that_nothing_hangs_on_is_said_to(
     assert any("nothing that is read here" in assumption for assumption in assumptions) == noted
 
 
+PREFIX = (
+    "from peft import PrefixTuningConfig\nfrom trl import SFTConfig, SFTTrainer\n"
+    "SFTTrainer('Qwen/Qwen3-0.6B', args=SFTConfig(max_length=512, gradient_checkpointing={}), train_dataset=rows,\n"
+    "    peft_config=PrefixTuningConfig(num_virtual_tokens=8, task_type='CAUSAL_LM')).train()\n"
+)
+
+
+@pytest.mark.parametrize(("on", "code"), [(True, 1), (False, 0)])
+def test_prefix_tuning_does_not_run_under_gradient_checkpointing(
+    on: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft 0.21 peft_model.py add_adapter; by TRL 1.16, which switches it on later, transformers' mask is of another
+    length than its keys (tried on a CPU)."""
+    (tmp_path / "prefix.py").write_text(PREFIX.format(on))
+    assert run(["check", str(tmp_path / "prefix.py"), "--gpu", "h100-sxm", "--no-dry-run"]) == code
+    out = capsys.readouterr().out
+    assert ("cannot run" in out, "virtual tokens  8" in out, "targets" in out) == (on, True, False)
+
+
 @pytest.mark.parametrize(
     ("gpu", "code", "said"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
 )

@@ -192,13 +192,16 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
     """The fields with the kind of adapter, where it is counted in such a setup; else as they are, with a note."""
     if fields.get("method") == "full" or kind == "lora":
         return fields
-    adapter_fields = {**fields, "adapter": kind}
+    row, adapter_fields = ADAPTERS[kind], {**fields, "adapter": kind}
+    if adapter_fields.get("checkpointing") and not row.checkpointing:
+        settings.refusals.append(f"peft's {row.title} does not work with gradient checkpointing; counted without it")
+        adapter_fields |= {"checkpointing": 0, "activation_offload": False}
     try:
         setup = TrainSetup(**adapter_fields)
         if settings.model is not None:
             trained_parameters(settings.model, setup)
     except SetupError as error:
-        settings.approximate(f"{ADAPTERS[kind].title} is counted as LoRA: {error.message}")
+        settings.approximate(f"{row.title} is counted as LoRA: {error.message}")
         return fields
     return adapter_fields
 

@@ -52,6 +52,7 @@ def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) 
         missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
         assumptions=tuple(dict.fromkeys(assumption for part in every for assumption in part.assumptions)),
         approximations=tuple(dict.fromkeys(approximation for part in every for approximation in part.approximations)),
+        refusals=tuple(refusal for part in every for refusal in part.refusals),
         adapted_tables=tuple(table for part in every for table in part.tables),
         unknown_keys=tuple(key for part in every for key in part.unknown_keys),
         values=settings.values,

@@ -561,12 +561,11 @@ class Adapters:
             "lora_rank": self.size(),
             "modules_to_save": saved,
             "lora_dropout": lora.real("lora_dropout", 0.0),
-            "lora_targets": common.targets(lora, names or (("all-linear",) if unsloth else ())),
         }
         row = self.row()
-        if row is not None and not row.adapts_matrices:
-            fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
-        elif row is not None and row.form == "scales" and not names and lora.model is not None:
+        none = unsloth or (row is not None and not row.adapts_matrices)  # which adapts none: nothing is said
+        fields["lora_targets"] = common.targets(lora, names or (("all-linear",) if none else ()))
+        if row is not None and row.form == "scales" and not names and lora.model is not None:
             fields["lora_targets"] = scaling_targets(lora.model)
             lora.assume(
                 "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"

@@ -91,6 +91,7 @@ class ReadConfig:
         origins: TrainSetup field -> where its value was read, "file:line" or the words for a default.
         assumptions: defaults and readings a person should know, one sentence each.
         approximations: features the memory model does not follow exactly; they widen the error band.
+        refusals: why its tool ends before it trains, whatever the model.
         dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
         only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
@@ -119,6 +120,7 @@ class ReadConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     approximations: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
     dataset: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -36,6 +36,7 @@ class Settings:
         self.blocks: dict[str, Settings] = {}
         self.assumptions: list[str] = []
         self.approximations: list[str] = []
+        self.refusals: list[str] = []
         self.unknown = dict(unknown or {})
         """key -> why its value is not known, though the file sets it."""
         self.more = more
