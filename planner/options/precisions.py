@@ -47,6 +47,21 @@ _ROWS = (
 )
 PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}
 """Every precision by its name."""
+_INFINITE = "its activations grow beyond 65,504, fp16's largest number: losses are infinite or no number"
+_NO_NUMBER = "its gradients' norm often is no number, and the loss scaler then leaves the step out"
+FP16_OVERFLOWS: Mapping[str, str] = {
+    **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gpt_oss"), _INFINITE),
+    **dict.fromkeys(("gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "qwen3_moe"), _NO_NUMBER),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_NUMBER),
+}
+"""Model types that do not train well in fp16 -> what happens.
+
+Source: transformers issue 39972 (Gemma 3); unsloth.ai/blog/gpt-oss-context, 28 August 2025; unsloth-zoo pull requests
+174 (Gemma 3) and 866 (mixtures of Gemma 4, Qwen3, GLM-4: no number on the first step, 15 steps; Gemma 4 E2B trained 100
+steps of fp16 without any, unsloth pull request 4875); Unsloth 2026.10.9 `models/loader.py` _FORCE_FLOAT32_FALLBACK.
+"""
+FP16_DIVERGES = frozenset(name for name, what in FP16_OVERFLOWS.items() if what is _INFINITE)
+"""Those of them whose forward overflows: a plan takes fp32 where a card has no bf16."""
 _BY_TYPES = {(row.weights, row.autocast): row.name for row in _ROWS}
 
 if not len(PRECISIONS) == len(_ROWS) == len(_BY_TYPES):

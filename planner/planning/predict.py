@@ -28,6 +28,7 @@ from planner.models.stored import (
     stored_refusal,
 )
 from planner.models.targets import unmatched_targets
+from planner.options.precisions import FP16_OVERFLOWS
 from planner.planning.evidence.bands import (
     memory_band,
     of_a_plan,
@@ -260,12 +261,26 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
+    notes += _overflow_notes(model, gpu, setup)
     notes += [measured(f"this cannot run: {reason}") for reason in cannot_run(model, gpu, setup)]
     if wrong := untrained_sinks(model, gpu, setup):
         notes.append(measured(f"its gradients are wrong: {wrong}; eager attention and FlexAttention have them"))
     if gpu.vendor in ("Apple", "Intel"):
         notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
     return notes
+
+
+def _overflow_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
+    """What fp16 is to a model whose numbers are larger, or that fp32 was taken for it."""
+    if not (what := FP16_OVERFLOWS.get(model.model_type)) or (gpu.bf16 and setup.compute_dtype != "fp16"):
+        return []
+    if setup.stack == "unsloth":
+        return [
+            risk(f"fp16: {what}; Unsloth computes such parts in fp32 by itself, slower and larger than predicted here")
+        ]
+    if setup.compute_dtype == "fp16":
+        return [measured(f"fp16: {what}; --precision fp32 is safe, and --target unsloth computes such parts in fp32")]
+    return [f"fp32, as {gpu.name} has no bf16 and in fp16 {what}; --target unsloth mixes the two"]
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:

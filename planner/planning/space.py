@@ -20,7 +20,7 @@ from planner.options.losses import PLANNED_LOSSES
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.options.objectives import OBJECTIVES, Objective
 from planner.options.optimizers import PLANNED_OPTIMIZERS
-from planner.options.precisions import PRECISIONS, precision_of
+from planner.options.precisions import FP16_DIVERGES, PRECISIONS, precision_of
 from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
@@ -111,7 +111,9 @@ def _open_values(workload: Workload) -> Values:
     """What a plan chooses from where nothing is fixed, with the packages that are there."""
     gpu, floor = workload.gpu, workload.min_rank
     half = "bf16" if gpu.bf16 else "fp16"
-    pairs = ((half, half), (half, None), ("fp32", half))
+    pairs: tuple[tuple[str, str | None], ...] = ((half, half), (half, None), ("fp32", half))
+    if half == "fp16" and workload.model.model_type in FP16_DIVERGES and workload.targets[:1] != ("unsloth",):
+        pairs = (("fp32", None),)  # Unsloth's own code computes in fp32 what overflows
     packed_by_axolotl = workload.targets[:1] == ("axolotl",) and workload.fixed.get("packing") == (True,)
     xformers = [XFORMERS] if packed_by_axolotl and not gpu.flash_attention_2 else []
     # scales in 32 bits cost 0.4 bits a weight, and gain less than a plan gives up for what is simpler; MLX has no other

@@ -24,6 +24,8 @@ from planner.planning.decision.tree import (
 )
 from planner.planning.lora_rank import MAX_RANK
 from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import memory_notes
+from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from planner.setup.allowed import PRECISIONS
 
@@ -35,6 +37,34 @@ NODES = {"full": Node.FULL, "lora": Node.LORA, "4": Node.FOUR_BIT, "8": Node.EIG
 def workload(gpu: str = "h100-sxm", **wishes: Any) -> Workload:
     assert MODEL is not None
     return PlanRequest(**wishes).workload(MODEL, find_gpu(gpu))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "targets", "taken", "said"),
+    [
+        ("google/gemma-3-1b-it", "t4", (), {"fp32"}, "fp32, as Tesla T4 has no bf16 and in fp16 its activations"),
+        ("google/gemma-3-1b-it", "t4", ("unsloth",), {"fp16-autocast", "fp16-mixed"}, "Unsloth computes such parts"),
+        ("google/gemma-3-1b-it", "l4", (), {"bf16-pure", "bf16-autocast", "bf16-mixed"}, ""),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            "t4",
+            (),
+            {"fp16-autocast", "fp16-mixed"},
+            "fp16: its gradients' norm often is no number",
+        ),
+        ("Qwen/Qwen3-8B", "t4", (), {"fp16-autocast", "fp16-mixed"}, ""),
+    ],
+)
+def test_a_model_that_overflows_in_fp16_is_not_planned_in_it_or_it_is_said(
+    name: str, gpu: str, targets: tuple[str, ...], taken: set[str], said: str
+) -> None:
+    model, card = catalogue.load(name), find_gpu(gpu)
+    assert model is not None
+    precisions = dimension_values(PlanRequest(targets=targets).workload(model, card))["precision"]
+    assert set(precisions) == taken
+    setup = TrainSetup(precision=precisions[0], stack=targets[0] if targets else "trl")
+    overflows = [note for note in memory_notes(model, card, setup) if "65,504" in note or "no number" in note]
+    assert [said in note for note in overflows] == [True] * bool(said)
 
 
 def known(speed: float | None, *, sure: bool = True) -> Any:
