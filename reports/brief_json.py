@@ -177,6 +177,17 @@ class BriefCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BriefNotChecked:
+    """A file of a folder that has no verdict: "not_planned", "undetermined" or "unreadable", and why."""
+
+    schema_version: int
+    kind: Literal["not_checked"]
+    file: str
+    verdict: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class BriefCard:
     """One card: what is chosen on it in words, and what it costs; where nothing fits, what is missing."""
 
@@ -338,6 +349,8 @@ BRIEF: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 """Kind of a document -> what writes its short answer."""
 TYPES = (BriefPlan, BriefEstimate, BriefCheck, BriefWhichGpu, BriefOom)
 """What the short answers hold."""
+OF_FOLDER = (BriefCheck, BriefNotChecked)
+"""What the list of a folder's files holds."""
 
 
 def _answer(document: Any) -> Any:

@@ -18,7 +18,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from reports.brief_json import LEFT_OUT, TYPES
+from reports.brief_json import LEFT_OUT, OF_FOLDER, TYPES
 from reports.extras import Extras
 from reports.plan_json import DATA_KEYS, LEVEL_KEYS
 
@@ -169,7 +169,7 @@ def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, can
 def answer_schema(*, whole: bool = True) -> Schema:
     """The schema of the short answers (`--json`), and with `whole` of a whole plan (`--json=full`, plan.json)."""
     write, short = _Writer(), _Writer(cut=True)
-    answers = list(map(short.of, TYPES))
+    answers = [*map(short.of, TYPES), short.array({"anyOf": list(map(short.of, OF_FOLDER))})]
     if whole:
         candidate: Schema = {"$ref": "#/$defs/Candidate"}
         # as `reports.plan_json.candidate_to_dict` writes it

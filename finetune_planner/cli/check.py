@@ -29,6 +29,7 @@ from planner.planning.check import CheckResult, Verdict, summary
 from planner.planning.option_values import positive
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
+from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.outcome import Prediction
 from reports.check import render_check
 from reports.plain import clean
@@ -93,6 +94,8 @@ class AnswerOptions:
     def __post_init__(self) -> None:
         if (given := self.annotations) not in (None, "github", "sarif"):
             raise UsageError(f"--annotations must be github or sarif, got {given!r}", hint="--annotations github")
+        if given == "github" and self.as_json:
+            raise UsageError("--annotations github is no JSON", hint="--json alone, or --annotations sarif")
 
 
 @takes_options
@@ -125,13 +128,7 @@ def check(
         if answer.annotations == "sarif":
             print_json(sarif(file_findings), whole=True)
         elif answer.as_json:
-            print_json(
-                [
-                    finding.document
-                    or {"file": str(finding.path), "verdict": finding.outcome, "message": finding.message}
-                    for finding in file_findings
-                ]
-            )
+            print_json([finding.document or _not_checked(finding) for finding in file_findings])
         else:
             print_lines(github_lines(file_findings) if answer.annotations else text_lines(file_findings, file))
         return exit_code(file_findings)
@@ -348,8 +345,15 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Find
         level=LEVELS[verdict],
         message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [formula]",
         line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
-        document=as_document(result, None),
+        document=as_document(result, None) | {"file": str(path)},
     )
+
+
+def _not_checked(finding: Finding) -> dict[str, Any]:
+    from reports.brief_json import BriefNotChecked
+
+    head: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "not_checked"}
+    return vars(BriefNotChecked(**head, file=str(finding.path), verdict=finding.outcome, message=finding.message))
 
 
 def _line(name: str, place: str) -> int:

@@ -47,9 +47,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run) -> None:
     code, text = run(str(folder), "--gpu", "rtx-3060", "--json=full")
-    answers = {Path(answer["file"]).name: answer["verdict"] for answer in json.loads(text)}
-    assert answers == {
-        "large.yaml": "does_not_fit",
+    answers = {answer["file"]: answer["verdict"] for answer in json.loads(text)}
+    assert {str(Path(file).relative_to(folder)): verdict for file, verdict in answers.items()} == {
+        "sub/large.yaml": "does_not_fit",
         "open.py": "undetermined",
         "fits.yaml": "fits",
         "online.py": "not_planned",
@@ -68,6 +68,7 @@ def test_github_annotations_name_file_line_and_level(folder: Path, run: Run) -> 
     assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice", "::notice"]
     assert "sub/large.yaml,line=3,title=plan check::" in lines[0]
     assert "--set seq_len=N" in lines[1]
+    assert run(str(folder), "--gpu", "rtx-3060", "--annotations", "github", "--json") == (2, "")
 
 
 def test_sarif_holds_one_result_a_training(folder: Path, run: Run) -> None:

@@ -45,7 +45,9 @@ LOG = """Traceback (most recent call last):
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 23.51 GiB of which
 3.1 GiB is free. Of the allocated memory 18.2 GiB is allocated by PyTorch, and 1.2 GiB is reserved but unallocated.
 """
-NAMES = {"estimate": "BriefEstimate", "check": "BriefCheck", "which_gpu": "BriefWhichGpu", "oom": "BriefOom"}
+NAMES = {"estimate": "BriefEstimate", "check": "BriefCheck", "which_gpu": "BriefWhichGpu", "oom": "BriefOom"} | {
+    "not_checked": "BriefNotChecked"
+}
 RECORDED = Path(__file__).parents[2] / "docs" / "answers.schema.json"
 
 
@@ -59,6 +61,7 @@ def validator() -> jsonschema.Draft202012Validator:
 def problems(validator: jsonschema.Draft202012Validator, document: Any) -> list[str]:
     """What speaks against a document, by the branch for its own kind."""
     if isinstance(document, list):
+        assert validator.is_valid(document) or "kind" not in document[0]
         return [problem for entry in document if "kind" in entry for problem in problems(validator, entry)]
     whole = {"plan": "Plan", "no_plan": "NoPlan"} if "workload" in document else NAMES
     name = whole.get(document["kind"], "BriefPlan")
@@ -82,6 +85,7 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("finetune_planner.app.levels.OVER_MICRO_BATCHES", 8)
     Path("train.yaml").write_text(json.dumps(CONFIG))
+    Path("unread.yaml").write_text(json.dumps(CONFIG | {"max_length": -1}))
     Path("log.txt").write_text(LOG)
     written = ["--out", "plan"] if case in ("launch files", "nothing fits") else []
     assert run([*words, *written, "--json=full"]) == code
@@ -118,6 +122,11 @@ def test_what_is_no_answer_is_refused(harm: Any, validator: jsonschema.Draft2020
     assert validator.is_valid(document)
     harm(document)
     assert not validator.is_valid(document)
+
+
+def test_a_folder_without_a_training_is_an_answer(validator: jsonschema.Draft202012Validator) -> None:
+    assert validator.is_valid([])
+    assert not validator.is_valid([{"file": "a.yaml", "verdict": "unreadable", "message": "no kind"}])
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
