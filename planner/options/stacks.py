@@ -66,6 +66,8 @@ class Stack:
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
         grouped_experts: kernels of its own multiply with 4-bit stacks of experts where they lie, adapters beside them:
             nothing is unpacked whole, and a stack can carry adapters of its own (target set EXPERT_TARGETS).
+        one_root: under FSDP2 layers alone are groups of their own and everything else is one, all in the type that it
+            was loaded in.
         widens_stacks: beside a quantized base bare stacks of experts are fp32: of what peft's k-bit preparation cast,
             norms and tables alone are cast back.
         builds_encoders: text alone, too, is trained by the class that the checkpoint names, with its encoders.
@@ -107,6 +109,7 @@ class Stack:
     torch_nf4: bool = False
     grouped_experts: bool = False
     streams_experts: bool = False
+    one_root: bool = False
     widens_stacks: bool = False
     builds_encoders: bool = False
     source: str
@@ -348,11 +351,13 @@ _ROWS = (
         widens_outputs=True,
         expandable_segments=True,
         wide_embedding_states=True,
+        one_root=True,
         widens_stacks=True,
         builds_encoders=True,
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
         "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
-        "_convert_embedding_modules_dtype; peft 0.21 autocast_adapter_dtype, prepare_model_for_kbit_training",
+        "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
+        "accelerate's); peft 0.21 autocast_adapter_dtype, prepare_model_for_kbit_training",
     ),
     Stack(
         name="loggetta",

@@ -80,7 +80,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     """Runs Accelerate's own `fsdp2_prepare_model`, with plain objects in place of its accelerator and plugin, which
     could only be made with a launcher's environment."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin = SimpleNamespace(
@@ -94,6 +94,16 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
         ignored_modules=None,
         cpu_ram_efficient_loading=False,
     )
+    if setup.trainer.one_root:  # Axolotl's own function in the place of Accelerate's
+        for part in (*layers_of(inner_model(model)), model):
+            fully_shard(
+                part,
+                mesh=data_mesh(setup, device),
+                reshard_after_forward=plugin.reshard_after_forward,
+                mp_policy=plugin.mixed_precision_policy,
+                offload_policy=plugin.cpu_offload,
+            )
+        return Layout(module=model, autocast=False)
     names = _dim_names(setup)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),

@@ -196,3 +196,11 @@ def test_one_gpu_after_a_job_is_as_before() -> None:
     after = anew("llama", _setup(num_gpus=1))
     assert before.prediction.phase_peaks_bytes == after.prediction.phase_peaks_bytes
     assert before.num_events == after.num_events
+
+
+def test_axolotls_rank_is_wrapped_by_layers_and_root_in_the_type_it_was_loaded_in() -> None:
+    """Half the bytes of Accelerate's fp32 shards; the root, tables and head with it, stays gathered in the backward."""
+    own, other = (_report("llama", _setup(**FULL, parallel="fsdp2", stack=stack)) for stack in ("axolotl", "hf"))
+    assert 2 * own.parameter_bytes == other.parameter_bytes
+    gathered = [report.phase_groups["backward"]["workspace", "gathered weights"] for report in (own, other)]
+    assert gathered[0] > gathered[1]

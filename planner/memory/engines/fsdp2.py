@@ -42,7 +42,8 @@ class Fsdp2(Engine):
 
     With mixed precision the trained parameters are cut in fp32 (not where 4-bit parameters are present) and gathered in
     16 bit; sharded gradients and states follow the sharded type, unsharded gradients and the reduce-scatter are 16 bit.
-    Hybrid shard cuts over `shard_degree` GPUs instead of all.
+    Hybrid shard cuts over `shard_degree` GPUs instead of all. Axolotl's own function (`Stack.one_root`) upcasts none,
+    and makes one group of tables, final norm and head, gathered from the forward to the backward's end.
 
     Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
     Not counted: the separate pools of the communication streams (in the allocator's gap). Accumulation is taken with
@@ -198,7 +199,7 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
     # the last layer's buffer stays
     own_gather = setup.loss == "chunked" and setup.method != "full"
-    forward = groups.layer if model.tied or own_gather else groups.tail
+    forward = groups.layer if model.tied or own_gather or not groups.tail else groups.tail
     if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
         forward = 2 * groups.whole
     elif (
@@ -206,7 +207,9 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     ):  # the tail is there already; TRL's own gather makes a second one
         forward = groups.layer if setup.reshard_after_forward else 0
         forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
-    backward = groups.layer if not LOSSES[setup.loss].whole_logits and setup.reshard_after_forward else 0
+    # a wide root comes again for the loss's backward, and the last layer is fetched with it
+    ahead = not LOSSES[setup.loss].whole_logits or _wide_root(groups)
+    backward = groups.layer if ahead and setup.reshard_after_forward else 0
     return forward, backward
 
 
@@ -258,7 +261,13 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
         weight_allocation(buffer, ahead, "head", "first", "turn"),
         weight_allocation(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
+        weight_allocation(buffer, _wide_root(groups), "start"),
     ]
+
+
+def _wide_root(groups: Groups) -> int:
+    """Bytes of a root that holds the tables and the head, which comes before the first block."""
+    return 0 if groups.tail or groups.embedding else groups.root
 
 
 def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
@@ -293,7 +302,8 @@ def _sharded_gradients(
         name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
         return [gradient_allocation(name, local.size_bytes, *alive)]
     name = f"gradients / {shards}"
-    missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
+    late = max(groups.embedding_trained, groups.tail_trained, groups.root_trained)
+    missing = size * (groups.layer_trained + late) // shards
     missing += size * expert_elements
     return [
         gradient_allocation(name, max(0, local.size_bytes - missing), "last"),
@@ -394,13 +404,19 @@ def _reducing(
     apart = cast or accumulated or setup.offload == "parameters"
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
+    root_head = min(groups.root_trained, model.num_head_params or model.num_embedding_params)
+    # of a wide root, which is gathered no more when its gradients are copied
+    of_root = way.bytes_of(groups.root_trained, new=accumulated) - _wide_root(groups) - way.to_come(groups.root_trained)
+    of_root = max(of_root, size * (groups.root_trained + (halves - 1) * model.tied * root_head + groups.layer_trained))
+    of_root = of_root if groups.root_trained else 0
     buffer, gradient = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
     return [
         gradient_allocation("gradients being reduced", max(0, way.head()), "head"),
         gradient_allocation(ONE_GRADIENT, gradient, "first", "turn", "last"),
         gradient_allocation(buffer, groups.tail_trained * size, "first"),
         gradient_allocation(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
-        gradient_allocation("last gradients being reduced", way.end(halves), "end"),
+        gradient_allocation("unsharded gradient of the head", size * root_head, "first", "turn", "last"),
+        gradient_allocation("last gradients being reduced", max(way.end(halves), of_root), "end"),
         gradient_allocation("all-reduced gradients before the cast", reduced, "last", "end"),
     ]
 
@@ -421,10 +437,10 @@ def sharded_dtype(setup: TrainSetup) -> str:
     """Type in which FSDP2 keeps trained parameters, their sharded gradients and states.
 
     Source: accelerate 1.15 `fsdp2_prepare_model`: upcast to fp32 under mixed precision, but not where 4-bit parameters
-    are present.
+    are present; axolotl 0.21 `monkeypatch/accelerate/fsdp2.py`, which replaces it (patch_accelerate_fsdp2).
     """
     loaded_dtype = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
-    if setup.sharded_at_loading:  # transformers' own FSDP2: as loaded
+    if setup.sharded_at_loading or setup.trainer.one_root:  # transformers' own FSDP2, and Axolotl's: as loaded
         return loaded_dtype
     if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
         return loaded_dtype

@@ -20,8 +20,9 @@ class Groups:
         layer: the largest block; `layers`: all of them.
         embedding: the table with a group of its own.
         tail: final norm and head (and the table where the head is tied).
-        root: the rest.
-        matrix: elements of the largest matrix of a block that is trained whole, stacks of experts left out.
+        root: the rest; `root_trained`: trained elements of a root that holds the tables and the head.
+        matrix: elements of the largest matrix of a block that is trained whole, or of its stacks of experts: their
+            gradients are all there when the last of them is made.
         padding: elements that cutting along the first dimension adds to all blocks: of frozen and of trained weights.
     """
 
@@ -33,6 +34,7 @@ class Groups:
     layer_trained: int
     embedding_trained: int
     tail_trained: int
+    root_trained: int
     matrix: int
     padding: tuple[int, int]
 
@@ -52,7 +54,8 @@ def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     Args:
         inner: the setup whose types are gathered.
 
-    Source: accelerate 1.15 `fsdp2_prepare_model`: one group per block, the input embedding alone (with the tail where
+    Source: axolotl 0.21 `monkeypatch/accelerate/fsdp2.py`: blocks and the root alone; accelerate 1.15
+    `fsdp2_prepare_model`: one group per block, the input embedding alone (with the tail where
     tied), [final norm, head] never resharded after the forward, the root for what is left; PyTorch 2.13
     `_fsdp_param.py` padded_sharded_param_size.
     """
@@ -80,7 +83,7 @@ def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSet
         rows += (padded(ranks, shards) - ranks) * linear.in_features
     if full:
         whole = (linear.in_features * linear.out_features for linear in layer.linears if linear.module != "parameter")
-        matrix = max(matrix, *whole, 0)
+        matrix = max(*whole, sum(linear.num_weights for linear in layer.linears if linear.is_stack))
     stacks = sum(
         (padded(linear.num, shards) - linear.num) * linear.in_features * linear.out_features
         for linear in layer.linears
@@ -108,6 +111,10 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     outer += sum(linear.num_weights + linear.num_bias for linear in model.outer_linears)
     outer += sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
     tail = norm + model.num_head_params + (tables if model.tied else 0)
+    root_trained = 0
+    if inner.trainer.one_root:
+        outer += tail + (0 if model.tied else tables)
+        root_trained, tail, tables = outer if full else 0, 0, 0
     return Groups(
         layer=max((block.size for block, _ in blocks), default=0),
         layers=sum(num * block.size for block, num in blocks),
@@ -117,6 +124,7 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
         layer_trained=max((block.trained for block, _ in blocks), default=0),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
+        root_trained=root_trained,
         matrix=max((block.matrix for block, _ in blocks), default=0),
         padding=(
             sum(num * block.padding[0] for block, num in blocks),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
 from planner.memory.engines.host import host_bytes
@@ -306,3 +307,30 @@ def test_the_worst_rank_comes_first_and_all_gpus_are_counted() -> None:
     peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
     assert peaks == sorted(peaks, reverse=True)
     assert sum(rank.num_ranks for rank in ranks) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "fields", "dry_gib"),
+    [
+        ("Qwen/Qwen3-8B", "axolotl", {}, 12.74),
+        ("Qwen/Qwen3-8B", "axolotl", {"offload": "parameters"}, 7.02),
+        ("Qwen/Qwen3-8B", "axolotl", {"method": "lora", "lora_rank": 16, "lora_targets": "attention"}, 8.74),
+        ("Qwen/Qwen3-8B", "hf", {}, 17.78),
+        ("openai/gpt-oss-20b", "axolotl", {"accumulation_steps": 4}, 29.46),
+        ("openai/gpt-oss-20b", "hf", {"offload": "parameters"}, 6.75),
+    ],
+)
+def test_axolotl_shards_as_loaded_and_keeps_one_root_gathered(
+    name: str, stack: str, fields: dict[str, object], dry_gib: float
+) -> None:
+    """Against dry runs of a rank of 8 on an H100 (30 November 2026), which wraps a model as the stack's own function
+    does: bf16 shards in the place of fp32 ones, tables and head gathered from the forward to the backward's end; a
+    mixture's stacks have all their gradients at once."""
+    full = fields.get("method") != "lora"
+    values: dict[str, Any] = {"method": "full", "lora_rank": 0} if full else {"adapter_dtype": "fp32"}
+    attention = "flash-attention-2" if "gpt" in name else "sdpa"
+    values |= {"loss": "chunked" if full else "full", "checkpointing": 1, "seq_len_tokens": 2048, "num_gpus": 8}
+    values |= {"precision": "bf16-autocast", "parallel": "fsdp2", "stack": stack, "attention": attention, **fields}
+    setup = TrainSetup(**values)
+    peak_bytes = predict_memory(_model(name), find_gpu("h100-sxm"), setup).peak_allocated_bytes
+    assert peak_bytes / GIB == pytest.approx(dry_gib, rel=0.02)
