@@ -9,10 +9,10 @@ from rich.console import Console
 from planner.core.records import dataclass
 from planner.core.units import count, gib, seconds
 from planner.models.spec import ModelSpec
-from planner.planning.decision.clusters import ClusterOption, cheapest, fastest, nearest, smallest
+from planner.planning.clusters import ClusterOption, cheapest, fastest, nearest, smallest
 from planner.planning.decision.node import Node
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict
-from reports.command import data_words
+from reports.command import request_words
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
@@ -32,7 +32,8 @@ def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
         "GPUs of one node talk over NVLink where the card has it, else over PCIe. Several nodes are one provider's "
         "offer: its network and its price (the median one); a card that nobody is known to offer so is taken in one "
         "node only. --interconnect changes it.",
-        "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
+        "Figures are the formula's, of what plan takes on each; without --gpu only clusters are planned that could be "
+        "the smallest, the cheapest or the fastest.",
     )
 
 
@@ -88,7 +89,7 @@ class ClustersSheet(Sheet):
         best = cheapest(feasible) or smallest(feasible)
         if best is not None:
             page.head("Next")
-            page.command(next_command(self.model, best, self.limits))
+            page.command(shlex.join(["plan", *request_words(best.workload)]))
 
     def markdown(self) -> str:
         blocks: list[str] = []
@@ -143,15 +144,6 @@ def _nearest_words(options: Sequence[ClusterOption]) -> str:
     return f"The nearest: {_option_words(best)}."
 
 
-def next_command(model: ModelSpec, option: ClusterOption, limits: Mapping[str, Any]) -> str:
-    """The command that plans one option closely."""
-    words = ["plan", clean(model.model_id), "--gpu", option.cluster.gpu.key]
-    if option.cluster.num_gpus > 1:
-        words += ["--gpus", str(option.cluster.num_gpus)]
-    words += ["--method", option.node.method, "--global-batch", str(limits["global_batch_seqs"])]
-    return shlex.join([*words, *data_words(option.workload)])
-
-
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
     words = f"Which cluster for {clean(model.model_id)} ({count(model.num_params)} parameters) · "
     words += f"{limits['job']} · {limits['global_batch_seqs']} sequences per step"
@@ -169,7 +161,7 @@ def _option_words(option: ClusterOption) -> str:
 
 
 def _table_title(node: Node) -> str:
-    return f"Every cluster that keeps the limits with {node.words}, cheapest first"
+    return f"Clusters that keep the limits with {node.words}, cheapest first"
 
 
 def _table(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,8 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import PLANNED_KERNELS
+from planner.options.losses import LOSSES
+from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.planning.answer import NUM_RANKED, plan_workload
 from planner.planning.decision.alternatives import longest_tokens
 from planner.planning.decision.policy import compare_kinds
@@ -119,13 +121,20 @@ def gpus_sheet(
     cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        # What is tried of several GPUs where nothing is said.
-        from planner.planning.decision.clusters import COARSE, COARSE_LAYOUTS
-
-        coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
-        request = replace(request, fixed={**coarse, "parallel": COARSE_LAYOUTS, **request.fixed})
+        request = replace(request, fixed={**coarse_dimensions(), **request.fixed})
     answers = _plans(spec, cards, request, gathering.of, charts=charts)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
+
+
+def coarse_dimensions() -> dict[str, tuple[Any, ...]]:
+    """What is tried of several GPUs where nothing is said."""
+    return {
+        "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
+        "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
+        "checkpointing": (0, 1),
+        "kbit_fp32_cast": (False,),
+        "parallel": ("ddp", "fsdp2"),
+    }
 
 
 def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:

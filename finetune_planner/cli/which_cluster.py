@@ -1,13 +1,15 @@
 """`plan which-cluster`: the smallest, the cheapest and the fastest set of GPUs for a piece of work."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from finetune_planner.app.cores import on_cores
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import request_for
@@ -23,10 +25,19 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.hardware.prices import cluster_offer, keys_on_demand
 from planner.models.spec import ModelSpec
-from planner.planning.decision.clusters import ClusterOption, counts, options_of
+from planner.planning.clusters import (
+    ClusterOption,
+    Job,
+    Limits,
+    Outcome,
+    counts,
+    deciding_outcomes,
+    every_outcome,
+)
 from planner.planning.option_values import duration_s, positive
 from planner.planning.plan_request import PlanRequest
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
+from planner.setup.allowed import METHODS
 from reports.page import steps
 from reports.text import job_words
 from reports.which_cluster import ClustersSheet
@@ -138,9 +149,9 @@ def clusters_sheet(
     if not request.data.epoch_tokens and not request.data.num_samples:
         hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
         raise UsageError("how much work is it?", hint=hint)
-    cluster_options = _options(
-        spec, cards, [number for number in numbers if batch % number == 0], request, clusters.interconnect, **bounds
-    )
+    numbers = tuple(number for number in numbers if batch % number == 0)
+    jobs = [job for card in cards for job in _jobs(spec, card, numbers, request, clusters.interconnect)]
+    cluster_options = _options(jobs, Limits(**bounds), every=bool(clusters.gpu))
     asked_for = request.workload(spec, cards[0])
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
     job_summary = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
@@ -154,40 +165,49 @@ def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
     return [card for card in all_gpus() if card.key in keys_on_demand()]
 
 
-def _options(
-    spec: ModelSpec,
-    cards: Sequence[GpuSpec],
-    numbers: Sequence[int],
-    request: PlanRequest,
-    interconnect: str | None,
-    **limits: Any,
-) -> list[ClusterOption]:
-    """Every method on every cluster; a card on which the options contradict each other is left out.
+def _jobs(
+    spec: ModelSpec, card: GpuSpec, numbers: Sequence[int], request: PlanRequest, interconnect: str | None
+) -> Iterator[Job | UsageError]:
+    """Every method on every number of a card, up to the first that contradicts the options."""
+    for number in numbers:
+        link = interconnect if number > 1 else None
+        if number > GPUS_PER_NODE and interconnect is None:
+            offer = cluster_offer(card.key, spot=request.spot)
+            if offer is None:  # nobody is known to rent several machines of it with a network between them
+                return
+            link = offer.network
+        try:
+            options.check_vendor(card, number)
+            cluster = make_cluster(card, number, interconnect=_links(link, number))
+            for method in request.fixed.get("method", METHODS):
+                of_method = replace(request, fixed={**request.fixed, "method": (method,)})
+                yield Job(workload=of_method.workload(spec, card, cluster if number > 1 else None), cluster=cluster)
+        except UsageError as error:
+            say(f"left out {card.key} from here on: {error.message}")
+            yield error
+            return
+
+
+def _options(jobs: Sequence[Job | UsageError], limits: Limits, *, every: bool) -> list[ClusterOption]:
+    """What `plan` takes of every method on every cluster, or on those that could be the smallest, cheapest or fastest.
 
     Raises:
-        UsageError: on every card.
+        UsageError: the options contradict each other on all of them.
     """
-    cluster_options: list[ClusterOption] = []
-    problem: UsageError | None = None
-    for card in steps(cards, "planning", console(stderr=True)):
-        try:
-            for number in numbers:
-                link = interconnect if number > 1 else None
-                if number > GPUS_PER_NODE and interconnect is None:
-                    offer = cluster_offer(card.key, spot=request.spot)
-                    if offer is None:  # nobody is known to rent several machines of it with a network between them
-                        break
-                    link = offer.network
-                options.check_vendor(card, number)
-                cluster = make_cluster(card, number, interconnect=_links(link, number))
-                job = request.workload(spec, card, cluster if number > 1 else None)
-                cluster_options += options_of(job, cluster, **limits)
-        except UsageError as error:
-            problem = error
-            say(f"left out {card.key} from here on: {error.message}")
-    if not cluster_options and problem is not None:
-        raise problem
-    return cluster_options
+    groups: dict[tuple[object, ...], list[Job]] = {}
+    for job in jobs:
+        if isinstance(job, Job):
+            key = (job.workload.fixed["method"], job.workload.gpu.key if every else "")
+            groups.setdefault(key, []).append(job)
+    plan = every_outcome if every else deciding_outcomes
+    outcomes: list[Outcome] = [job for job in jobs if isinstance(job, UsageError)]
+    answered = on_cores(lambda key: (key, plan(groups[key], limits)), list(groups))
+    by_group = dict(steps(answered, "planning", console(stderr=True), num=len(groups)))
+    outcomes += chain.from_iterable(by_group[key] for key in groups)
+    problems = [outcome for outcome in outcomes if isinstance(outcome, UsageError)]
+    if problems and len(problems) == len(outcomes):
+        raise problems[-1]
+    return [outcome for outcome in outcomes if isinstance(outcome, ClusterOption)]
 
 
 def _links(interconnect: str | None, number: int) -> str | None:

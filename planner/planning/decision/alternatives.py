@@ -20,11 +20,11 @@ from planner.models import catalogue
 from planner.models.encoders import image_tokens
 from planner.options.stacks import DEFAULT, STACKS
 from planner.planning.decision.candidates import candidate
-from planner.planning.decision.clusters import best_points
+from planner.planning.decision.choosing import choose
 from planner.planning.decision.layouts import FIELDS, layout_key, layout_name
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import fewer_matrices, opened_workloads, taken_when_asked
-from planner.planning.decision.results import NodeResults, WalkResults
+from planner.planning.decision.results import NodeResults, WalkResults, best_layout
 from planner.planning.decision.tree import SingleGpuAnswer
 from planner.planning.expressed import variants_as_run
 from planner.planning.groups import UNFUSED, same_kernels
@@ -32,6 +32,7 @@ from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, Spa
 from planner.planning.predict import device_peak_bytes
 from planner.planning.space import branches, dimension_values, layer_variants, offloading_matters
 from planner.planning.useful import job_s
+from planner.planning.walk import WalkedSetup
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.allowed import FLEX, METHODS
 from planner.setup.outcome import Candidate
@@ -323,6 +324,14 @@ def _fitting(
     return Remedy(action=f"{words}: {node.words} fits{rate}{ending}", saves_bytes=saved, fits=True)
 
 
+def best_points(workload: Workload) -> dict[Node, WalkedSetup | None]:
+    """The best point of every node, as a plan walks it."""
+    results = WalkResults()
+    choose(workload, dimension_values(workload), results)
+    results.nodes()  # settles what quality is taken over all layouts
+    return {node: best_layout(results.of_node(node)) for node in Node}
+
+
 def _relaxed_and_shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """Any method at the largest half of the length, where neither by itself is enough."""
     fixed = {
@@ -454,7 +463,7 @@ def _largest_that_fits(
 
 
 def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The next doubling of the number of GPUs that fits, over the coarse walk."""
+    """The next doubling of the number of GPUs that fits."""
     for factor in (2, 4, 8, 16):
         num = workload.num_gpus * factor
         batch = num * -(-workload.global_batch_seqs // num)

@@ -1,5 +1,6 @@
-"""Which cluster: the numbers of GPUs tried, the picks, and that the coarse walk promises nothing a plan would not."""
+"""Which cluster: the numbers of GPUs tried, the picks, and that each is what a plan of it takes."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -8,22 +9,21 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
 from planner.memory.workload import Data, Workload
-from planner.options.objectives import OBJECTIVES
 from planner.planning.answer import plan_workload
-from planner.planning.decision.clusters import (
+from planner.planning.clusters import (
     ClusterOption,
-    best_of,
+    Job,
+    Limits,
+    Outcome,
     cheapest,
-    coarse_values,
     counts,
+    deciding_outcomes,
+    every_outcome,
     fastest,
     nearest,
-    options_of,
     smallest,
 )
-from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.plan import NoPlan, Plan
-from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from tests.planner.helpers import plan_request
 
@@ -34,10 +34,16 @@ def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B",
     return plan_request(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0, data=data)
 
 
+def cluster_job(workload: Workload) -> Job:
+    return Job(workload=workload, cluster=workload.cluster or make_cluster(workload.gpu, 1))
+
+
+def fitting(outcomes: Iterable[Outcome]) -> list[ClusterOption]:
+    return [outcome for outcome in outcomes if isinstance(outcome, ClusterOption)]
+
+
 def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
-    constraints = {"deadline_s": None, "budget_usd": None, **limits}
-    cluster = make_cluster(find_gpu("a100-80gb"), num_gpus)
-    return list(options_of(job(num_gpus), cluster, **constraints))
+    return fitting(every_outcome([cluster_job(job(num_gpus))], Limits(**limits)))
 
 
 def test_counts_are_powers_of_two_up_to_the_limit() -> None:
@@ -46,15 +52,25 @@ def test_counts_are_powers_of_two_up_to_the_limit() -> None:
     assert counts(100) == (1, 2, 4, 8, 16, 32, 64)
 
 
-@pytest.mark.parametrize("num_gpus", [1, 4])
-def test_the_coarse_walk_is_never_faster_than_the_plan(num_gpus: int) -> None:
-    workload = job(num_gpus)
-    plan = plan_workload(workload)
+def test_a_cluster_is_what_a_plan_of_it_takes() -> None:
+    """Nothing fits on the cards alone, and no offloading was tried: a plan does."""
+    workload = job(2, "rtx-4090", "Qwen/Qwen2.5-7B", "full")
+    (option,) = fitting(every_outcome([cluster_job(workload)], Limits()))
+    plan = plan_workload(workload, explained=False)
     assert isinstance(plan, Plan)
-    point = best_of(workload)["lora"]
-    assert point is not None
-    assert point.peak_device_bytes <= workload.budget_bytes
-    assert point.tokens_per_s <= plan.chosen.tokens_per_s * (1 + LAYOUT_GAIN_FRACTION)
+    assert option.candidate == plan.chosen
+    assert option.candidate.setup.offload != "none"
+
+
+def test_the_picks_of_all_clusters_are_among_those_that_decide() -> None:
+    jobs = [cluster_job(job(num, gpu)) for gpu in ("t4", "rtx-4090", "a100-80gb") for num in (1, 2)]
+    options = fitting(every_outcome(jobs, Limits()))
+    for limits in (Limits(), Limits(deadline_s=900.0), Limits(budget_usd=0.01)):
+        every = [replace(option, meets=limits.keep(option.duration_s, option.cost_usd)) for option in options]
+        deciding = fitting(deciding_outcomes(jobs, limits))
+        for pick in (smallest, cheapest, fastest, nearest) if any(option.meets for option in every) else (nearest,):
+            assert pick(every) == pick(deciding)
+        assert len(deciding) < len(every)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
@@ -63,18 +79,6 @@ def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
     assert option.duration_s == pytest.approx(10_000_000 / option.candidate.tokens_per_s)
     assert option.cost_usd == pytest.approx(option.duration_s / 3600 * 2.0 * num_gpus)
     assert option.candidate.setup.num_gpus == num_gpus
-
-
-@pytest.mark.parametrize("gpu", ["t4", "h100-sxm"])
-@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
-def test_the_coarse_walk_leaves_no_dimension_without_a_value(objective: str, gpu: str) -> None:
-    """ORPO has the full loss alone, which the coarse walk left out: a job too large ended in a traceback."""
-    fixed = {"objective": (objective,)}
-    workload = plan_request("Qwen/Qwen2.5-1.5B", gpu, fixed=fixed, global_batch=32)
-    values = dimension_values(workload)
-    assert {name for name, choices in coarse_values(workload).items() if not choices} <= {
-        name for name, choices in values.items() if not choices
-    }
 
 
 def test_a_preference_that_no_number_of_gpus_fits_is_refused_with_its_bytes() -> None:

@@ -1,0 +1,224 @@
+"""Which cluster for a piece of work: what `plan` takes on every GPU of a list in every number, with time and cost, on
+the formula level."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+
+from planner.core.errors import UsageError
+from planner.core.records import dataclass
+from planner.hardware.cluster import Cluster
+from planner.memory.workload import Workload
+from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import candidate
+from planner.planning.decision.choosing import spaces
+from planner.planning.decision.layouts import FIELDS
+from planner.planning.decision.node import Node, node_of_setup
+from planner.planning.groups import WalkCache
+from planner.planning.plan import NoPlan
+from planner.planning.space import dimension_values, micro_batches
+from planner.planning.useful import cost_usd, job_s
+from planner.planning.walk import walk
+from planner.setup.outcome import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOption:
+    """One method on one cluster.
+
+    Attributes:
+        workload: what is asked of it.
+        node: what is trained.
+        duration_s: for all tokens asked for; cost_usd: for all GPUs that long, None without a price.
+        meets: whether it keeps deadline and budget.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    node: Node
+    candidate: Candidate
+    duration_s: float
+    cost_usd: float | None
+    meets: bool
+
+
+def counts(max_gpus: int) -> tuple[int, ...]:
+    """Numbers of GPUs to try: powers of two up to the largest allowed."""
+    return tuple(1 << power for power in range(max_gpus.bit_length()) if 1 << power <= max_gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a job may take and what it may cost; None: no matter."""
+
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+
+    def keep(self, duration_s: float, cost: float | None) -> bool:
+        """Whether a job of this time and cost keeps them; one without a price keeps no budget."""
+        if self.deadline_s is not None and duration_s > self.deadline_s:
+            return False
+        return self.budget_usd is None or (cost is not None and cost <= self.budget_usd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One method on one cluster, before it is planned.
+
+    Attributes:
+        workload: its `cluster` is None with one GPU; the size of its data is known, its method fixed.
+        cluster: the same, also for one GPU.
+    """
+
+    workload: Workload
+    cluster: Cluster
+
+    def option(self, limits: Limits, cache: WalkCache) -> ClusterOption | None:
+        """What `plan` takes; None where nothing fits.
+
+        Raises:
+            UsageError: no setup can be.
+        """
+        answer = plan_workload(self.workload, cache=cache, num_ranked=1, helped=False, explained=False)
+        duration_s = job_s(answer.workload, answer.subject)
+        if isinstance(answer, NoPlan) or duration_s is None:
+            return None
+        cost = cost_usd(self.workload, duration_s)
+        return ClusterOption(
+            cluster=self.cluster,
+            node=node_of_setup(answer.chosen.setup),
+            candidate=answer.chosen,
+            workload=self.workload,
+            duration_s=duration_s,
+            cost_usd=cost,
+            meets=limits.keep(duration_s, cost),
+        )
+
+    def ideal_s(self, cache: WalkCache) -> float:
+        """Seconds that no plan of it beats: every GPU at the pace of one alone that has memory for the largest
+        micro-batches, recomputes nothing and sends nothing. 0 where that is no setup: it is not known."""
+        fixed = {name: values for name, values in self.workload.fixed.items() if name not in FIELDS}
+        alone, best = replace(self.workload, cluster=None, fixed=fixed), math.inf
+        with suppress(UsageError):
+            for request, values in spaces(alone, dimension_values(alone)):
+                unchecked = {"checkpointing": values["checkpointing"][:1], "activation_offload": (False,)}
+                batches = values.get("micro_batch_seqs") or micro_batches(alone.global_batch_seqs)[-2:]
+                points = walk(request, {**values, **unchecked, "micro_batch_seqs": batches}, cache=cache)
+                point = max(points, key=lambda point: point.tokens_per_s, default=None)
+                if point is not None:
+                    best = min(best, job_s(alone, candidate(alone, point.setup)) or best)
+        return best / self.cluster.num_gpus if math.isfinite(best) else 0.0
+
+
+Outcome = ClusterOption | UsageError | None
+"""Of a job: what `plan` takes, why no setup can be, or None where nothing fits."""
+
+
+def every_outcome(jobs: Iterable[Job], limits: Limits) -> list[Outcome]:
+    """What becomes of each job of one method."""
+    return _Plans(limits).all_of(jobs)
+
+
+def deciding_outcomes(jobs: Sequence[Job], limits: Limits) -> list[Outcome]:
+    """What becomes of the jobs of one method among which the smallest, the cheapest and the fastest are.
+
+    They are planned in the order of what they could be at best (`Job.ideal_s`) until no other could be better; the
+    smallest by bisection, as of clusters of one number of GPUs that of more memory fits what one of less does.
+    """
+    plans, cache = _Plans(limits), WalkCache()
+    pace: dict[str, float] = {}  # by card: seconds on one
+    ideal_s: dict[int, float] = {}
+    for job in jobs:
+        card, num = job.workload.gpu.key, job.cluster.num_gpus
+        if card not in pace:
+            pace[card] = job.ideal_s(cache) * num
+        ideal_s[id(job)] = pace[card] / num
+    costs = {id(job): cost_usd(job.workload, ideal_s[id(job)]) for job in jobs}
+    could = [job for job in jobs if limits.keep(ideal_s[id(job)], costs[id(job)])]
+    priced = [(cost, job) for job in could if (cost := costs[id(job)]) is not None]
+    for cost, job in sorted(priced, key=lambda entry: (entry[0], entry[1].cluster.num_gpus)):
+        best = cheapest(plans.options)
+        if best is not None and (best.cost_usd or 0.0) <= cost:
+            break
+        plans.of(job)
+    for pick, rest in ((fastest, could), (nearest, jobs)):  # the nearest counts where nothing keeps the limits
+        for job in sorted(rest, key=lambda job: ideal_s[id(job)]):
+            best = fastest(plans.options) or pick(plans.options)
+            if best is not None and best.duration_s <= ideal_s[id(job)]:
+                break
+            plans.of(job)
+    size = attrgetter("cluster.num_gpus", "workload.memory_bytes")
+    for _, of_number in groupby(sorted(could, key=size), lambda job: job.cluster.num_gpus):
+        sizes = [[*of_size] for _, of_size in groupby(of_number, size)]
+        first = bisect_left(sizes, True, key=lambda of_size: any(map(_fits, plans.all_of(of_size))))
+        if any(_meets(outcome) for of_size in sizes[first:] for outcome in plans.all_of(of_size)):
+            break
+    return plans.outcomes
+
+
+def _fits(outcome: Outcome) -> bool:
+    return isinstance(outcome, ClusterOption)
+
+
+def _meets(outcome: Outcome) -> bool:
+    return isinstance(outcome, ClusterOption) and outcome.meets
+
+
+class _Plans:
+    """The plans of jobs of one method, each made once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._caches: dict[int, WalkCache] = {}
+        self._outcomes: dict[int, Outcome] = {}
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self._outcomes.values())
+
+    @property
+    def options(self) -> list[ClusterOption]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, ClusterOption)]
+
+    def all_of(self, jobs: Iterable[Job]) -> list[Outcome]:
+        return [self.of(job) for job in jobs]
+
+    def of(self, job: Job) -> Outcome:
+        if id(job) not in self._outcomes:
+            cache = self._caches.setdefault(job.cluster.num_gpus, WalkCache())
+            try:
+                self._outcomes[id(job)] = job.option(self._limits, cache)
+            except UsageError as error:
+                self._outcomes[id(job)] = error
+        return self._outcomes[id(job)]
+
+
+def smallest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The fewest GPUs that keep deadline and budget; of those the least memory, then the fastest."""
+    kept = [option for option in options if option.meets]
+    return min(
+        kept,
+        key=lambda option: (option.cluster.num_gpus, option.workload.memory_bytes, option.duration_s),
+        default=None,
+    )
+
+
+def cheapest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The least cost that keeps deadline and budget; of equals the fewer GPUs."""
+    kept = [option for option in options if option.meets and option.cost_usd is not None]
+    return min(kept, key=lambda option: (option.cost_usd, option.cluster.num_gpus), default=None)
+
+
+def fastest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The shortest time that keeps deadline and budget; of equals the fewer GPUs."""
+    kept = [option for option in options if option.meets]
+    return min(kept, key=lambda option: (option.duration_s, option.cluster.num_gpus), default=None)
+
+
+def nearest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """Where nothing keeps the limits: the fastest of what fits, because more time or money would make it do."""
+    return min(options, key=lambda option: option.duration_s, default=None)
