@@ -163,6 +163,8 @@ def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     that is not followed exactly."""
     more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
     below, above = prediction.memory_band
+    if config is not None and config.label_tokens:  # nothing takes less of the card than by the shorter of both
+        below = max(below, 1 - config.label_tokens / config.setup.seq_len_tokens)
     return Band(min(0.95, below + more), above + more)
 
 

@@ -175,6 +175,7 @@ class _Script:
         if "precision" in self.missing and fields["precision"] == "fp32":
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
+        label_tokens = self._label_tokens(fields["seq_len_tokens"])
         dataset = plain(self.program.module.names.get("DATASET"))
         return config(
             TOOLS[UNSLOTH if self.unsloth else FORMAT],
@@ -192,6 +193,7 @@ class _Script:
             if self.training_run.arguments is not None
             else 0,
             eval_seqs=self._evaluated(),
+            label_tokens=label_tokens,
             eval_logits=evaluating.keeps_logits(self.training_run.trainer, arguments),
             beside_bytes=self.beside_bytes,
             sources=tuple(dict.fromkeys(self.program.sources)),
@@ -508,6 +510,19 @@ class _Script:
         )
         if why:
             self.missing["seq_len_tokens"] = why
+        return tokens
+
+    def _label_tokens(self, seq_len_tokens: int) -> int:
+        """To how many tokens an encoder-decoder's labels are cut, where inputs are cut to more; else 0."""
+        if self.model is None or not self.model.is_encoder_decoder or self.model.front_end is not None:
+            return 0
+        cuts = [int(value.data) for value in cut_lengths(self.program)]
+        tokens = min((cut for cut in cuts if 0 < cut < seq_len_tokens), default=0)
+        if tokens:
+            self.arguments.approximate(
+                f"labels are cut to {tokens:,} tokens and counted with the inputs' {seq_len_tokens:,}: memory and time "
+                "are upper bounds (plan trace -- python FILE counts both)"
+            )
         return tokens
 
     def _layout(self, constants: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,8 @@ class ReadConfig:
         lacks: settings that the version of this file does not have, of those that `--fix` writes.
         call_line: of a program, the line of the call that holds the training arguments.
         eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
+        label_tokens: to how many tokens an encoder-decoder's labels are cut, where those are fewer than its inputs', as
+            which they are counted; 0: as many.
         eval_logits: whether metrics are computed from their logits.
         beside_bytes: what else lies on the GPU while it trains, as a person said.
         loaded_again: where, and in which type, the program loads the model onto the GPU once more after its training,
@@ -133,6 +135,7 @@ class ReadConfig:
     lacks: tuple[str, ...] = ()
     call_line: int = 0
     eval_seqs: int = 0
+    label_tokens: int = 0
     eval_logits: bool = False
     beside_bytes: int = 0
     loaded_again: tuple[str, str] = ("", "")
