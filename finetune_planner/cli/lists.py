@@ -13,6 +13,7 @@ from planner.core.errors import EXIT_ENVIRONMENT, UsageError
 from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.options.absent import absent
+from planner.options.adapters import ADAPTERS
 from planner.setup.interchange import to_jsonable
 from reports.lists import ModelRow, render_gpus, render_models
 
@@ -65,9 +66,15 @@ WIDTH = 80
 
 
 def glossary() -> dict[str, str]:
-    """Word -> what it means."""
+    """Word -> what it means; kinds of adapters by their own table."""
     text = (files("planner.data") / "glossary.csv").read_text(encoding="utf-8")
-    return {row["word"]: row["meaning"] for row in csv.DictReader(text.splitlines())}
+    words = {row["word"]: row["meaning"] for row in csv.DictReader(text.splitlines())}
+    for row in ADAPTERS.values():
+        if row.name != "lora":
+            named = row.title if plain(row.title).startswith(plain(row.name)) else f"{row.name} ({row.title})"
+            published = f"Published: {row.quality}. " if row.quality else ""
+            words[named] = f"An adapter: {row.what}. {published}Source: {row.source}."
+    return words
 
 
 def plain(word: str) -> str:

@@ -142,6 +142,7 @@ _ROWS = (
     Adapter(
         name="rslora",
         title="rank-stabilised LoRA",
+        what="LoRA whose scale is alpha over the root of the rank, not over the rank",
         shapes=_lora,
         start_only=True,
         config="LoraConfig",

@@ -4,6 +4,7 @@ import pytest
 
 from finetune_planner.cli.app import run
 from finetune_planner.cli.lists import glossary, plain
+from planner.options.adapters import ADAPTERS
 from planner.options.optimizers import OPTIMIZERS
 
 
@@ -16,6 +17,14 @@ def test_a_word_is_found_however_it_is_written(capsys: pytest.CaptureFixture[str
 def test_an_unknown_word_is_an_error_with_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "adamw-fusd"]) == 2
     assert "hint: near it: adamw-fused" in capsys.readouterr().err
+
+
+def test_every_kind_of_adapter_is_explained_from_its_own_row(capsys: pytest.CaptureFixture[str]) -> None:
+    for row in ADAPTERS.values():
+        assert run(["explain", row.name]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert row.what in out
+        assert row.title.lower() in out.lower()
 
 
 def test_the_words_of_a_usual_plan_are_in_the_glossary() -> None:
