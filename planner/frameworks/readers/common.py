@@ -339,8 +339,12 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     return "fp16" if fp16 else None
 
 
-IN_FLOAT32 = (*LIKE_BERT, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "t5")
-"""Types of models whose checkpoints are published in float32, and say so nowhere but in their tensors."""
+IN_FLOAT32 = (*LIKE_BERT, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "modernbert", "t5")
+"""Types of models whose checkpoints are published in float32, where their configuration at hand does not say it.
+
+Source: of ModernBERT transformers' tests/models/modernbert test_inference_masked_lm (loaded as it is stored, right to
+1e-4) and github.com/plantcad/genecad/pull/24.
+"""
 
 
 def stored_dtype(model: ModelSpec | None) -> str:
