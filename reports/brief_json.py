@@ -91,9 +91,11 @@ class BriefInstead:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefLaunch:
-    """The files written for one target, what starts them, and what is predicted of them, or why there are none."""
+    """The files written for one target, what starts them in the plan's directory (`command`), what installs and starts
+    them from here (`run`), and what is predicted of them, or why there are none."""
 
     target: str
+    run: str
     command: str
     files: tuple[str, ...]
     notes: tuple[str, ...]
@@ -256,6 +258,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
         )
     else:
         would_fit = tuple(clean(remedy.action) for remedy in answer.remedies if remedy.fits)
+    extras = extras_from_dict(document)
     short = BriefPlan(
         schema_version=SCHEMA_VERSION,
         kind=answer.kind,
@@ -272,11 +275,12 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
         launch=tuple(
             BriefLaunch(
                 target=launch.target,
+                run=extras.run.get(launch.target, ""),
                 command=launch.command,
                 files=tuple(file.path for file in launch.files),
                 notes=launch.notes,
             )
-            for launch in extras_from_dict(document).launch
+            for launch in extras.launch
         ),
         notes=tuple(clean(note) for note in notes_of(answer)),
     )

@@ -35,7 +35,7 @@ class LaunchTarget:
     """One tool to run the plan with.
 
     Attributes:
-        command: what starts the run; empty where the tool cannot run this setup.
+        command: what starts the run, in the plan's directory; empty where the tool cannot run this setup.
         notes: what is predicted of it, what the tool runs otherwise than planned, or why it cannot run it.
         peak_device_bytes, level: the predicted peak of what it really runs; 0 and "" where it has no files.
     """
@@ -107,13 +107,15 @@ class SensitivityPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Everything beside the plan. `environment` maps a name to a version or a value."""
+    """Everything beside the plan. `environment` maps a name to a version or a value; `run` a target to what installs
+    and starts it from where the command was typed, in its answer alone: a plan.json may be moved."""
 
     planner_version: str = ""
     created: str = ""
     command: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     launch: tuple[LaunchTarget, ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
     timeline: Timeline | None = None
     sensitivity: tuple[SensitivityPoint, ...] = ()
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,13 +192,14 @@ class _Written:
     """The answer, and what became of its files.
 
     Attributes:
-        sentences: one for each launch file; following: the command that starts one.
+        sentences: one for each launch file; run: target -> what installs and starts it; following: what to type next.
         problem: why the files could not be written: a full disk must not cost the answer.
     """
 
     plan: Plan | NoPlan
     launches: tuple[Launch, ...] = ()
     sentences: tuple[str, ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
     following: str = ""
     problem: EnvironmentProblem | None = None
 
@@ -205,7 +207,7 @@ class _Written:
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
     from finetune_planner.cli.trace import sentences, trace_files, with_trace, withdraw
-    from finetune_planner.cli.writing import launch_sentences, next_command, write_out
+    from finetune_planner.cli.writing import launch_sentences, next_command, run_commands, write_out
 
     timeline = chosen_timeline(written.plan)
     write = partial(
@@ -221,6 +223,7 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
             written.launches = write(written.plan, traces=traces)
             withdraw(before, written.launches, folder)
         written.sentences = launch_sentences(written.launches, named=bool(files.target))
+        written.run = run_commands(written.launches, folder)
         written.following = next_command(written.launches, folder)
         if verify:
             written.sentences = (*written.sentences, *sentences(written.launches))
@@ -243,7 +246,7 @@ def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_js
         from reports.plan_json import plan_to_dict
 
         launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
-        print_json(plan_to_dict(written.plan, extras={"launch": launch} if launch else {}))
+        print_json(plan_to_dict(written.plan, extras={"launch": launch, "run": dict(written.run)} if launch else {}))
         print("\n".join(written.sentences), end="\n" * bool(written.sentences), file=sys.stderr)
     else:
         following, sentences = written.following, written.sentences

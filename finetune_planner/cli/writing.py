@@ -116,14 +116,18 @@ def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, .
 
 
 def next_command(launches: Sequence[Launch], folder: Path) -> str:
-    """The command that installs and starts, on a bare machine, the first target whose files were written and that can
-    run."""
-    place = shlex.quote(str(folder))
-    for launch in launches:
-        if launch.files and launch.complete and len(launch.about) == 1:
-            run = "bash launch/run.sh"
-            return f"cd {place} && {run} install {launch.target} && {run} {launch.target}"
-    return f"open {place}/report.html"
+    """The first target's of `run_commands`."""
+    return next(iter(run_commands(launches, folder).values()), f"open {shlex.quote(str(folder))}/report.html")
+
+
+def run_commands(launches: Sequence[Launch], folder: Path) -> dict[str, str]:
+    """What installs and starts, on a bare machine, each target whose files were written and that can run."""
+    run = "bash launch/run.sh"
+    return {
+        launch.target: f"cd {shlex.quote(str(folder))} && {run} install {launch.target} && {run} {launch.target}"
+        for launch in launches
+        if launch.files and launch.complete and len(launch.about) == 1
+    }
 
 
 def check_launch_words(targets: Sequence[str] | None, folder: Path | None) -> None:

@@ -98,6 +98,8 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
     if written:
         assert problems(validator, json.loads(Path("plan", "plan.json").read_text())) == []
         assert any(launch["files"] for launch in short.get("launch", ())) == (code == 0)
+        starts = [launch.get("run", "") for launch in short.get("launch", ())]
+        assert any(start.startswith("cd plan && bash launch/run.sh install ") for start in starts) == (code == 0)
     if "workload" in whole:
         assert problems(validator, whole) == []
         whole = whole["chosen" if whole["kind"] == "plan" else "nearest"]
