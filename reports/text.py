@@ -11,6 +11,7 @@ from planner.core.notes import Place, place_of
 from planner.core.redaction import without_secrets
 from planner.core.units import count, gib, percent, seconds
 from planner.memory.workload import PRICE_GIVEN, Workload
+from planner.planning.lora_rank import floor_of
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
 from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction, ProbeFailure, Verdict, speed_level
@@ -355,10 +356,10 @@ def rank_peaks_rows(candidate: Candidate) -> list[tuple[str, str, str, str]]:
 
 def rank_floor_sentence(plan: Plan) -> str:
     """The rule below which the LoRA rank did not go, empty for full fine-tuning."""
-    reason = clean(plan.workload.min_rank_reason).rstrip(".")
-    if not reason or plan.chosen.setup.method == "full":
+    if plan.chosen.setup.method == "full":
         return ""
-    return f"LoRA rank floor {plan.workload.min_rank}: {reason}."
+    floor, reason = floor_of(plan.workload, plan.chosen.setup.lora_targets)
+    return f"LoRA rank floor {floor}: {clean(reason).rstrip('.')}." if reason else ""
 
 
 def space_sentence(answer: Plan | NoPlan) -> str:

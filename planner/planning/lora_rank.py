@@ -1,5 +1,6 @@
 """The LoRA rank floor: rank trades quality for speed, so a search for the fastest setup must not choose it freely."""
 
+from planner.memory.workload import MIN_RANK_GIVEN, Workload
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears, num_lora_params
 
@@ -45,3 +46,19 @@ def rank_floor(model: ModelSpec, targets: str | tuple[str, ...], dataset_tokens:
         f"the ~1 bit of each of {dataset_tokens:,} tokens"
     )
     return rank, reason
+
+
+def floor_of(workload: Workload, targets: str | tuple[str, ...]) -> tuple[int, str]:
+    """The rank floor of a workload where these matrices are adapted, and the rule that gave it: the workload's own is
+    of those that it was made for, or was asked for."""
+    made_for = workload.fixed.get("lora_targets", ("all-linear",))[0]
+    asked_for = "lora_rank" in workload.fixed or workload.min_rank_reason in ("", MIN_RANK_GIVEN)
+    if targets == made_for or asked_for:
+        return workload.min_rank, workload.min_rank_reason
+    return rank_floor(workload.model, targets, workload.data.epoch_tokens)
+
+
+def planned_ranks(workload: Workload, targets: str | tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks that are looked at where these matrices are adapted: the user's, or the floor and its double."""
+    floor, _ = floor_of(workload, targets)
+    return workload.fixed.get("lora_rank") or tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,)

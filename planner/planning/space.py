@@ -25,6 +25,7 @@ from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
 from planner.planning.expressed import branches_as_run
+from planner.planning.lora_rank import planned_ranks
 from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, METHODS, XFORMERS
@@ -83,6 +84,7 @@ def dimension_values(workload: Workload) -> Values:
         if "lora_targets" not in workload.fixed:
             grouped = STACKS[_branch_stack(workload)].grouped_experts
             values["lora_targets"] = (EXPERT_TARGETS if grouped else "attention",)
+            values["lora_rank"] = planned_ranks(workload, values["lora_targets"][0])
         attention = supported_attentions(workload.model, workload.gpu)[0]
         fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
         packed = TrainSetup(method="qlora", attention=attention, stack=_branch_stack(workload), **fields)
@@ -109,7 +111,7 @@ def dimension_values(workload: Workload) -> Values:
 
 def _open_values(workload: Workload) -> Values:
     """What a plan chooses from where nothing is fixed, with the packages that are there."""
-    gpu, floor = workload.gpu, workload.min_rank
+    gpu = workload.gpu
     half = "bf16" if gpu.bf16 else "fp16"
     pairs: tuple[tuple[str, str | None], ...] = ((half, half), (half, None), ("fp32", half))
     if half == "fp16" and workload.model.model_type in FP16_DIVERGES and workload.targets[:1] != ("unsloth",):
@@ -123,7 +125,7 @@ def _open_values(workload: Workload) -> Values:
         "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
         "quantization": ("none", "int8", *["nf4"] * plain, "nf4-double"),
         "kbit_fp32_cast": (False, True),
-        "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
+        "lora_rank": planned_ranks(workload, workload.fixed.get("lora_targets", ("all-linear",))[0]),
         "lora_targets": ("all-linear",),
         "optimizer": PLANNED_OPTIMIZERS,
         "attention": (*supported_attentions(workload.model, gpu), *xformers),

@@ -18,6 +18,7 @@ from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import ONE_GPU
 from planner.planning.decision.results import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
 from planner.planning.groups import WalkCache
+from planner.planning.lora_rank import floor_of, planned_ranks
 from planner.planning.plan import CorrectionKey, NoPlan, Plan, correction_key
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
@@ -233,6 +234,20 @@ def test_rank_floor_grows_with_the_data_set() -> None:
     large = plan_request(data=Data(epoch_tokens=2_000_000_000)).min_rank
     assert small < large
     assert "bits" in plan_request(data=Data(epoch_tokens=100_000)).min_rank_reason
+
+
+def test_a_mixture_whose_attention_alone_is_adapted_has_the_rank_of_those_matrices() -> None:
+    """Qwen3-30B-A3B by hand: q and o 2,048 x 4,096, k and v 2,048 x 512, 17,408 parameters a rank in each of 48 layers;
+    100 M tokens want 50 M parameters, rank 64. Every expert's adapters, of which none is trained, would hold them at 2.
+    """
+    data = Data(epoch_tokens=100_000_000)
+    workload = plan_request("Qwen/Qwen3-30B-A3B", "h100-sxm", fixed={"method": ("lora",)}, data=data)
+    assert workload.min_rank == 2
+    floor, reason = floor_of(workload, "attention")
+    assert (floor, floor_of(workload, "all-linear")[0]) == (64, 2)
+    assert f"{64 * 17_408 * 48:,}" in reason
+    assert planned_ranks(workload, "attention") == (64, 128)
+    assert floor_of(replace(workload, fixed={"lora_rank": (8,)}, min_rank=8), "attention")[0] == 8
 
 
 def test_full_fine_tuning_that_nobody_asked_for_stands_beside() -> None:

@@ -197,7 +197,7 @@ def test_attention_alone_is_adapted_where_no_lora_on_all_matrices_surely_fits(
     sure: tuple[object, ...], fixed: dict[str, Any], fewer: bool
 ) -> None:
     request = replace(workload(), fixed=fixed)
-    expected = {**ALL, "method": ("lora",), "lora_targets": ("attention",)} if fewer else {}
+    expected = {**ALL, "method": ("lora",), "lora_targets": ("attention",), "lora_rank": (16, 32)} if fewer else {}
     assert policy.fewer_matrices(request, ALL, sure) == expected
 
 

@@ -29,6 +29,7 @@ from planner.options.rollouts import GENERATORS
 from planner.options.stacks import DEFAULT, STACKS, TARGET_ROWS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.layouts import layout_order
+from planner.planning.lora_rank import planned_ranks
 from planner.samples.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
@@ -349,7 +350,8 @@ def fewer_matrices(
         return {}
     if not any(layer.attention is not None for layer in workload.model.layer_kinds):
         return {}
-    return {**values, "method": ("lora",), "lora_targets": ("attention",)}
+    ranks = planned_ranks(workload, "attention")
+    return {**values, "method": ("lora",), "lora_targets": ("attention",), "lora_rank": ranks}
 
 
 def opened_workloads(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Workload]:
