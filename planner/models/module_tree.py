@@ -42,7 +42,7 @@ as transformers saves it, and its spec."""
 _OF_NO_TREE = frozenset(
     {
         *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
-        *("initializer_range", "transformers_version", "quantization_config"),
+        *("decoder_start_token_id", "initializer_range", "transformers_version", "quantization_config"),
     }
 )
 """Keys of a configuration that decide no module's shape: a fine-tune's are often other than its base's."""

@@ -76,3 +76,13 @@ def test_a_copy_of_a_model_works_everything_out_anew() -> None:
     for same in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert same == model
         assert same.once("kept", lambda _: 2) == 2
+
+
+def test_an_encoder_decoder_says_what_its_decoder_begins_with() -> None:
+    """Its loss shifts labels behind that token. T5's is its padding, 0.
+
+    Source: transformers' documentation of T5, "T5 uses the pad_token_id as the starting token for decoder_input_ids".
+    """
+    rows = [entry.config for entry in catalogue.entries() if entry.config.get("is_encoder_decoder")]
+    assert all(isinstance(config.get("decoder_start_token_id"), int) for config in rows)
+    assert {config["decoder_start_token_id"] for config in rows if config["model_type"] == "t5"} == {0}
