@@ -20,6 +20,7 @@ from planner.frameworks.readers.rewrite import in_cells, rewrite
 from planner.frameworks.readers.shell import SUFFIXES, commands
 from planner.frameworks.tools import PROGRAMS, tool_of
 from planner.frameworks.tools.field import changed_fields
+from planner.frameworks.tools.transformers import HANDED
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 
@@ -77,7 +78,9 @@ class _Fixing:
         self.file, self.config, self.improved, self.spec, self.request = file, config, improved, spec, request
         self.edits = edits_of(config, improved)
         named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
-        self.places = {key: place for key, of in named.items() if (place := config.origins.get(of))}
+        self.places = {
+            key: place for key, of in named.items() if key != HANDED and (place := config.origins.get(of))
+        }  # what hands the weights' type on stands nowhere yet, autocast's switch does
         self.around = FileContext(
             num_gpus=improved.setup.num_gpus,
             roots=roots_of(file),

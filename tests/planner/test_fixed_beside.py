@@ -154,6 +154,21 @@ def test_what_others_have_too_or_is_computed_is_left(name: str, tmp_path: Path) 
     assert not list(tmp_path.glob("*.fixed.*"))
 
 
+def test_the_weights_type_of_a_model_that_the_trainer_loads_is_handed_on(tmp_path: Path) -> None:
+    """TRL loads what it is named in float32; what hands it another type is a setting of its arguments."""
+    named = program("", "8", "2").replace("SFTTrainer(model,", 'SFTTrainer("Qwen/Qwen2.5-1.5B",')
+    named = "\n".join(line for line in named.splitlines() if not line.startswith("model =")) + "\n"
+    answer = fixed(tmp_path, {"train.py": named}, precision="bf16-autocast")
+    (text,) = answer.texts.values()
+    assert 'model_init_kwargs={"dtype": "bfloat16"}' in text
+    assert "bf16=True" in text
+    handed = named.replace("bf16=True", 'bf16=True, model_init_kwargs={"dtype": "float32"}')
+    for other in (handed, program("", "8", "2")):
+        (tmp_path / "other.py").write_text(other)
+        config = read_config(tmp_path / "other.py", model=MODEL)
+        assert not config.allows(config.setup.replace(precision="bf16-pure"), in_place=True)
+
+
 def test_a_path_that_is_no_literal_is_said(tmp_path: Path) -> None:
     script = program("c = yaml.safe_load(open(sys.argv[1]))\n", "c['b']", "c['s']")
     answer = fixed(tmp_path, {"t.py": script, "mine.yaml": "b: 8\ns: 2\n"}, sets=("mine.yaml",))

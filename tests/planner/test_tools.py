@@ -30,7 +30,7 @@ def test_no_fix_takes_a_value_for_which_a_tool_has_no_word(name: str) -> None:
     setup = TrainSetup()
     for of, values in {"optimizer": OPTIMIZERS, "attention": ATTENTIONS[:3]}.items():
         for after in (setup.replace(**{of: value}) for value in values):
-            if TOOLS[name].fixes(setup, after):
+            if TOOLS[name].fixes({}, setup, after):
                 TOOLS[name].edits({}, setup, after, "a.yaml")
 
 

@@ -27,6 +27,7 @@ from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
+from planner.frameworks.tools.transformers import HANDED
 from planner.frameworks.tools.unsloth import converted, own_kernels
 from planner.memory.attention_kernels import default_attention
 from planner.models.stored import stored_method
@@ -184,7 +185,7 @@ class _Script:
             model_id=model_id,
             origins=self._origins(parts),
             dataset=dataset if isinstance(dataset, str) else None,
-            keys=self.transformers.keys,
+            keys={**self.transformers.keys, **self._handed_key()},
             only=self.transformers.only,
             older=self.transformers.older,
             lacks=self.transformers.lacks,
@@ -396,14 +397,8 @@ class _Script:
             return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
         if cast := program_changes.cast(self.training_run):
             return common.precision(self.arguments, cast, autocast, method)
-        by_name = (
-            self.trl
-            and self.training_run.loader is None
-            and self.training_run.model is not None
-            and self.objective_spec.name != "orpo"
-        )
-        default = self.defaults.dtype if by_name and self.defaults.dtype else self.transformers.dtype
-        if by_name and self.defaults.dtype:
+        default = self.defaults.dtype if self._by_name() else self.transformers.dtype
+        if self._by_name():
             if not loader.has(key):
                 loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.label}")
             return common.precision(self.arguments, common.weight_dtype(loader, key, default), autocast, method)
@@ -415,6 +410,17 @@ class _Script:
             loader.assume(f"no dtype on from_pretrained: {taken}")
         weights = common.weight_dtype(loader, key, default)
         return common.precision(self.arguments, weights, autocast, method)
+
+    def _by_name(self) -> bool:
+        """Whether TRL's trainer is named the model, and loads it in a type of its own."""
+        named = self.training_run.loader is None and self.training_run.model is not None
+        return bool(self.trl and named and self.objective_spec.name != "orpo" and self.defaults.dtype)
+
+    def _handed_key(self) -> dict[str, str]:
+        """What of the arguments says the type of such a model, where they say nothing of its loading yet."""
+        made, handed = self.training_run.arguments, self.training_run.handed
+        of_trl = isinstance(made, CallResult) and made.name.endswith("Config")
+        return {"precision": HANDED} if of_trl and handed is None and self._by_name() and not self.unsloth else {}
 
     def _trainer_prepares(self, quantization: str) -> bool:
         """Whether TRL prepares the quantized base by itself."""

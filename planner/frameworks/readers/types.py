@@ -148,7 +148,7 @@ class ReadConfig:
         fits = all(getattr(after, name) in values for name, values in self.only.items())
         if not fits or not in_place:
             return fits and tool.runs(self.setup, after)
-        return tool.fixes(self.setup, after) and not (self.lacks and self._beyond(after))
+        return tool.fixes(self.keys, self.setup, after) and not (self.lacks and self._beyond(after))
 
     def _beyond(self, after: TrainSetup) -> bool:
         """Whether a changed setup needs a setting that the version does not have, beside what it does anyhow."""

@@ -23,7 +23,8 @@ class Field:
         more: settings that say the field together with it.
         default: what the tool takes where the file says nothing; None where that hangs on more than this setting.
         words: the setup's value -> the file's; None: the same.
-        fix: whether `--fix` may write it; `edit`: what it writes, where that is more than the value.
+        fix: whether `--fix` may write it, or the only key in a file under which it may; `edit`: what it writes, where
+            that is more than the value.
         fixes: the only values that `--fix` can say with it; (): all.
         runs: the only values that the tool can run; (): all.
     """
@@ -34,7 +35,7 @@ class Field:
     more: tuple[str, ...] = ()
     default: Any = None
     words: Mapping[Any, Any] | None = None
-    fix: bool = True
+    fix: bool | str = True
     edit: Edit | None = None
     fixes: tuple[Any, ...] = ()
     runs: tuple[Any, ...] = ()
@@ -43,6 +44,10 @@ class Field:
     def names(self) -> tuple[str, ...]:
         """Every name that stands for it, without its block."""
         return tuple(name.rpartition(".")[2] for name in (self.key, *self.older, *self.more))
+
+    def fixable(self, key: str) -> bool:
+        """Whether `--fix` may write it where it is `key` in the file."""
+        return self.fix if isinstance(self.fix, bool) else self.fix == key
 
     def spelled(self, value: Any) -> Any:
         """The setup's value as the file says it."""
@@ -92,11 +97,12 @@ class Tool:
                 return False
         return True
 
-    def fixes(self, before: TrainSetup, after: TrainSetup) -> bool:
-        """Whether `--fix` can write a changed setup into a file that says the first."""
+    def fixes(self, keys: Mapping[str, str], before: TrainSetup, after: TrainSetup) -> bool:
+        """Whether `--fix` can write a changed setup into a file that says the first; `keys`: as `edits` has them."""
         for of in _written_fields(before, after):
             field = self.field(of)
-            if field is None or not field.fix or (field.fixes and getattr(after, of) not in field.fixes):
+            fixable = field is not None and field.fixable(keys.get(of, field.key))
+            if field is None or not fixable or (field.fixes and getattr(after, of) not in field.fixes):
                 return False
         return self.runs(before, after)
 
@@ -112,7 +118,7 @@ class Tool:
         edits: dict[str, Any] = {}
         for of in _written_fields(before, after):
             field = self.field(of)
-            if field is None or not field.fix:
+            if field is None or not field.fixable(keys.get(of, field.key)):
                 raise ConfigError(
                     f"{file}: {of} cannot be changed in a {self.name} file",
                     hint="make the changes that plan check lists by hand",

@@ -45,6 +45,14 @@ def precision(key: str, _: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     return {key: DTYPES[after.weight_dtype], **autocast}
 
 
+def _handed(key: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
+    """The type that TRL's arguments hand to the loading of a model that its trainer is named, and what of autocast
+    changes."""
+    kinds = [kind for kind in ("bf16", "fp16") if (before.autocast_dtype == kind) != (after.autocast_dtype == kind)]
+    return {key: {"dtype": DTYPES[after.weight_dtype]}, **{kind: after.autocast_dtype == kind for kind in kinds}}
+
+
+HANDED = "model_init_kwargs"
 BATCH = (
     Field(of="micro_batch_seqs", key="per_device_train_batch_size", default=8),
     Field(of="accumulation_steps", key="gradient_accumulation_steps", default=1),
@@ -73,7 +81,7 @@ SCRIPT = Tool(
         Field(of="seq_len_tokens", key="max_length", older=("max_seq_length", "model_max_length"), fix=False),
         Field(of="packing", key="packing", fix=False),
         Field(of="attention", key="attn_implementation", words=ATTENTIONS, fix=False),
-        Field(of="precision", key="dtype", older=("torch_dtype",), more=("bf16", "fp16"), fix=False),
+        Field(of="precision", key="dtype", older=("torch_dtype",), more=("bf16", "fp16"), fix=HANDED, edit=_handed),
         Field(of="quantization", key="load_in_4bit", more=OF_QUANTIZATION, fix=False),
         PARALLEL,
         *_PEFT,
