@@ -1,5 +1,5 @@
-"""The JSON Schema of answers: what `--json` prints for plan, estimate, check, which-gpu and oom, and a plan's
-`--json=full` and plan.json; made of the types that write and read them.
+"""The JSON Schema of answers: what `--json` and `--json=full` print for plan, estimate, check, which-gpu and oom, and
+plan.json; made of the types that write and read them.
 
 A field that a type has not yet in the written document's form is an error here, not a gap: the tests validate real
 answers. `plan --json-schema` prints it.
@@ -13,12 +13,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from planner.hardware.cluster import Cluster
 from planner.memory.workload import Data, Workload
+from planner.planning.failures.message import Message, Phase
 from planner.planning.plan import NoPlan, Plan
+from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from reports.brief_json import LEFT_OUT, OF_FOLDER, TYPES
+from reports.brief_json import (
+    LEFT_OUT,
+    OF_FOLDER,
+    TYPES,
+    BriefCard,
+    BriefChange,
+    BriefCheck,
+    BriefNotChecked,
+    BriefOom,
+    BriefWhichGpu,
+)
 from reports.extras import Extras
 from reports.plan_json import DATA_KEYS, LEVEL_KEYS
 
@@ -95,8 +107,8 @@ class _Writer:
         always = [field.name for field in written if field.default is MISSING and field.default_factory is MISSING]
         if self.cut:
             always = [name for name in always if hints[name] in (int, bool) or get_origin(hints[name]) is Literal]
-            properties |= {"schema_version": {"const": SCHEMA_VERSION}} if "schema_version" in properties else {}
-        return _object({**properties, **also}, required=[*always, *also])
+        properties |= {"schema_version": {"const": SCHEMA_VERSION}} if "schema_version" in properties else {}
+        return _object({**properties, **also}, required=list(dict.fromkeys([*always, *also])))
 
     def _named(self, name: str, schema: Schema) -> Schema:
         self.defs[name] = schema
@@ -166,8 +178,36 @@ def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, can
     return _object({**extras, **properties}, required=list(properties))
 
 
+def _others(write: _Writer, candidate: Schema) -> dict[str, Schema]:
+    """What the other commands write with `--json=full`: `reports.plan_json.estimate_to_dict`, `as_document` of
+    `finetune_planner.cli.checking`, `reports.which.GpusSheet.document`, and `plan oom`."""
+    text, number, share = (_PLAIN[kind] for kind in (str, int, float))
+    head: dict[str, Schema] = {"schema_version": {"const": SCHEMA_VERSION}, "kind": {"const": "estimate"}}
+    estimate: dict[str, Schema] = {**head, **write.defs["Candidate"]["properties"]}
+    over = write.record(OverLengths, fragmentation_fraction=share)
+    change = {"fields": {"type": "object"}, "saves_bytes": number, "speedup": share, "in_place": _PLAIN[bool]}
+    changes = write.array(write.record(BriefChange, without=(), **change))
+    check = dict.fromkeys(("level", "speed_level"), text) | {"memory_band_fraction": share}
+    check |= dict.fromkeys(("exit_code", "budget_bytes", "margin_bytes"), number)
+    check |= {"memory_band": write.of(tuple[float, float]), "prediction": write.of(Prediction)}
+    check |= {"origins": write.of(Mapping[str, str])}
+    card = {name: write.of(int | None) for name in ("speed_place", "cost_place")}
+    card |= {name: write.of(str | None) for name in ("price_source", "price_date")}
+    cards = write.array(write.record(BriefCard, without=("peak_device_bytes", "setup"), candidate=candidate, **card))
+    otherwise = ("where", "tried_bytes", "allocated_bytes", "total_bytes", "phase", "check")
+    oom = {"message": write.of(Message), "phase": write.of(Phase | None), "config": write.of(str | None)}
+    oom["check"] = {"anyOf": [{"$ref": "#/$defs/Check"}, _PLAIN[type(None)]]}
+    return {
+        "Estimate": _object({"cluster": {"type": "object"}, "over_lengths": over, **estimate}, required=list(estimate)),
+        "Check": write.record(BriefCheck, without=("memory", "speed", "changes"), changes=changes, **check),
+        "NotChecked": write.record(BriefNotChecked),
+        "WhichGpu": write.record(BriefWhichGpu, without=("cards",), cards=cards),
+        "Oom": write.record(BriefOom, without=otherwise, **oom),
+    }
+
+
 def answer_schema(*, whole: bool = True) -> Schema:
-    """The schema of the short answers (`--json`), and with `whole` of a whole plan (`--json=full`, plan.json)."""
+    """The schema of the short answers (`--json`), and with `whole` of the whole ones (`--json=full`, plan.json)."""
     write, short = _Writer(), _Writer(cut=True)
     answers = [*map(short.of, TYPES), short.array({"anyOf": list(map(short.of, OF_FOLDER))})]
     if whole:
@@ -186,11 +226,15 @@ def answer_schema(*, whole: bool = True) -> Schema:
         workload = {"$ref": "#/$defs/Workload"}
         write.defs["Plan"] = _plan(write, Plan, workload, candidate)
         write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)
-        answers += [{"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan")]
+        others = _others(write, candidate)
+        write.defs |= others
+        references: dict[str, Schema] = {name: {"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan", *others)}
+        of_folder = [references["Check"], references.pop("NotChecked")]
+        answers += [*references.values(), write.array({"anyOf": of_folder})]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:finetune-planner:answer:{SCHEMA_VERSION}",
-        "title": "Answers of plan, estimate, check, which-gpu, oom (--json), and a whole plan (--json=full, plan.json)",
+        "title": "Answers of plan, estimate, check, which-gpu, oom: --json, and whole --json=full, plan.json",
         "anyOf": answers,
-        "$defs": dict(sorted({**short.defs, **write.defs}.items())),
+        "$defs": dict(sorted({**write.defs, **short.defs}.items())),  # the short form of what both hold takes either
     }
