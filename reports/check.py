@@ -115,6 +115,8 @@ def value_words(setup: TrainSetup, name: str) -> str:
             return {0: "off", 1: "on"}.get(value, f"every {value} layers")
         case "lora_targets":
             return targets_words(setup)
+        case "modules_to_save" if not value:
+            return "no embedding or output head"  # what else is named is said in words
         case "trained_layers":
             return layers_words(setup) or "all"
         case "accumulation_steps":

@@ -380,6 +380,14 @@ def test_peft_trains_no_tables_that_a_program_resizes(body: str) -> None:
     assert config.setup.modules_to_save == ()
 
 
+@pytest.mark.parametrize(("module", "widens"), [("score", False), ("some_router", True)])
+def test_a_head_that_peft_saves_by_itself_widens_no_band(module: str, widens: bool) -> None:
+    adapted = ADAPTED.replace("r=8", f"r=8, modules_to_save=['{module}']")
+    config = read(LOADED.format("") + adapted + TRAINED)
+    assert (bool(config.approximations), config.setup.modules_to_save) == (widens, ())
+    assert any(module in said for said in (*config.assumptions, *config.approximations))
+
+
 PACKED = {
     "Qwen/Qwen2.5-7B-Instruct-AWQ": "nf4-double",
     "TheBloke/Llama-2-7B-GPTQ": "nf4-double",

@@ -174,11 +174,22 @@ def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]
     return same_targets(model, names) or names
 
 
+SCORES = ("score", "classifier")
+"""Heads of classification and reward models, which peft trains whole whether they are named or not; a vector for each
+label.
+
+Source: peft 0.21 peft_model.py PeftModelForSequenceClassification, classifier_module_names.
+"""
+
+
 def modules_to_save(settings: Settings, key: str, said_to: Settings | None = None) -> tuple[str, ...]:
     """The embedding and head that are trained whole beside the adapters; of other modules it is said that they are not
     counted (to `said_to`, where the setting stands in a part that nobody asks)."""
     names = settings.names(key)
-    others = [name for name in names if name not in SAVED_MODULES]
+    scores = [name for name in names if name in SCORES]
+    if scores:
+        (said_to or settings).assume(f"{key} {', '.join(scores)}: trained whole, which peft does by itself")
+    others = [name for name in names if name not in (*SAVED_MODULES, *SCORES)]
     if others:
         (said_to or settings).approximate(f"{key} {', '.join(others)}: trained in full, not counted")
     return tuple(name for name in names if name in SAVED_MODULES)
