@@ -101,11 +101,11 @@ def plan_workload(
     written = _of_some_target(walked.workload, walked.best, corrections, walked.results.cache)
     if written is None:
         return _plan(walked, walked.node, walked.best, num_ranked, explained)
-    walked, note = written
+    walked, lost = written
     assert walked.node is not None
     assert walked.best is not None
     plan = _plan(walked, walked.node, walked.best, num_ranked, explained)
-    return replace(plan, notes=(note, *plan.notes))
+    return replace(plan, notes=(*lost, *plan.notes))
 
 
 def _plan(walked: _Walked, node: Node, best: WalkedSetup, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
@@ -336,9 +336,9 @@ def _with_packed_experts(
 
 def _of_some_target(
     workload: Workload, fastest: WalkedSetup, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
-) -> tuple[_Walked, str] | None:
-    """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note that says
-    so; None where one has, or no target trains anything that fits."""
+) -> tuple[_Walked, tuple[str, ...]] | None:
+    """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note where
+    that costs speed; None where one has, or no target trains anything that fits."""
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
@@ -351,9 +351,10 @@ def _of_some_target(
                 options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
     if not options:
         return None
+    _, slowness, _, walked = min(options, key=lambda option: option[:3])
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
-    return min(options, key=lambda option: option[:3])[-1], note
+    return walked, (note,) if -slowness < fastest.tokens_per_s else ()  # what a tool runs otherwise may be faster
 
 
 def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:

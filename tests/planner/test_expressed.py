@@ -1,6 +1,8 @@
 """A named launch target constrains the plan: what is planned is what that target runs, and it fits."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,11 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
 from planner.options.stacks import written_by
+from planner.planning import answer
 from planner.planning.answer import plan_workload
+from planner.planning.decision.node import Node
 from planner.planning.expressed import as_run, unwritten
+from planner.planning.groups import WalkCache
 from planner.planning.option_values import default_headroom_bytes
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.predict import device_peak_bytes
@@ -194,6 +199,20 @@ def test_a_plan_for_no_target_in_particular_has_a_file(
     (target,) = plan.workload.targets
     assert as_run(target, plan.chosen.setup, plan.workload) == plan.chosen.setup
     assert any(str(note).startswith("no tool has a file for the fastest setup") for note in plan.notes)
+
+
+@pytest.mark.parametrize(("tokens_per_s", "said"), [(90.0, True), (110.0, False)])
+def test_what_no_tool_has_a_file_for_is_said_where_it_is_faster(
+    tokens_per_s: float, monkeypatch: pytest.MonkeyPatch, *, said: bool
+) -> None:
+    walked: Any = SimpleNamespace(node=Node.LORA, best=SimpleNamespace(tokens_per_s=tokens_per_s))
+    monkeypatch.setattr(answer, "unwritten", lambda *_: "trl has another precision")
+    monkeypatch.setattr(answer, "writers", lambda _: ["trl"])
+    monkeypatch.setattr(answer._Walked, "all", lambda *_: walked)
+    fastest: Any = SimpleNamespace(tokens_per_s=100.0, setup=None)
+    written = answer._of_some_target(plan_request(LLAMA, "rtx-4090"), fastest, None, WalkCache())
+    assert written is not None
+    assert (written[0], bool(written[1])) == (walked, said)
 
 
 def test_a_plan_of_what_no_target_trains_says_so() -> None:

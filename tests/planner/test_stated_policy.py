@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
 from planner.models import catalogue
@@ -274,3 +275,14 @@ def test_why_the_global_batch_is_cut_so(steps: int, larger: bool, words: str) ->
     best = SimpleNamespace(family=family, accumulation_steps=steps, micro_batch_seqs=4, peak_device_bytes=1)
     more = [SimpleNamespace(family=family, micro_batch_seqs=8)] * larger
     assert words in _micro_batch_answer(cast(Any, best), workload(), cast(Any, more)).reason
+
+
+def test_a_card_that_is_advised_for_a_node_is_one_that_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DGX Spark has the memory that is missing, and no second one beside it."""
+    monkeypatch.setattr(remedies, "device_peak_bytes", lambda *_: 100 << 30)
+    nearest: Any = SimpleNamespace(setup=TrainSetup())
+    one = workload("h100-sxm")
+    eight = replace(one, cluster=make_cluster(one.gpu, 8))
+    named = [[remedy.action for remedy in remedies._larger_gpu(request, nearest)] for request in (one, eight)]
+    assert named[0][0] == "--gpu gb10"
+    assert named[1] == ["--gpu h200-nvl"]

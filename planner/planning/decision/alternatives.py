@@ -12,7 +12,7 @@ from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, larger_versions
-from planner.hardware.prices import price_per_hour
+from planner.hardware.prices import keys_on_demand, price_per_hour
 from planner.memory.attention_kernels import attention_refusal, has_expert_stacks, missing_kernels
 from planner.memory.states import pinned_bytes
 from planner.memory.workload import Workload
@@ -272,8 +272,9 @@ def _remedies(workload: Workload, results: WalkResults, nearest: Candidate) -> I
         yield from _more_gpus(workload, nearest)
         yield from _larger_host(results)
     yield from _larger_gpu(workload, nearest)
-    # The largest catalogue model of the same type that fits with this setup.
-    smaller: list[tuple[int, str]] = []
+    # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
+    smaller: list[tuple[bool, int, str]] = []
+    maker = workload.model.model_id.partition("/")[0].lower()
     for name in catalogue.names(model_type=workload.model.model_type):
         try:
             model = catalogue.load(name)
@@ -282,9 +283,10 @@ def _remedies(workload: Workload, results: WalkResults, nearest: Candidate) -> I
         if model is None or model.num_params >= workload.model.num_params:
             continue
         if device_peak_bytes(model, workload.gpu, nearest.setup) <= workload.budget_bytes:
-            smaller.append((model.num_params, model.model_id))
+            by_maker = model.model_id.partition("/")[0].lower() == maker
+            smaller.append((by_maker, model.num_params, model.model_id))
     if smaller:
-        name = max(smaller, key=lambda entry: (entry[0], entry[1].lower()))[1]
+        name = max(smaller, key=lambda entry: (*entry[:2], entry[2].lower()))[-1]
         saved = nearest.formula.peak_device_bytes - workload.budget_bytes
         yield Remedy(action=f"a smaller model: {name}", saves_bytes=saved, fits=True)
 
@@ -500,6 +502,8 @@ def _larger_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     first = True
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
+            continue
+        if workload.num_gpus > 1 and gpu.key not in keys_on_demand():  # DGX Sparks are no node of GPUs
             continue
         if not holds(gpu):
             continue
