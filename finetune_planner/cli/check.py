@@ -299,6 +299,7 @@ class Finding:
         outcome: a verdict, or "undetermined", "not_planned", "unreadable".
         level: "error", "warning" or "note", for CI.
         document: the JSON form of the whole answer, None where there is no verdict.
+        started: files that this one's launch starts, or names.
     """
 
     path: Path
@@ -307,6 +308,13 @@ class Finding:
     message: str
     line: int = 1
     document: dict[str, Any] | None = None
+    started: frozenset[Path] = frozenset()
+
+    def of_started(self, path: Path) -> "Finding":
+        """The answer for a file that this one starts: as it is started."""
+        document = self.document and self.document | {"file": str(path)}
+        message = f"as {os.path.relpath(self.path, path.parent)} starts it: {self.message}"
+        return replace(self, path=path, message=message, line=1, document=document, started=frozenset())
 
 
 def candidates(folder: Path) -> Iterator[Path]:
@@ -346,6 +354,7 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Find
         message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [formula]",
         line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
         document=as_document(result, None) | {"file": str(path)},
+        started=config.started,
     )
 
 
@@ -363,9 +372,15 @@ def _line(name: str, place: str) -> int:
 
 
 def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory) -> list[Finding]:
-    """The answers for every training in a folder, or in one file, worst first."""
+    """The answers for every training in a folder, or in one file, worst first; a file that a launch script of the
+    folder starts is answered for as it is started there."""
     paths = candidates(place) if place.is_dir() else [place]
     answers = [answer for path in paths if (answer := finding(path, gpu, request, limits)) is not None]
+    starts = {path: answer for answer in answers for path in answer.started}
+    answers = [
+        answer if answer.started or not (by := starts.get(answer.path.absolute())) else by.of_started(answer.path)
+        for answer in answers
+    ]
     return sorted(answers, key=lambda entry: (WORST_FIRST.index(entry.outcome), str(entry.path)))
 
 

@@ -120,3 +120,19 @@ def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
 def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
     assert [path.name for path in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "helper.py", "online.py",
                                                         "open.py", "large.yaml"]  # fmt: skip
+
+
+def test_a_file_that_a_launch_starts_is_answered_for_as_it_is_started(tmp_path: Path, run: Run) -> None:
+    """Alone its eight GPUs each hold the whole model; the launch beside it shards it."""
+    (tmp_path / "sft.yaml").write_text(TOO_LARGE + "use_peft: true\nmax_length: 512\ngradient_checkpointing: true\n")
+    sharded = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+    (tmp_path / "fsdp.yaml").write_text(f"{sharded}num_processes: 8\n")
+    words = (str(tmp_path), "--gpu", "8xh100-sxm")
+    assert run(*words)[0] == 1
+    (tmp_path / "run.sh").write_text("trl sft --config sft.yaml --accelerate_config fsdp.yaml\n")
+    code, text = run(*words)
+    assert code == 0
+    assert [line.split(": ")[0].split(f"{tmp_path}/") for line in text.splitlines()[:3]] == [
+        ["fits  ", name] for name in ("fsdp.yaml", "run.sh", "sft.yaml")
+    ]
+    assert text.count("as run.sh starts it: meta-llama/Llama-3.1-70B on H100 80GB HBM3: fits") == 2

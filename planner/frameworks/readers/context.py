@@ -27,6 +27,7 @@ class FileContext:
         depth: shell scripts that started one another on the way here.
         environment: variables that the launch sets.
         written: text of files that the checked one writes before it trains, by their paths.
+        read: files beside it that were found so far.
     """
 
     model: ModelSpec | None = None
@@ -39,6 +40,7 @@ class FileContext:
     depth: int = 0
     written: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    read: set[Path] = field(default_factory=set)
 
     @property
     def half(self) -> str:
@@ -104,4 +106,6 @@ class FileContext:
             candidates += [root / "src" / value for root in tops]
         if ".." not in Path(value).parts and not exact:
             candidates += [root / Path(value).name for root in (*tops[:2], tops[-1])]
-        return next((path for path in candidates if path.is_file() and not path.is_symlink()), None)
+        file = next((path for path in candidates if path.is_file() and not path.is_symlink()), None)
+        self.read.update([file] if file is not None else ())
+        return file

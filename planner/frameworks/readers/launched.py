@@ -71,7 +71,8 @@ class Launches:
                 assumptions.append(
                     f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them"
                 )
-            return replace(reading, path=name, assumptions=(*assumptions, *reading.assumptions))
+            assumptions += reading.assumptions
+            return replace(reading, path=name, assumptions=tuple(assumptions), started=frozenset(around.read))
         raise min(problems, key=weight)
 
     def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:

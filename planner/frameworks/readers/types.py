@@ -110,6 +110,7 @@ class ReadConfig:
         loaded_again: where, and in which type, the program loads the model onto the GPU once more after its training,
             what was trained being there still; "" twice: it does not.
         sources: files that a program takes settings or code from, as it names them.
+        started: files that were read because the file's launch starts them, or names them.
         through: the program that takes its settings from the file, with its words (None: none are said), where it was
             read by that; None: by itself.
     """
@@ -140,6 +141,7 @@ class ReadConfig:
     beside_bytes: int = 0
     loaded_again: tuple[str, str] = ("", "")
     sources: tuple[str, ...] = ()
+    started: frozenset[Path] = frozenset()
     through: tuple[Path, tuple[str, ...] | None] | None = None
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
