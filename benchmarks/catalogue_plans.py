@@ -1,7 +1,6 @@
 """The chosen setup of every catalogue model on some cards, one JSON line per plan; what changed between two such files.
 
     python -m benchmarks.catalogue_plans --out after.jsonl [--gpus t4,rtx-4090] [--models llama] [--workers 2]
-    python -m benchmarks.catalogue_plans --without-reserve --out before.jsonl     # what fits by its peak alone
     python -m benchmarks.catalogue_plans --compare before.jsonl after.jsonl
 
 Formula level only: a reshaping must leave every line as it was, a change of a formula or a rule
@@ -17,12 +16,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import rows_of
 from planner.core.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
-from planner.planning.decision.results import Limits
 from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
 from planner.setup.interchange import setup_to_dict
@@ -50,17 +49,11 @@ def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def without_reserve() -> None:
-    """From now on this process takes what fits by its peak alone: the state before "what is taken surely fits"."""
-    Limits.taken_bytes = lambda self, setup: self.budget_bytes  # type: ignore[method-assign]
-
-
 Plans = dict[tuple[str, str], dict[str, Any]]
 
 
 def _plans_by_pair(path: Path) -> Plans:
-    lines = map(json.loads, path.read_text().splitlines())
-    return {(line["model"], line["gpu"]): line for line in lines}
+    return {(line["model"], line["gpu"]): line for line in rows_of(path)}
 
 
 def compare(before: Path, after: Path) -> int:
@@ -122,7 +115,6 @@ def main() -> None:
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--models", default="", help="only names that contain this")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--without-reserve", action="store_true", help="take what fits by its peak alone")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     args = parser.parse_args()
     if args.compare:
@@ -130,7 +122,7 @@ def main() -> None:
     names = [name for name in catalogue.names() if args.models.lower() in name.lower()]
     pairs = [(name, gpu) for name in names for gpu in args.gpus.split(",")]
     out = args.out.open("w") if args.out else sys.stdout
-    with ProcessPoolExecutor(args.workers, initializer=without_reserve if args.without_reserve else None) as pool:
+    with ProcessPoolExecutor(args.workers) as pool:
         for line in pool.map(one_plan, pairs, chunksize=8):
             print(json.dumps(line), file=out)
 

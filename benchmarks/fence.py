@@ -14,9 +14,9 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.shared import DOCS, marked
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.hardware.cluster import make_cluster
@@ -39,8 +39,6 @@ from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
 
 LEAST_SHARE = 0.97
-TABLE = Path(__file__).parent.parent / "docs" / "choices.md"
-BEGIN, END = "<!-- benchmarks/fence.py: begin -->\n", "<!-- benchmarks/fence.py: end -->\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +231,7 @@ def main() -> None:
         f"{sum(share < LEAST_SHARE for share in shares)} below {LEAST_SHARE}; {time.process_time() - start:.0f} CPU s"
     )
     if args.write:
-        text = TABLE.read_text("utf-8")
-        before, rest = text.split(BEGIN)
-        TABLE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1], "utf-8")
+        marked(DOCS / "choices.md", "fence", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,19 +9,13 @@ least one of the later parts (PARTS).
 """
 
 import argparse
-import copy
-import json
 import random
-import statistics
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.oracle import frozen
+from benchmarks.shared import collect, dry_run_row, error_table, loaded, rows_of
 from planner.core.errors import SetupError
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
@@ -31,8 +25,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.setup.memory_terms import MemoryBreakdown
+from planner.setup.interchange import setup_from_dict
 from probes.dryrun.api import VERSION
 
 CAPABILITIES = {"rtx-4090": (8, 9), "a100-80gb": (8, 0), "h100-sxm": (9, 0), "t4": (7, 5)}
@@ -72,8 +65,6 @@ PARTS: dict[str, tuple[Any, ...]] = {
 """What came after the first grids: kernels, every n-th layer, offloaded inputs, kept attention, experts in 4 bits."""
 NAMED = 10
 """Points that are listed by name."""
-TRACE_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError)
-"""What the libraries raise where a point cannot be traced, as in `probes.dryrun.api`."""
 
 
 def with_parts(draw: random.Random, fields: dict[str, Any], model: ModelSpec) -> dict[str, Any]:
@@ -108,10 +99,8 @@ def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainS
     by_type: dict[str, list[str]] = {}
     specs: dict[str, ModelSpec] = {}
     for name in catalogue.names():
-        spec = catalogue.load(name)
-        assert spec is not None
-        specs[name] = spec
-        by_type.setdefault(spec.model_type, []).append(name)
+        specs[name] = loaded(name)
+        by_type.setdefault(specs[name].model_type, []).append(name)
     while True:
         for models in by_type.values():
             fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
@@ -134,109 +123,16 @@ def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainS
                 yield model, gpu, setup
 
 
-def second_step(trace: Any) -> Any:
-    """The trace of one step as that of a later one: optimizer state and cuBLAS workspaces, which the first step makes,
-    are there from its beginning.
-
-    A dry run runs two steps for that reason; this takes half the time. Of 40 points both differ by at most 168 KiB.
-    """
-    from probes.allocator.events import Alloc, Phase
-
-    def stays(event: Any) -> bool:
-        if not isinstance(event, Alloc):
-            return False
-        owner = trace.owners.get(event.id)
-        of_optimizer = owner is not None and owner[0] == "optimizer"
-        return of_optimizer or str(trace.origins[event.id].op).startswith("cuBLAS")
-
-    persistent = [event for event in trace.events if stays(event)]
-    start = next(i for i, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "forward")
-    rest = [event for event in trace.events[start + 1 :] if not stays(event)]
-    return replace(trace, events=[*trace.events[: start + 1], *persistent, *rest])
-
-
-def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) -> tuple[dict[str, Any], dict[str, int]]:
-    """(phase -> what its peak is made of, attention kernels) of a later step of a setup.
-
-    Raises:
-        one of `TRACE_ERRORS`: the point cannot be traced.
-    """
-    from probes.dryrun.startup import collection_paused
-
-    spec = catalogue.load(model_id)
-    assert spec is not None
-    with collection_paused():
-        from probes.dryrun.analysis import phase_peaks
-        from probes.dryrun.depths import plan_depth
-        from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
-        from probes.dryrun.startup import load_libraries
-        from probes.dryrun.trace import trace_run
-        from probes.stack.configs import load_config
-
-        load_libraries()
-        plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)
-        whole = copy.deepcopy(plan.whole) if plan.layers is not None else plan.config
-        run = partial(trace_run, setup=setup, capability=CAPABILITIES[gpu_key], steps=steps)
-        trace = run(plan.config, num_layers=plan.depth)
-        if plan.layers is not None:
-            try:
-                trace = repeat_layers(trace, plan.layers, setup).flat()
-            except RepetitionError:
-                trace = run(whole, num_layers=plan.full)
-        peaks = phase_peaks(second_step(trace) if steps == 1 else trace)
-    return peaks, dict(trace.log.chosen)
-
-
-def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
-    """One point: per-phase allocated peaks of the dry run, with what was alive at each, or why it was not traced.
-
-    The allocator's replay is left out: only allocated bytes are compared, and it takes a fifth of the time. The formula
-    is computed when tables are made, not here.
-    """
-    spec = catalogue.load(model_id)
-    assert spec is not None
-    row: dict[str, Any] = {
-        "model": model_id,
-        "model_type": spec.model_type,
-        "gpu": gpu_key,
-        "setup": setup_to_dict(setup),
-    }
-    started = time.perf_counter()
-    try:
-        peaks, kernels = traced(model_id, gpu_key, setup)
-    except TRACE_ERRORS as error:
-        return row | {"dry_run_failure": f"{spec.model_type}: {type(error).__name__}: {error}"}
-    sizes = {phase: peak.size_bytes for phase, peak in peaks.items()}
-    return row | {
-        "dry_run_s": round(time.perf_counter() - started, 3),
-        "dry_run_version": VERSION,
-        "dry_run_phases": sizes,
-        "dry_run_allocated": max(sizes.values()),
-        "dry_run_phase": max(sizes, key=lambda phase: sizes[phase]),
-        "dry_run_groups": {
-            phase: {f"{category}: {name}": size for (category, name), size in peak.groups.items() if size >= 1 << 20}
-            for phase, peak in peaks.items()
-        },
-        "kernels": kernels,
-    }
-
-
-def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
-    """What makes a point the same one."""
-    return json.dumps([model, gpu, setup], sort_keys=True)
-
-
-def predicted(row: dict[str, Any]) -> MemoryBreakdown:
-    """Today's formula for a stored point."""
-    spec = catalogue.load(row["model"])
-    assert spec is not None
-    return predict_memory(spec, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
+def measure(model: str, gpu: str, setup: TrainSetup) -> dict[str, Any]:
+    """One point's dry run; the formula is computed when tables are made, not here."""
+    row = dry_run_row(model, CAPABILITIES[gpu], setup, 1 << 20)
+    row |= {"model_type": loaded(model).model_type, "version": VERSION}
+    return {name if name in ("kernels", "model_type") else f"dry_run_{name}": value for name, value in row.items()}
 
 
 def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
     """What decides how well a closed form can follow, one word per point."""
-    model = catalogue.load(model_id)
-    assert model is not None
+    model = loaded(model_id)
     traits = model.traits
     if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout:
         return "with a dropout"
@@ -256,12 +152,13 @@ def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Errors of today's formula against the stored dry runs by kind of point and model type, as tables, and the
     worst by name."""
-    errors: dict[tuple[str, str], list[float]] = {}
+    errors: dict[str, dict[str, list[float]]] = {"all": {}, "kind": {}, "type": {}}
     named: list[tuple[float, str]] = []
     for row in rows:
         if "dry_run_allocated" not in row:
             continue
-        setup, prediction = setup_from_dict(row["setup"]), predicted(row)
+        setup = setup_from_dict(row["setup"])
+        prediction = predict_memory(loaded(row["model"]), find_gpu(row["gpu"]), setup)
         error = prediction.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
         phases = f"{row['dry_run_phase']} | {prediction.peak_phase}"
         size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
@@ -271,16 +168,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             ("kind", kind_of(row["model"], setup, row["kernels"])),
             ("type", row["model_type"]),
         ):
-            errors.setdefault(key, []).append(error)
-    lines = []
-    for group in ("all", "kind", "type"):
-        lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
-        for (_, name), found_errors in sorted(item for item in errors.items() if item[0][0] == group):
-            ordered = sorted(abs(error) for error in found_errors)
-            at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.95)]
-            cells = " | ".join(f"{100 * value:.2f} %" for value in (*at, ordered[-1]))
-            lines.append(f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(found_errors):+.2f} % |")
-        lines.append("")
+            errors[key[0]].setdefault(key[1], []).append(error)
+    lines = [line for group, by_name in errors.items() for line in error_table(group, by_name)]
     lines += [
         "| error | model | card | setup | peak in the dry run | in the formula | dry run |",
         "|--:" + "|---" * 6 + "|",
@@ -315,30 +204,16 @@ def main() -> int:
     if args.out is None:
         print(markdown(frozen()))
         return 0
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.markdown:
-        print(markdown(rows))
+        print(markdown(rows_of(args.out)))
         return 0
-    done = {key_of(row["model"], row["gpu"], row["setup"]) for row in rows}
     wanted = {name for name in args.models.split(",") if name}
-    with args.out.open("a") as file:
-        for model, gpu, setup in points(args.seed, parts=args.parts):
-            if len(done) >= args.limit:
-                break
-            spec = catalogue.load(model)
-            key = key_of(model, gpu, setup_to_dict(setup))
-            if key in done or spec is None or (wanted and spec.model_type not in wanted):
-                continue
-            done.add(key)
-            started = time.perf_counter()
-            row = measure(model, gpu, setup)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print(
-                f"{len(done):5} {time.perf_counter() - started:5.1f} s {model:45} "
-                f"{row.get('dry_run_failure', '')[:150] or row['dry_run_phase']}",
-                file=sys.stderr,
-            )
+    drawn = (
+        ({"model": model, "gpu": gpu}, setup)
+        for model, gpu, setup in points(args.seed, parts=args.parts)
+        if not wanted or loaded(model).model_type in wanted
+    )
+    collect(args.out, args.limit, drawn, measure)
     return 0
 
 

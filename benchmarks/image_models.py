@@ -3,9 +3,56 @@ do not say."""
 
 from typing import Any
 
-from benchmarks.trace_programs import CONFIGS
 from planner.models import catalogue
 
+CONFIGS = {  # each class's defaults are the published model's, but for what stands here
+    "llava-1.5-7b-hf": {  # llava-hf/llava-1.5-7b-hf: the class's vision encoder, and Vicuna 7B
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+        "dtype": "float16",
+    },
+    "Qwen2.5-VL-3B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "intermediate_size": 11008,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"intermediate_size": 3420, "hidden_size": 1280, "out_hidden_size": 2048},
+    },
+    "Qwen3-VL-4B-Instruct": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 9728,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    },
+}
 _SO400M = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16,
@@ -149,7 +196,6 @@ LISTED = ("Qwen3.5-2B", "Qwen3.5-9B", "gemma-4-E4B-it", "gemma-4-31B-it")
 
 def configs() -> dict[str, dict[str, Any]]:
     """The raw configurations by name: the catalogue's Gemma 3, and what the catalogue has not."""
-    small = {name: config for name, config in CONFIGS.items() if "VL" in name or "llava" in name}
     seven = _grown(
         CONFIGS["Qwen2.5-VL-3B-Instruct"],
         {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -164,7 +210,7 @@ def configs() -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     listed = {entry.model_id.partition("/")[2]: dict(entry.config) for entry in catalogue.entries()}
     return {
-        **small,
+        **CONFIGS,
         **OTHERS,
         "Qwen2.5-VL-7B-Instruct": seven,
         "Qwen3-VL-8B-Instruct": eight,

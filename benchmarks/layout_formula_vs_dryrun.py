@@ -13,23 +13,19 @@ from the space below, the same list for every run with one seed, models and stra
 """
 
 import argparse
-import json
 import random
-import statistics
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from benchmarks.shared import collect, dry_run_row, error_table, loaded, rows_of
 from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import why_not
 from planner.memory.model import rank_memories
-from planner.models import catalogue
 from planner.options.objectives import OBJECTIVES as ROWS
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.interchange import setup_from_dict
 
 GPU = "a100-80gb"
 CAPABILITY = (8, 0)
@@ -166,9 +162,7 @@ def tried(model: str, fields: dict[str, Any]) -> Iterator[tuple[str, TrainSetup]
         setup = TrainSetup(**fields)
     except SetupError:  # a degree does not divide the GPUs, or a setting that the stack has not
         return
-    spec = catalogue.load(model)
-    assert spec is not None
-    if not why_not(spec, setup):
+    if not why_not(loaded(model), setup):
         yield model, setup
 
 
@@ -215,36 +209,14 @@ def objective_points(seed: int) -> Iterator[tuple[str, TrainSetup]]:
                 yield from tried(model, fields)
 
 
-def measure(model_id: str, setup: TrainSetup) -> dict[str, Any]:
+def measure(model: str, setup: TrainSetup) -> dict[str, Any]:
     """One point's dry run: per-phase allocated peaks of a rank and what was alive at them."""
-    from probes.dryrun import DryRunReport, report_for_config
-
-    spec = catalogue.load(model_id)
-    assert spec is not None
-    row: dict[str, Any] = {"model": model_id, "setup": setup_to_dict(setup)}
-    report = report_for_config(spec.config, CAPABILITY, setup)
-    if not isinstance(report, DryRunReport):
-        return row | {"failure": report.message}
-    prediction = report.prediction
-    return row | {
-        "elapsed_s": round(report.elapsed_s, 3),
-        "phases": dict(prediction.phase_peaks_bytes),
-        "allocated": prediction.peak_allocated_bytes,
-        "reserved": prediction.peak_reserved_bytes,
-        "phase": prediction.peak_phase,
-        "groups": {
-            phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= 1 << 24}
-            for phase, groups in report.phase_groups.items()
-        },
-        "kernels": dict(report.kernels),
-    }
+    return dry_run_row(model, CAPABILITY, setup, 1 << 24)
 
 
 def formula(model_id: str, setup: TrainSetup) -> Any:
     """The breakdown of the formula's rank with the largest allocated peak."""
-    spec = catalogue.load(model_id)
-    assert spec is not None
-    ranks = rank_memories(spec, find_gpu(GPU), setup)
+    ranks = rank_memories(loaded(model_id), find_gpu(GPU), setup)
     return max((rank.breakdown for rank in ranks), key=lambda breakdown: breakdown.peak_allocated_bytes)
 
 
@@ -263,16 +235,9 @@ def strategy_of(setup: TrainSetup) -> str:
     return name
 
 
-def _line(name: str, errors: list[float]) -> str:
-    ordered = sorted(abs(error) for error in errors)
-    at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.95)]
-    cells = " | ".join(f"{100 * value:.2f} %" for value in (*at, ordered[-1]))
-    return f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(errors):+.2f} % |"
-
-
 def markdown(rows: list[dict[str, Any]], worst: int = 4) -> str:
     """Errors of today's formula against the stored dry runs, by strategy and objective, and the worst by name."""
-    errors: dict[tuple[str, str], list[float]] = {}
+    errors: dict[str, dict[str, list[float]]] = {}
     by_error: list[tuple[float, str]] = []
     for row in rows:
         if "allocated" not in row:
@@ -285,14 +250,10 @@ def markdown(rows: list[dict[str, Any]], worst: int = 4) -> str:
             ("strategy", strategy_of(setup)),
             *[("objective", setup.objective)] * (setup.objective != "sft"),
         )
-        for key in keys:
-            errors.setdefault(key, []).append(error)
+        for group, name in keys:
+            errors.setdefault(group, {}).setdefault(name, []).append(error)
         by_error.append((error, describe(row, setup, breakdown)))
-    lines = []
-    for group in dict.fromkeys(key[0] for key in errors):
-        lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
-        lines += [_line(name, values) for (kind, name), values in sorted(errors.items()) if kind == group]
-        lines.append("")
+    lines = [line for group, by_name in errors.items() for line in error_table(group, by_name)]
     lines += ["| error | dry run, formula | point |", "|--:|---|---|"]
     lines += [text for _, text in sorted(by_error, key=lambda entry: -abs(entry[0]))[:worst]]
     return "\n".join(lines) + "\n"
@@ -311,26 +272,6 @@ def describe(row: dict[str, Any], setup: TrainSetup, breakdown: Any) -> str:
     return f"| {100 * error:+.1f} % | {sizes} ({breakdown.peak_phase}) | {point} |"
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The points measured so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def key_of(model_id: str, setup: dict[str, Any]) -> str:
-    """What tells points apart; `setup` as JSON values."""
-    return json.dumps([model_id, setup], sort_keys=True)
-
-
-def append_point(file: TextIO, model_id: str, setup: TrainSetup, label: str) -> None:
-    """Dry-runs one point, writes it to the file and says so on stderr."""
-    started = time.perf_counter()
-    row = measure(model_id, setup)
-    file.write(json.dumps(row) + "\n")
-    file.flush()
-    outcome = row.get("failure", "")[:150] or row["phase"]
-    print(f"{time.perf_counter() - started:5.1f} s {model_id:28} {label} {outcome}", file=sys.stderr)
-
-
 def main() -> int:
     """Runs or summarises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -341,22 +282,13 @@ def main() -> int:
     parser.add_argument("--worst", type=int, default=4, help="points to list")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
-    rows = rows_of(args.out)
     if args.markdown:
-        print(markdown(rows, args.worst))
+        print(markdown(rows_of(args.out), args.worst))
         return 0
-    done = {key_of(row["model"], row["setup"]) for row in rows}
-    with args.out.open("a") as file:
-        wanted = set(args.parallel.split(","))
-        drawn = objective_points(args.seed) if "objectives" in wanted else points(args.seed, wanted)
-        for model, setup in cut_points(args.parallel, args.seed) if args.parallel in KINDS else drawn:
-            if len(done) >= args.limit:
-                break
-            key = key_of(model, setup_to_dict(setup))
-            if key in done:
-                continue
-            done.add(key)
-            append_point(file, model, setup, f"{strategy_of(setup)} ({len(done)})")
+    wanted = set(args.parallel.split(","))
+    drawn = objective_points(args.seed) if "objectives" in wanted else points(args.seed, wanted)
+    drawn = cut_points(args.parallel, args.seed) if args.parallel in KINDS else drawn
+    collect(args.out, args.limit, (({"model": model}, setup) for model, setup in drawn), measure)
     return 0
 
 

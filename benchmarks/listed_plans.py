@@ -8,9 +8,9 @@ holds the page to it.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import DOCS, marked
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Data
 from planner.models.resolve import resolve_model
@@ -18,8 +18,7 @@ from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 
-PAGE = Path(__file__).parent.parent / "docs" / "choices.md"
-BEGIN, END = "<!-- benchmarks/listed_plans.py: begin -->\n", "<!-- benchmarks/listed_plans.py: end -->\n"
+PAGE = DOCS / "choices.md"
 FULL, QLORA, INT8, LORA = ({"fixed": fixed} for fixed in (
     {"method": ("full",)}, {"method": ("qlora",)}, {"method": ("qlora",), "quantization": ("int8",)},
     {"method": ("lora",)},
@@ -88,19 +87,15 @@ def table() -> str:
     return head + "".join(f"{row(*arguments)}\n" for arguments in PLANS)
 
 
-def write() -> None:
-    """Writes the table into the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+def listed(text: str | None = None) -> str:
+    """The table of the page; one given is written there."""
+    return marked(PAGE, "listed_plans", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    if not parser.parse_args().write:
-        print(table(), end="")
-        return
-    write()
+    print(listed(table()) if parser.parse_args().write else table(), end="")
 
 
 if __name__ == "__main__":

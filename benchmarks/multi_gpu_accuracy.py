@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import exp, log, sqrt
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import POINT_NOISE, fit_shift
 from benchmarks.multi_gpu_points import LayoutPoint, load_points
+from benchmarks.shared import DOCS, marked
 from benchmarks.speed_accuracy import percentile
 from planner.memory.model import rank_memories
 from planner.setup import TrainSetup
@@ -31,8 +31,6 @@ from planner.setup.memory_terms import MemoryBreakdown
 from planner.speed.roofline.calibration import DATA_FILE, Calibration, LayoutConstants, load_calibration
 from planner.speed.several_gpus.speed import layout_step_time
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "multi-gpu.md"
-BEGIN, END = "<!-- benchmarks/multi_gpu_accuracy.py: begin -->\n", "<!-- benchmarks/multi_gpu_accuracy.py: end -->"
 BAND_LEVEL = 0.9
 UNCERTAINTY = {
     "nvlink_share": 0.15,
@@ -310,8 +308,7 @@ def main() -> None:
         values: dict[str, Any] = json.loads(DATA_FILE.read_text(encoding="utf-8"))
         values["bands"]["spread"] = round(band_of([case for case in speed if not case.point.loose_speed]), 3)
         DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    PAGE.write_text(before + BEGIN + report(points, speed, used) + END + rest.split(END)[1], "utf-8")
+    marked(DOCS / "accuracy" / "multi-gpu.md", "multi_gpu_accuracy", report(points, speed, used))
 
 
 if __name__ == "__main__":

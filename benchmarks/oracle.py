@@ -24,30 +24,40 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import own_rows
+from benchmarks.shared import DATA, at_share, dry_run_row, loaded, rows_of
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
 from planner.memory.model import predict_memory
 from planner.memory.profiles import profiled_breakdown, profiled_kind, step_of
 from planner.memory.rank_part import rank_parts
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 from planner.setup.memory_terms import MemoryBreakdown
 
-DATA = Path(__file__).parent / "data" / "oracle.jsonl.gz"
-RANKS = DATA.with_name("spread_dry_runs.jsonl")
+FROZEN, RANKS = DATA / "oracle.jsonl.gz", DATA / "spread_dry_runs.jsonl"
 
 
 def frozen() -> list[dict[str, Any]]:
     """The points of `benchmarks.formula_vs_dryrun`: model, GPU, setup, the dry run's allocated peak by phase, and of
     some what it reserves."""
-    return [json.loads(line) for line in gzip.decompress(DATA.read_bytes()).splitlines()]
+    return rows_of(FROZEN)
 
 
-def write(rows: Sequence[dict[str, Any]]) -> None:
-    """Keeps the points; the same ones give the same bytes."""
-    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    DATA.write_bytes(gzip.compress(text.encode(), mtime=0))
+def profiled(builder: Any, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec) -> MemoryBreakdown | None:
+    """The memory of a setup by a profile made now, None where there is none of such setups.
+
+    Raises:
+        one of `probes.tracing.profile_builder.NOT_PROFILED`: there should be one.
+    """
+    inner = engine_of(setup).computes(setup)
+    profile = builder.profile(inner, gpu) if profiled_kind(inner) else None
+    step = step_of(profile, model, setup) if profile is not None else None
+    if step is None:
+        return None
+    state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
+    return profiled_breakdown(step, gpu, setup, state)
 
 
 def judge(num: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -56,97 +66,73 @@ def judge(num: int, seed: int) -> Iterator[dict[str, Any]]:
 
     rows = frozen()
     chosen = sorted(random.Random(seed).sample(range(len(rows)), min(num, len(rows))), key=lambda i: rows[i]["model"])
-    builder: tuple[str, ProfileBuilder] | None = None
-    for place in chosen:
-        row, started = rows[place], time.process_time()
-        model, gpu, setup = _loaded(row["model"]), find_gpu(row["gpu"]), setup_from_dict(row["setup"])
-        if builder is None or builder[0] != row["model"]:
-            builder = row["model"], ProfileBuilder(model)
-        record = {"place": place, "model": row["model"], "type": row["model_type"]}
-        record["formula"] = _errors(row, predict_memory(model, gpu, setup))
-        try:
-            profile = builder[1].profile(setup, gpu) if profiled_kind(setup) else None
-        except NOT_PROFILED as error:
-            yield record | {"why": f"{type(error).__name__}: {error}"[:160]}
-            continue
-        step = step_of(profile, model, setup) if profile is not None else None
-        if step is None:
-            yield record | {"why": "no profile of such setups"}
-            continue
-        state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
-        record["profile"] = _errors(row, profiled_breakdown(step, gpu, setup, state))
-        yield record | {"cpu_s": round(time.process_time() - started, 2)}
-
-
-def own() -> str:
-    """Profiles made now, and the formula, against every own run on a GPU: allocated and reserved memory."""
-    from probes.tracing.profile_builder import NOT_PROFILED, ProfileBuilder
-
-    lines: list[str] = []
-    seen: dict[tuple[str, str], list[float]] = {}
-    for row in own_rows():
-        model, setup = catalogue.load(row.model or ""), row.setup
-        if model is None or setup is None or not profiled_kind(setup) or not row.allocated_bytes:
-            lines.append(f"{row.config_id:34} no profile of such setups")
-            continue
-        gpu = find_gpu(row.gpu or "")
-        try:
-            step = step_of(ProfileBuilder(model).profile(setup, gpu), model, setup)
-        except NOT_PROFILED as error:
-            lines.append(f"{row.config_id:34} {type(error).__name__}: {error}")
-            continue
-        assert step is not None, row.config_id
-        state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
-        cells = []
-        for level, breakdown in (
-            ("profile", profiled_breakdown(step, gpu, setup, state)),
-            ("formula", predict_memory(model, gpu, setup)),
-        ):
-            allocated = breakdown.peak_allocated_bytes / row.allocated_bytes - 1
-            seen.setdefault(("allocated", level), []).append(allocated)
-            cells.append(f"{level} allocated {allocated:+.3%}")
-            if row.reserved_bytes:
-                reserved = breakdown.peak_reserved_bytes / row.reserved_bytes - 1
-                seen.setdefault(("reserved", level), []).append(reserved)
-                cells.append(f"reserved {reserved:+.2%}")
-        lines.append(f"{row.config_id:34} {'  '.join(cells)}")
-    for (figure, level), errors in seen.items():
-        lines += _line(f"{figure}, {level}", errors)
-    return "\n".join(lines)
-
-
-def ranks() -> str:
-    """Profiles made now, and the formula, against the frozen dry runs of DDP's ranks."""
-    from probes.tracing.profile_builder import NOT_PROFILED, ProfileBuilder
-
-    gpu, lines = find_gpu("a100-80gb"), []
-    rows = [row for row in map(json.loads, RANKS.read_text().splitlines()) if row["setup"]["parallel"] == "ddp"]
-    seen: dict[tuple[str, str], list[float]] = {}
-    for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
-        model, builder = _loaded(name), ProfileBuilder(_loaded(name))
-        for row in group:
-            setup = setup_from_dict(row["setup"])
+    for name, places in groupby(chosen, lambda place: rows[place]["model"]):
+        model = loaded(name)
+        builder = ProfileBuilder(model)
+        for place in places:
+            row, started = rows[place], time.process_time()
+            gpu, setup = find_gpu(row["gpu"]), setup_from_dict(row["setup"])
+            record = {"place": place, "model": name, "type": row["model_type"]}
+            record["formula"] = _errors(row, predict_memory(model, gpu, setup))
             try:
-                step = step_of(builder.profile(engine_of(setup).computes(setup), gpu), model, setup)
+                breakdown = profiled(builder, model, setup, gpu)
             except NOT_PROFILED as error:
-                lines.append(f"{name} {type(error).__name__}: {error}")
+                yield record | {"why": f"{type(error).__name__}: {error}"[:160]}
                 continue
-            assert step is not None, setup
-            state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
-            for level, breakdown in (
-                ("profile", profiled_breakdown(step, gpu, setup, state)),
-                ("formula", predict_memory(model, gpu, setup)),
-            ):
-                for figure in ("allocated", "reserved"):
-                    off = getattr(breakdown, f"peak_{figure}_bytes") / row[figure] - 1
-                    seen.setdefault((figure, level), []).append(off)
-    return "\n".join([*lines, *(line for key, errors in seen.items() for line in _line(", ".join(key), errors))])
+            if breakdown is None:
+                yield record | {"why": "no profile of such setups"}
+                continue
+            record["profile"] = _errors(row, breakdown)
+            yield record | {"cpu_s": round(time.process_time() - started, 2)}
 
 
-def _loaded(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
+Case = tuple[str, str, TrainSetup, GpuSpec, dict[str, float | None]]
+"""Name, model, setup, card and the allocated and reserved bytes that a profile and the formula are held against."""
+
+
+def own() -> Iterator[Case]:
+    """Every own run on a GPU that a setup says."""
+    for row in own_rows():
+        if row.setup is not None and row.model is not None and row.gpu is not None and row.allocated_bytes:
+            measured = {"allocated": row.allocated_bytes, "reserved": row.reserved_bytes}
+            yield row.config_id, row.model, row.setup, find_gpu(row.gpu), measured
+
+
+def ranks() -> Iterator[Case]:
+    """The frozen dry runs of DDP's ranks."""
+    rows = [row for row in rows_of(RANKS) if row["setup"]["parallel"] == "ddp"]
+    for row in sorted(rows, key=lambda row: str(row["model"])):
+        peaks = {figure: row[figure] for figure in ("allocated", "reserved")}
+        yield row["model"], row["model"], setup_from_dict(row["setup"]), find_gpu("a100-80gb"), peaks
+
+
+def compared(cases: Iterator[Case]) -> Iterator[str]:
+    """Profiles made now, and the formula, against each case; then the errors of all."""
+    from probes.tracing.profile_builder import NOT_PROFILED, ProfileBuilder
+
+    seen: dict[str, list[float]] = {}
+    for model_name, group in groupby(cases, lambda case: case[1]):
+        model = loaded(model_name)
+        builder = ProfileBuilder(model)
+        for name, _, setup, gpu, truth in group:
+            try:
+                profile = profiled(builder, model, setup, gpu)
+            except NOT_PROFILED as error:
+                yield f"{name:34} {type(error).__name__}: {error}"
+                continue
+            if profile is None:
+                yield f"{name:34} no profile of such setups"
+                continue
+            cells = []
+            for level, breakdown in (("profile", profile), ("formula", predict_memory(model, gpu, setup))):
+                for figure, size in truth.items():
+                    if size:
+                        off = getattr(breakdown, f"peak_{figure}_bytes") / size - 1
+                        seen.setdefault(f"{figure}, {level}", []).append(off)
+                        cells.append(f"{level} {figure} {off:+.3%}")
+            yield f"{name:34} {'  '.join(cells)}"
+    for name, errors in seen.items():
+        yield from _line(name, errors)
 
 
 def _errors(row: dict[str, Any], breakdown: MemoryBreakdown) -> dict[str, float]:
@@ -179,31 +165,25 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def _line(name: str, errors: list[float]) -> list[str]:
     if not errors:
         return []
-    ordered = sorted(map(abs, errors))
-    high = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    middle, worst = statistics.median(map(abs, errors)), at_share(errors, 1)
     return [
-        f"{name:42} n {len(ordered):4}  median {statistics.median(ordered):.4%}  95th {high:.3%}  "
-        f"worst {ordered[-1]:.2%}  lowest {min(errors):+.2%}"
+        f"{name:42} n {len(errors):4}  median {middle:.4%}  95th {at_share(errors):.3%}  worst {worst:.2%}  "
+        f"lowest {min(errors):+.2%}"
     ]
 
 
 def refresh(path: Path, loss: str) -> None:
     """Dry-runs the points (of one loss) that the file does not have yet."""
     from benchmarks.formula_vs_dryrun import CAPABILITIES
-    from probes.dryrun import DryRunReport, report_for_config
 
-    done = {json.loads(line)["place"] for line in path.read_text().splitlines()} if path.exists() else set()
+    done = {row["place"] for row in rows_of(path)}
     with path.open("a") as file:
         for place, row in enumerate(frozen()):
             if place in done or (loss and row["setup"]["loss"] != loss):
                 continue
-            report = report_for_config(
-                _loaded(row["model"]).config, CAPABILITIES[row["gpu"]], setup_from_dict(row["setup"])
-            )
-            if isinstance(report, DryRunReport):
-                prediction = report.prediction
-                sizes = {"phases": dict(prediction.phase_peaks_bytes), "reserved": prediction.peak_reserved_bytes}
-                file.write(json.dumps({"place": place, **sizes}) + "\n")
+            ran = dry_run_row(row["model"], CAPABILITIES[row["gpu"]], setup_from_dict(row["setup"]), 1 << 62)
+            if "failure" not in ran:
+                file.write(json.dumps({"place": place, "phases": ran["phases"], "reserved": ran["reserved"]}) + "\n")
                 file.flush()
 
 
@@ -212,14 +192,14 @@ def merge(path: Path) -> int:
     from probes.dryrun.api import VERSION
 
     rows, moved = frozen(), 0
-    for line in path.read_text().splitlines():
-        new = json.loads(line)
+    for new in rows_of(path):
         row, peak = rows[new["place"]], max(new["phases"].values())
         moved += abs(row["dry_run_allocated"] / peak - 1) > 1e-5
         row |= {"dry_run_version": VERSION, "dry_run_phases": new["phases"], "dry_run_allocated": peak}
         row["dry_run_phase"] = max(new["phases"], key=lambda phase: new["phases"][phase])
         row["dry_run_reserved"] = new["reserved"]
-    write(rows)
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    FROZEN.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same points give the same bytes
     return moved
 
 
@@ -236,16 +216,15 @@ def main() -> None:
     parser.add_argument("--loss", default="")
     parser.add_argument("--merge", type=Path, metavar="FILE")
     args = parser.parse_args()
-    if args.own:
-        print(own())
-    elif args.ranks:
-        print(ranks())
+    if args.own or args.ranks:
+        for line in compared(own() if args.own else ranks()):
+            print(line)
     elif args.refresh:
         refresh(args.refresh, args.loss)
     elif args.merge:
         print(f"{merge(args.merge)} points moved")
     elif args.summary:
-        print(summary([json.loads(line) for line in args.summary.read_text().splitlines()]))
+        print(summary(rows_of(args.summary)))
     else:
         rows = []
         for row in judge(args.judge, args.seed):

@@ -10,7 +10,6 @@ engine no dry run is left; those rows are of the one there was).
 """
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.layout_formula_vs_dryrun import GPU, measure, rows_of, strategy_of
+from benchmarks.layout_formula_vs_dryrun import GPU, measure, strategy_of
+from benchmarks.shared import DATA, at_share, collect, loaded, rows_of
 from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory import ranks
@@ -30,9 +30,9 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict, setup_to_dict
+from planner.setup.interchange import setup_from_dict
 
-FROZEN = Path(__file__).parent / "data" / "spread_dry_runs.jsonl"
+FROZEN = DATA / "spread_dry_runs.jsonl"
 WAYS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 2}, {"num_gpus": 8}, {"num_gpus": 8}, {"num_gpus": 64}, {"num_gpus": 16, "shard_degree": 8},
     {"num_gpus": 4, "reshard_after_forward": False},
@@ -75,27 +75,6 @@ def points(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
             yield name, setup
 
 
-def run(out: Path, names: list[str], runs: int, seed: int) -> None:
-    """Adds points to the file until it has so many."""
-    rows = rows_of(out)
-    keys = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
-    with out.open("a") as file:
-        for name, setup in points(names, seed):
-            if len(keys) >= runs:
-                return
-            key = json.dumps([name, json.loads(json.dumps(setup_to_dict(setup)))], sort_keys=True)
-            if key not in keys:
-                keys.add(key)
-                file.write(json.dumps(measure(name, setup)) + "\n")
-                file.flush()
-
-
-def _loaded(name: str) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
-
-
 class _Made:
     """Stands for a model's profiles of ranks: each is made when it is asked for."""
 
@@ -125,7 +104,7 @@ def frozen() -> str:
     rows = [row for row in rows_of(FROZEN) if "allocated" in row and row["setup"]["parallel"] in SHARDED]
     named_errors: list[tuple[str, dict[str, Any]]] = []
     for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
-        made = _Made(_loaded(name))
+        made = _Made(loaded(name))
         with mock.patch.object(ranks, "rank_profiles_of", lambda _, made=made: made):
             for row in group:
                 made.setup = setup_from_dict(row["setup"])
@@ -135,7 +114,7 @@ def frozen() -> str:
 
 def errors(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(strategy and figure, errors by level) of one row, and how it is called; nothing where it has no profile."""
-    model, gpu, setup = _loaded(row["model"]), find_gpu(GPU), setup_from_dict(row["setup"])
+    model, gpu, setup = loaded(row["model"]), find_gpu(GPU), setup_from_dict(row["setup"])
     levels = {"profile": memory_of(model, gpu, setup)[0].breakdown, "closed forms": predict_memory(model, gpu, setup)}
     if "allocated" not in row or not levels["profile"].profiled:
         return
@@ -150,9 +129,9 @@ def table(named_errors: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str
     for group in sorted({name for name, _ in named_errors}):
         of_group = [by_level for name, by_level in named_errors if name == group]
         for level in ("profile", "closed forms"):
-            far, off = sorted(abs(by_level[level]) for by_level in of_group), [by_level[level] for by_level in of_group]
-            high = far[min(len(far) - 1, int(0.95 * len(far)))]
-            cells = f"{statistics.median(far):.4%} | {high:.2%} | {min(off):+.2%} | {max(off):+.2%}"
+            off = [by_level[level] for by_level in of_group]
+            middle = statistics.median(map(abs, off))
+            cells = f"{middle:.4%} | {at_share(off):.2%} | {min(off):+.2%} | {max(off):+.2%}"
             lines.append(f"| {group} | {len(of_group)} | {level} | {cells} |")
     allocated = [by_level for name, by_level in named_errors if name.endswith("allocated")]
     for by_level in sorted(allocated, key=lambda point: -abs(point["profile"]))[:worst]:
@@ -173,7 +152,8 @@ def main() -> None:
         print(frozen())
     else:
         if args.runs:
-            run(args.out, args.names or list(catalogue.names()), args.runs, args.seed)
+            drawn = points(args.names or list(catalogue.names()), args.seed)
+            collect(args.out, args.runs, (({"model": name}, setup) for name, setup in drawn), measure)
         print(table([named for row in rows_of(args.out) for named in errors(row)]))
 
 

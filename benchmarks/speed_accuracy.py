@@ -15,22 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from math import exp, log, sqrt
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import UNCERTAINTY, fit_constants
+from benchmarks.shared import DATA, DOCS, marked
 from benchmarks.speed_baselines import boosted_regression, constant_mfu
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
 from planner.speed.roofline.calibration import DATA_FILE, Calibration, family, load_calibration
 from planner.speed.roofline.points import Point, log_errors
 
-ROOT = Path(__file__).resolve().parent.parent
-JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"
-PAGE = ROOT / "docs" / "speed-accuracy.md"
-BEGIN, END = "<!-- benchmarks/speed_accuracy.py: begin -->\n", "<!-- benchmarks/speed_accuracy.py: end -->"
+JSON_FILE = DATA / "speed_accuracy.json"
 SPLITS = {
     "source": "A whole source held out",
     "gpu": "A whole GPU held out within its source",
@@ -246,8 +243,7 @@ def main() -> None:
     if arguments.write_calibration:
         write_calibration(fit_constants(fitted_on, start, names=FITTED), fitted_on, report)
     JSON_FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    PAGE.write_text(before + BEGIN + tables(report) + END + rest.split(END)[1], "utf-8")
+    marked(DOCS / "speed-accuracy.md", "speed_accuracy", tables(report))
 
 
 def tables(report: Mapping[str, Any]) -> str:

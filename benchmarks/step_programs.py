@@ -11,7 +11,6 @@ with that.
 
 import argparse
 import copy
-import gzip
 import json
 import random
 import statistics
@@ -21,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import DATA, at_share, rows_of
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -32,7 +32,7 @@ from planner.speed.roofline import CURRENT, throughput_profile
 from planner.speed.sized import program_speed
 from planner.speed.step_program import programs_of
 
-DATA = Path(__file__).parent / "data" / "step_programs.jsonl.gz"
+RECORDED = DATA / "step_programs.jsonl.gz"
 CARDS = {
     "a100-80gb": ("a100-80gb", "rtx-3090", "l40s", "rtx-4090", "h200"),
     "rtx-4090": ("rtx-4090", "l40s", "rtx-3090"),
@@ -96,11 +96,9 @@ def judged(model: ModelSpec, cards: Sequence[str], setup: TrainSetup) -> Iterato
         }  # fmt: skip
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def points_of(path: Path) -> list[dict[str, Any]]:
     """The points of a file, a line of it a run."""
-    raw = path.read_bytes()
-    runs = [json.loads(line) for line in (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines()]
-    return [point for run in runs if isinstance(run, list) for point in run]
+    return [point for run in rows_of(path) if isinstance(run, list) for point in run]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -111,9 +109,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         selected = [row for row in rows if name in ("all", row["model"])]
         cells = []
         for level in ("program_s", "formula_s"):
-            errors = sorted(abs(row[level] / row["run_s"] - 1) for row in selected)
-            high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-            cells += [f"{100 * figure:.2f} %" for figure in (statistics.median(errors), high, errors[-1])]
+            errors = [abs(row[level] / row["run_s"] - 1) for row in selected]
+            figures = (statistics.median(errors), at_share(errors), max(errors))
+            cells += [f"{100 * figure:.2f} %" for figure in figures]
         lines.append(f"| {name:34} | {len(selected)} | {' | '.join(cells)} |")
     worst = sorted(rows, key=lambda row: -abs(row["program_s"] / row["run_s"] - 1))[:8]
     for row in worst:
@@ -130,15 +128,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("step_programs.jsonl"))
-    parser.add_argument("--summary", nargs="?", const=DATA, type=Path)
+    parser.add_argument("--summary", nargs="?", const=RECORDED, type=Path)
     args = parser.parse_args()
     if args.summary:
-        print(summary(rows_of(args.summary)))
+        print(summary(points_of(args.summary)))
         return
     from probes.dryrun.startup import collection_paused, load_libraries
 
     load_libraries()
-    done = sum(1 for _ in args.out.open()) if args.out.exists() else 0
+    done = len(rows_of(args.out))
     with args.out.open("a", encoding="utf-8") as file:
         for place, run in enumerate(islice(drawn(args.seed), args.runs)):
             if place < done:
@@ -150,7 +148,7 @@ def main() -> None:
                 outcome = f"{type(error).__name__}: {error}"[:200]
             file.write(json.dumps(outcome) + "\n")
             file.flush()
-    print(summary(rows_of(args.out)))
+    print(summary(points_of(args.out)))
 
 
 if __name__ == "__main__":

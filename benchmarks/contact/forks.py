@@ -16,11 +16,7 @@ from typing import Any
 
 from probes.gpu.worker import die_with_parent
 
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "probes.gpu.microbench",
-)
+LIBRARIES = ("torch", "transformers")
 Lines = Iterable[Mapping[str, Any]]
 
 
@@ -76,33 +72,17 @@ def end(child: int, limit_s: float) -> int:
     return 124 if late else status
 
 
-def run_each(
-    readings: Mapping[str, Callable[[], Lines]], limits_s: Mapping[str, float], background: frozenset[str] = frozenset()
-) -> int:
-    """Every reading in a fork, one after another, a line for how each ended; 0 where all ended well.
-
-    Args:
-        limits_s: by name; what ends late is killed, with what it started.
-        background: names that need no GPU and run while the others do.
-    """
-    started = time.monotonic()
-    aside = {name: begin(name, readings[name]) for name in readings if name in background}
-    statuses = {}
-    for name, lines in readings.items():
-        if name not in aside:
-            began = time.monotonic()
-            statuses[name] = end(begin(name, lines), limits_s[name])
-            _ended(name, statuses[name], time.monotonic() - began)
-    for name, child in aside.items():
-        statuses[name] = end(child, limits_s[name] - (time.monotonic() - started))
-        _ended(name, statuses[name], time.monotonic() - started)
-    return int(any(statuses.values()))
+def run_each(readings: Mapping[str, tuple[Callable[[], Lines], float]]) -> int:
+    """Every reading (its lines, and its limit in seconds) in a fork, one after another, a line for how each ended; 0
+    where all ended well. What ends late is killed, with what it started."""
+    statuses = []
+    for name, (lines, limit_s) in readings.items():
+        began = time.monotonic()
+        statuses.append(end(begin(name, lines), limit_s))
+        write({"reading": name, "ended": statuses[-1], "seconds": round(time.monotonic() - began, 1)})
+    return int(any(statuses))
 
 
 def write(line: Mapping[str, Any]) -> None:
     """One JSON line in one write: forks that run beside each other share the file."""
     os.write(sys.stdout.fileno(), (json.dumps(line) + "\n").encode())
-
-
-def _ended(name: str, status: int, seconds: float) -> None:
-    write({"reading": name, "ended": status, "seconds": round(seconds, 1)})

@@ -1,8 +1,8 @@
 """Raw readings of a GPU that was never seen: `python -m benchmarks.contact.readings NAME,NAME`, one JSON line each.
 
 What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations
-of known size, how long a killed process's memory stays, every library's words for a refused allocation, which SDPA
-backend runs. Recorded once, they can be replayed for ever.
+of known size, how long a killed process's memory stays, every library's words for a refused allocation, what products
+of matrices do for half a minute, the allocator's traces. Recorded once, they can be replayed for ever.
 """
 
 import contextlib
@@ -18,13 +18,10 @@ from benchmarks.contact.forks import begin, end, run_each, warm_up
 from planner.core.units import GIB, MIB
 from planner.hardware.driver import device_handle, nvml
 from probes.gpu.failures import classify_exception
-from probes.gpu.kernels import attention_backend, kernels_of_step
 
 DEVICE = "cuda:0"
 TEARDOWN_S = 6.0
 SAMPLE_S = 0.01
-ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
-"""[seqs, heads, tokens, head size]."""
 LEFT_FREE_BYTES = 2 * MIB
 REFUSAL_S = 15.0
 SUSTAINED_S, SUSTAINED_SHAPE = 30.0, (8192, 4096, 14336)
@@ -245,31 +242,6 @@ def refusals() -> Iterator[Reading]:
         raise RuntimeError(f"no reading of {', '.join(failed)}")
 
 
-def attention() -> Iterator[Reading]:
-    """Which SDPA backend runs forward and backward, and how long each takes."""
-    import torch
-
-    for shape in ATTENTION_SHAPES:
-        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-
-        def step(q: Any = q, k: Any = k, v: Any = v) -> None:
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-        step()
-        names = kernels_of_step(step)
-        started = time.perf_counter()
-        for _ in range(10):
-            step()
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - started) / 10
-        yield {
-            "step": list(shape),
-            "backend": attention_backend(names),
-            "seconds": seconds,
-            "kernels": list(names[:12]),
-        }
-
-
 def traces() -> Iterator[Reading]:
     """Ten setups' allocator traces and the meter's readings.
 
@@ -287,13 +259,6 @@ def traces() -> Iterator[Reading]:
         yield reading
     if failed:
         raise RuntimeError(f"no trace of {', '.join(failed)}")
-
-
-def rates() -> Iterator[Reading]:
-    """Matmul and copy rates and issue time."""
-    from probes.gpu.microbench import microbenchmark
-
-    yield microbenchmark(DEVICE)
 
 
 def sustained() -> Iterator[Reading]:
@@ -325,38 +290,14 @@ def sustained() -> Iterator[Reading]:
             since, calls = now, 0
 
 
-def trainer() -> Iterator[Reading]:
-    """The trainer's own host time."""
-    from benchmarks.contact.trainer_time import trainer_host_times
-
-    yield trainer_host_times()
-
-
-READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
-    "trainer": trainer,
-    "known": known,
-    "teardown": teardown,
-    "refusals": refusals,
-    "attention": attention,
-    "rates": rates,
-    "sustained": sustained,
-    "traces": traces,
+READINGS: dict[str, tuple[Callable[[], Iterator[Reading]], float]] = {
+    "known": (known, 12.0),
+    "teardown": (teardown, 12.0),
+    "refusals": (refusals, 35.0),
+    "sustained": (sustained, 35.0),
+    "traces": (traces, 55.0),
 }
-LIMITS_S = {
-    "trainer": 50.0,
-    "known": 12.0,
-    "teardown": 12.0,
-    "refusals": 35.0,
-    "attention": 12.0,
-    "rates": 15.0,
-    "sustained": 35.0,
-    "traces": 55.0,
-}
-"""What each reading may take once the libraries are imported."""
-BESIDE = frozenset({"trainer"})
-"""Needs no GPU, and runs while the others do."""
-IMPORT_S = 25.0
-"""What importing the libraries may take."""
+"""Name -> what it yields, and the seconds that it may take once the libraries are imported."""
 
 
 def main(arguments: list[str]) -> int:
@@ -365,9 +306,9 @@ def main(arguments: list[str]) -> int:
     global DEVICE
     DEVICE = arguments[1] if len(arguments) > 1 else DEVICE
     slower = float(arguments[2]) if len(arguments) > 2 else 1.0
-    chosen = {name: READINGS[name] for name in arguments[0].split(",")}
+    chosen = {name: (READINGS[name][0], slower * READINGS[name][1]) for name in arguments[0].split(",")}
     warm_up()
-    return run_each(chosen, {name: slower * limit_s for name, limit_s in LIMITS_S.items()}, BESIDE)
+    return run_each(chosen)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.layout_formula_vs_dryrun import formula, rows_of
+from benchmarks.layout_formula_vs_dryrun import formula
+from benchmarks.shared import rows_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.evidence.bands import (
