@@ -99,7 +99,7 @@ def estimate(
     if setups is not None:
         if model is not None:
             raise UsageError("--setups names the models itself", hint="leave MODEL out, or leave --setups out")
-        _many(setups, memory, dry=not dry.no_dry_run, as_json=as_json)
+        _many(setups, memory, dry=not dry.no_dry_run)
         return
     if model is None or gpu is None:
         raise UsageError(
@@ -223,8 +223,13 @@ def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
     return why_not(model, setup)
 
 
-def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> None:
-    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
+def _many(path: Path, memory: options.Memory, *, dry: bool) -> None:
+    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on.
+
+    Raises:
+        ConfigError: no line is a setup; after the errors.
+    """
+    num_lines = num_answered = 0
     for number, line in _lines(path):
         try:
             model, gpu, setup, around = parse_line(line)
@@ -233,10 +238,17 @@ def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> No
             cluster = options.cluster_of(card, setup.num_gpus, **around)
             result = candidate_of(spec, card, setup, memory, dry=dry, cluster=cluster, eval_seqs=eval_seqs)
             answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
+            num_answered += 1
         except PlannerError as error:
             answer = {"error": error.message, "hint": error.hint, "line": number}
         sys.stdout.write(json_text(answer) + "\n")
         sys.stdout.flush()
+        num_lines += 1
+    if not num_answered:
+        what = f"none of its {num_lines} lines is a setup that can be estimated" if num_lines else "it has no lines"
+        raise ConfigError(
+            f"--setups {path}: {what}", hint='one JSON object a line: {"model": "...", "gpu": "...", ...}'
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

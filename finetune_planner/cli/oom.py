@@ -15,6 +15,7 @@ from finetune_planner.cli.output import tell
 from planner.core.errors import ConfigError, PlannerError, UsageError
 from planner.core.redaction import without_secrets
 from planner.core.units import gib
+from planner.hardware.gpus import find_gpu
 from planner.planning.failures.diagnosis import Diagnosis, diagnose, diagnose_message
 from planner.planning.failures.snapshot import Snapshot, is_snapshot, read_snapshot
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
@@ -39,6 +40,8 @@ def oom(
 
     Exit codes: 0 a cause is named, 1 none is (what is missing is said), 2 it cannot be read.
     """
+    if gpu is not None:
+        find_gpu(gpu)  # an unknown card is the person's mistake, not a reason why the config was not checked
     diagnosis, snapshot = _read(file)
     if not diagnosis.message.where:
         raise ConfigError(

@@ -97,6 +97,10 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     assert "error" in broken
     assert "error" in unknown
     assert "lora_targets" in targets["error"]
+    for text, message in (("\n", "has no lines"), ("{broken\n{}\n", "none of its 2 lines")):
+        path.write_text(text)
+        assert run(["estimate", "--setups", str(path), *FAST]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_setup_line_says_its_evaluation_and_its_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

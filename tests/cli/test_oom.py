@@ -368,6 +368,8 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     assert {"rtx-3090", "rtx-4090"} <= set(diagnose(log.read_text()).cards)
     assert run(["oom", str(log)]) == 0
     assert "train.yaml: not checked: the card is not known: --gpu NAME" in capsys.readouterr().out
+    assert run(["oom", str(log), "--gpu", "rtx-9999", "--json"]) == 2
+    assert "rtx-9999" in capsys.readouterr().err
     assert run(["oom", str(log), "--gpu", "rtx-4090", "--json=full"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["check"]["verdict"] == "does_not_fit"
