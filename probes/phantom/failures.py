@@ -41,6 +41,7 @@ _PACKAGES = {
 
 _OF_ROWS = (KeyError, IndexError, ValueError)
 """What a program raises over rows of another form or length than its own."""
+NO_PADDING = "Asking to pad but the tokenizer does not have a padding token"
 of_copies = {errno.EROFS, errno.EXDEV, errno.EOVERFLOW, errno.ENOSPC}
 """What private copies cannot do that files can: see "What it cannot harm" in docs/trace.md."""
 
@@ -72,7 +73,12 @@ def missing_package(error: BaseException) -> str:
 def error_text(error: BaseException, stand_in_rows: str = "") -> str:
     """What is said of `error`, with the way to get what it misses: a package for GPUs, or the rows of a data set."""
     text = f"{type(error).__name__}: {error}"
-    if stand_in_rows and isinstance(error, _OF_ROWS):
+    if NO_PADDING in text:
+        text += (
+            " [a stand-in for a tokenizer that is not on this machine pads where transformers' class of it does: set a "
+            "token as the message says, or run it where the tokenizer's files are]"
+        )
+    elif stand_in_rows and isinstance(error, _OF_ROWS):
         text += (
             f" [its rows were stand-ins, as {stand_in_rows} is not on this machine: run it where the data set is, or "
             "with --network, or with another --seq-len]"

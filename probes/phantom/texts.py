@@ -5,6 +5,7 @@ has the columns of the data set that was asked for, where its name is known, and
 length cuts them.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -131,6 +132,8 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
         unk_token=names[0],
         model_max_length=int(getattr(text, "max_position_embeddings", 0) or 1 << 20),
     )
+    if made.pad_token is None and _pads(config):
+        made.pad_token = made.eos_token
     made.add_special_tokens({"additional_special_tokens": list(more.values())})
     if getattr(config, "model_type", "") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and size > _MARKS_AT:
         for index, kind in enumerate(("mask_token", "cls_token", "sep_token")):
@@ -138,6 +141,16 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
     made.chat_template = _TEMPLATE
     made.name_or_path = name
     return made
+
+
+def _pads(config: Any) -> bool:
+    """Whether the class of a model's tokenizer has a padding token where its files name none."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    name = TOKENIZER_MAPPING_NAMES.get(config.model_type)
+    of = tokenizer_class_from_name(name) if isinstance(name, str) else None
+    parameter = inspect.signature(of.__init__).parameters.get("pad_token") if of is not None else None
+    return parameter is not None and isinstance(parameter.default, str)
 
 
 _MARKS_AT = 300

@@ -234,6 +234,20 @@ def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch
     assert "nobody/knows-this is not on this machine" in error_text(error, phantom.stand_in_rows)
 
 
+@pytest.mark.parametrize(("name", "pads"), [("google-t5/t5-small", True), ("gpt2", False)])
+def test_a_stand_in_tokenizer_pads_where_the_class_of_the_true_one_does(
+    name: str, pads: bool, phantom: Phantom
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    assert (tokenizer.pad_token is not None) == pads
+    if not pads:
+        with pytest.raises(ValueError, match="Asking to pad") as raised:
+            tokenizer(["a", "aa"], padding=True)
+        assert "stand-in for a tokenizer" in error_text(raised.value, "a data set")
+
+
 def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:
     with pytest.raises(Refused, match="what florence2 makes of a picture is not known here"):
         processor_for("someone/model", SimpleNamespace(model_type="florence2"), lambda tokens: None)
