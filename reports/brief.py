@@ -98,7 +98,7 @@ def _head(page: Page, answer: Plan | NoPlan) -> None:
     page.line(workload_words(answer.workload), style="bold")
     if isinstance(answer, Plan):
         page.line(text.short_verdict(answer), style=text.verdict_style(chosen))
-        layout = text.layout_sentence(chosen, answer.workload.cluster)
+        layout = text.layout_sentence(chosen, answer.workload)
         for sentence in (layout, text.epoch_sentence(answer.workload, chosen)):
             if sentence:
                 page.line(sentence)

@@ -301,9 +301,10 @@ def data_sentence(workload: Workload) -> str:
     return f"{name}: the loss is on {words}{held_out}."
 
 
-def layout_sentence(candidate: Candidate, cluster: "Cluster | None" = None) -> str:
+def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> str:
     """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything. With
-    a `cluster` of several nodes also what joins them."""
+    its `workload` also what joins several nodes, and how much every node's host has to hold."""
+    cluster = workload.cluster if workload is not None else None
     setup, formula = candidate.setup, candidate.formula
     if setup.single_gpu:
         return ""
@@ -311,6 +312,11 @@ def layout_sentence(candidate: Candidate, cluster: "Cluster | None" = None) -> s
     words = words if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
+    if setup.offload != "none" and workload is not None:
+        from planner.memory.engines.host import host_bytes_per_node  # seldom needed
+
+        host_bytes = host_bytes_per_node(workload.model, setup, cluster.num_nodes if cluster is not None else 1)
+        words += f", {gib(host_bytes)} in every node's host"
     parts = [
         f"{percent(formula.time_parts_s[name] / formula.step_time_s)} {label}"
         for name, label in (("communication", "communication"), ("bubble", "waiting"), ("offload", "the host"))
@@ -378,7 +384,7 @@ def plan_sentences(plan: Plan) -> list[str]:
     sentences = (
         memory_sentence(chosen),
         speed_sentence(chosen),
-        layout_sentence(chosen, plan.workload.cluster),
+        layout_sentence(chosen, plan.workload),
         epoch_sentence(plan.workload, chosen),
         data_sentence(plan.workload),
         rank_floor_sentence(plan),

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines.host import host_bytes_per_node
 from planner.memory.workload import Data, Workload
 from planner.planning.answer import plan_workload
 from planner.planning.decision.candidates import candidate
@@ -148,9 +150,16 @@ def test_the_layout_says_what_joins_the_nodes_of_that_card(gpu: str, link: str) 
     """`ib-400` read as a link of one GPU made a plan of pipeline 16; the default is an eight-GPU node's of the card."""
     cluster = make_cluster(find_gpu(gpu), 16)
     setup = TrainSetup(num_gpus=16, parallel="ddp")
-    words = layout_sentence(candidate(plan_request(), setup), cluster)
+    words = layout_sentence(candidate(plan_request(), setup), replace(plan_request(), cluster=cluster))
     assert words.startswith(f"16 GPUs in 2 nodes ({link} per node): DDP")
     assert "nodes" not in layout_sentence(candidate(plan_request(), setup))
+
+
+def test_the_layout_says_what_every_host_has_to_hold() -> None:
+    setup = TrainSetup(method="full", lora_rank=0, num_gpus=8, parallel="fsdp2", offload="parameters")
+    workload = plan_request()
+    held = gib(host_bytes_per_node(workload.model, setup, 1))
+    assert f", {held} in every node's host; " in layout_sentence(candidate(workload, setup), workload)
 
 
 def test_words_on_one_gpu_say_nothing_of_several() -> None:
