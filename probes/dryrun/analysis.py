@@ -31,9 +31,13 @@ def group_of(origin: Origin, owner: tuple[str, str] | None) -> Group:
 def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str] | None) -> Group:
     if owner is not None:
         category, name = owner
-        if category == "weights":
-            return category, _weight_group(name)
-        return category, _OWNED_NAMES.get(category, name)
+        if category != "weights":
+            return category, _OWNED_NAMES.get(category, name)
+        parts = name.removeprefix("base_model.model.").split(".")
+        if any(part.isdigit() for part in parts[:-1]):
+            return category, "weights: layers"
+        last = ".".join(parts[-2:])
+        return category, next((words for pattern, words in _WEIGHT_NAMES if pattern.search(last)), last)
     if full_op in LAYOUT_GROUPS:
         return LAYOUT_GROUPS[full_op]
     op = full_op.removeprefix("aten.")
@@ -41,19 +45,16 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
         return "workspace", "cuBLAS workspaces" if op.startswith("cuBLAS") else op.replace(".default", "")
     if "dequantize" in op:
         return "dequantization", "dequantized weight"
-    if phase == "loss":
-        return "loss", "loss chain"
-    if phase == "step":
-        return "workspace", "optimizer temporaries"
-    if phase == "load":
-        return "other", "batch"
-    if phase == "backward":
-        return "activations", "recomputed, and gradients of activations"
-    if outside_layers:
-        return "activations", "before the first layer"
-    return "activations", "kept for the backward"
+    of_forward = "before the first layer" if outside_layers else "kept for the backward"
+    return _BY_PHASE.get(phase, ("activations", of_forward))
 
 
+_BY_PHASE: dict[str, Group] = {
+    "loss": ("loss", "loss chain"),
+    "step": ("workspace", "optimizer temporaries"),
+    "load": ("other", "batch"),
+    "backward": ("activations", "recomputed, and gradients of activations"),
+}
 _OWNED_NAMES = {
     "adapters": "LoRA matrices",
     "gradients": "accumulated gradients",
@@ -76,14 +77,6 @@ LAYOUT_GROUPS: dict[str, Group] = {
 """What only several GPUs have, by the names that `probes.dryrun.rank` gives it."""
 
 
-def _weight_group(name: str) -> str:
-    parts = name.removeprefix("base_model.model.").split(".")
-    if any(part.isdigit() for part in parts[:-1]):
-        return "weights: layers"
-    last = ".".join(parts[-2:])
-    return next((words for pattern, words in _WEIGHT_NAMES if pattern.search(last)), last)
-
-
 class Curve:
     """Allocated bytes along a run, rounded as blocks are.
 
@@ -100,7 +93,6 @@ class Curve:
         self._total = 0
 
     def add(self, event: Event) -> None:
-        """The next event."""
         if isinstance(event, Alloc):
             size = self._sizes[event.id] = rounded(event.size_bytes)
             self._total += size
@@ -113,7 +105,6 @@ class Curve:
         self.totals.append(self._total)
 
     def add_repetition(self, repetition: Repetition) -> None:
-        """Its events."""
         pattern = repetition.pattern
         for place in pattern.left:
             self._sizes[repetition.first + place] = rounded(pattern.sizes[place])
@@ -167,7 +158,6 @@ class _Alive:
         self._alive: dict[int, tuple[Group, int]] = {}
 
     def add(self, item: Event | Repetition) -> None:
-        """The next event or events."""
         if not self._indices:
             return
         if not isinstance(item, Repetition):

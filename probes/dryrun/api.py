@@ -12,7 +12,7 @@ from planner.memory.around import between_steps_terms
 from planner.memory.model import memory_of
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
 from planner.memory.trained import trained_parameters
-from planner.memory.workspace import context_bytes
+from planner.memory.workspace import communicator_bytes, context_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import unknown_mixers, with_evidence
 from planner.planning.run_speed import with_run_speed
@@ -52,7 +52,6 @@ def dry_run_report(
     setup: TrainSetup,
     *,
     full_depth: bool = False,
-    moe: str = "balanced",
     use_cache: bool = True,
     planned: bool = False,
 ) -> DryRunReport | ProbeFailure:
@@ -66,12 +65,9 @@ def dry_run_report(
 
     Args:
         full_depth: run every layer instead of repeating.
-        moe: "balanced" or "worst"; transformers' grouped experts use the same memory whichever expert a token takes.
         use_cache: whether an earlier run of the same point may answer, and this one is kept.
         planned: the setup is a plan's own, which keeps the band that it was chosen by.
     """
-    if moe not in ("balanced", "worst"):
-        raise ValueError(f"moe must be 'balanced' or 'worst', got {moe!r}")
     run = partial(_report, model, gpu, full_depth=full_depth, use_cache=use_cache, planned=planned)
     short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
     if not short or not reported(WALKS, dict(model.config)):
@@ -88,7 +84,6 @@ def dry_run_report(
 def _report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool, use_cache: bool, planned: bool
 ) -> DryRunReport | ProbeFailure:
-    """`dry_run_report` of the very setup."""
     options: dict[str, Any] = {"full_depth": full_depth}
     outcome = _cached_report(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
@@ -147,34 +142,24 @@ def overhead_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device memory outside PyTorch's count: the CUDA context, with several GPUs the communicators too."""
     if setup.num_gpus == 1:
         return context_bytes(gpu)
-    from planner.memory.workspace import communicator_bytes  # one GPU never needs it
-
     return context_bytes(gpu) + communicator_bytes(gpu, setup)
 
 
 def _cached_report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
-    """The answer from the cache, or a run that is then kept. `options` are `report_for_config`'s keywords."""
     refusal = APPLE if gpu.vendor == "Apple" else LIKE if model.like else _refusal(setup)
     if refusal:  # before the cache is asked: an older version may have followed it wrongly
         return _unsupported(refusal)
-    capability = gpu.compute_capability or DEFAULT_CAPABILITY
-
-    def run() -> DryRunReport | ProbeFailure:
-        args = dict(model.config), capability, setup
-        made: DryRunReport | ProbeFailure = reported(REPORT, *args, num_gpus=setup.num_gpus, **options)
-        return made
-
-    if not use_cache:
-        return run()
-    key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
-    directory = cache.default_directory()
-    cached = cache.load(directory, key)
-    if cached is not None:
-        return cached
-    outcome = run()
-    if isinstance(outcome, DryRunReport):
+    capability, directory, key = gpu.compute_capability or DEFAULT_CAPABILITY, cache.default_directory(), ""
+    if use_cache:
+        key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
+        if (cached := cache.load(directory, key)) is not None:
+            return cached
+    outcome: DryRunReport | ProbeFailure = reported(
+        REPORT, dict(model.config), capability, setup, num_gpus=setup.num_gpus, **options
+    )
+    if use_cache and isinstance(outcome, DryRunReport):
         cache.save(directory, key, outcome)
     return outcome
 
@@ -193,8 +178,7 @@ def report_for_config(
         limit_bytes: what PyTorch may reserve; where that is too little, the reserved peak is the one without a limit.
     """
     started = time.perf_counter()
-    refusal = _refusal(setup)
-    if refusal:
+    if refusal := _refusal(setup):
         return _unsupported(refusal)
     try:
         with collection_paused():

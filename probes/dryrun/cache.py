@@ -8,6 +8,7 @@ figure is never served; a damaged or foreign file is ignored and written anew.
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -67,7 +68,13 @@ def load(directory: Path, key: str) -> DryRunReport | None:
     """The report kept under `key`, None where there is none that can be read."""
     try:
         raw = json.loads((directory / f"{key}.json").read_text())
-        return _report(raw)
+        groups = {
+            phase: {(category, name): size for category, name, size in rows}
+            for phase, rows in raw["phase_groups"].items()
+        }
+        program = None if raw["program"] is None else program_of(raw["program"])
+        report = decode(DryRunReport, {**raw, "phase_groups": {}, "program": None})
+        return replace(report, phase_groups=groups, program=program)
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
 
@@ -80,18 +87,5 @@ def save(directory: Path, key: str, report: DryRunReport) -> None:
         phase: [[category, name, size] for (category, name), size in groups.items()]
         for phase, groups in report.phase_groups.items()
     }
-    try:
+    with suppress(OSError):
         write_whole(directory / f"{key}.json", json.dumps(values).encode())
-    except OSError:
-        return
-
-
-def _report(raw: dict[str, Any]) -> DryRunReport:
-    groups = {
-        phase: {(category, name): size for category, name, size in rows} for phase, rows in raw["phase_groups"].items()
-    }
-    rows = raw["program"]
-    program = None if rows is None else program_of(rows)
-    return replace(
-        decode(DryRunReport, {**raw, "phase_groups": {}, "program": None}), phase_groups=groups, program=program
-    )

@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import flat
@@ -27,8 +25,7 @@ from probes.stack.parallelize import Layout, data_mesh, layout_model, share_refe
 BUCKETS = "DDP buckets"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _State:
+class _State(NamedTuple):
     """A parameter or buffer of the module that DDP wraps."""
 
     name: str
@@ -51,12 +48,12 @@ class DdpWorld:
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`."""
         self._states = [
-            _State(name=name, shape=tensor.shape, dtype=tensor.dtype, trained=tensor.requires_grad)
+            _State(name, tensor.shape, tensor.dtype, tensor.requires_grad)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
-        self._order = []
+        order: dict[str, None] = {}  # of the gradients
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -73,16 +70,19 @@ class DdpWorld:
         try:
             yield layout, owners
         finally:
+            self._order = [*order]
             for hook in hooks:
                 hook.remove()
 
-    def _ready(self, name: str, parameter: torch.Tensor) -> None:
-        if name not in self._order:
-            self._order.append(name)
-
     def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
-        full = repeat_layers(_without(trace, BUCKETS), layers, self._setup).flat()
+        buckets = {number for number, origin in trace.origins.items() if origin.op == BUCKETS}
+        others = [
+            event
+            for event in flat(trace.events)
+            if isinstance(event, Phase) or getattr(event, "id", None) not in buckets
+        ]
+        full = repeat_layers(replace(trace, events=others), layers, self._setup).flat()
         states = _repeated(self._states, trace, layers)
         holder = torch.nn.Module()
         holder.parts = torch.nn.ParameterList(
@@ -105,17 +105,7 @@ class DdpWorld:
         return _with_buckets(full, first, [*freed, *_rebuilt(order, len(made.origins))])
 
 
-def _without(trace: Trace, label: str) -> Trace:
-    """`trace` without the allocations of one label."""
-    dropped = {number for number, origin in trace.origins.items() if origin.op == label}
-    events = [
-        event for event in flat(trace.events) if isinstance(event, Phase) or getattr(event, "id", None) not in dropped
-    ]
-    return replace(trace, events=events)
-
-
 def _repeated(states: list[_State], trace: Trace, layers: LayerMap) -> list[_State]:
-    """The full model's states in order."""
     return [state for state, _ in layers.unrolled(states, lambda state: trace.layer_of(state.name))]
 
 
@@ -128,13 +118,10 @@ def _rebuilt(order: list[_State], number: int) -> list[Event]:
     import torch.distributed as dist
 
     tensors = [torch.empty(state.shape, dtype=state.dtype, device="meta") for state in order]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 1024**2]
     buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
     sizes = [sum(tensors[index].numel() * tensors[index].element_size() for index in bucket) for bucket in buckets]
     return [Alloc(number + index, size) for index, size in enumerate(sizes)]
-
-
-_BUCKET_BYTES = 25 * 1024**2
 
 
 def _with_buckets(trace: Trace, first: list[Event], rebuilt: list[Event]) -> Trace:

@@ -49,15 +49,14 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
     one_by_one = any(re.search(r"\d", name) for name in getattr(config, "kept_modules", ()))  # no layer repeats
     if full_depth or config.is_encoder_decoder or one_by_one:
         return whole  # an encoder-decoder's two halves grow together, and its models are small
-    pattern = _pattern(config)
-    signatures = pattern.signatures
+    signatures, outside = _pattern(config)
     if len(signatures) != full:  # the layers run more than once
         return whole
     text = config.get_text_config()
     shared = {*range(full - int(getattr(text, "num_kv_shared_layers", 0) or 0), full)}
     shared |= {*(getattr(text, "cross_attention_layers", None) or ())}  # all of them look at the same pictures
     last = {signature: layer for layer, signature in enumerate(signatures)}
-    for every in dict.fromkeys((checkpointing or 1, math.lcm(pattern.period, checkpointing or 1))):
+    for every in dict.fromkeys((checkpointing or 1, math.lcm(period_of(signatures)[1], checkpointing or 1))):
         kinds: list[Kind] = [
             (signature, layer % every, min(layer, unlike), layer in shared and last[signature] == layer)
             for layer, signature in enumerate(signatures)
@@ -67,10 +66,10 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
             break
         try:
             short = config_of_layers(config, chosen)
-            made = _pattern(short)
+            made_signatures, made_outside = _pattern(short)
         except (ValueError, IndexError, KeyError):
             continue
-        if made.outside == pattern.outside and made.signatures == tuple(signatures[layer] for layer in chosen):
+        if made_outside == outside and made_signatures == tuple(signatures[layer] for layer in chosen):
             layers = LayerMap(standing_for(kinds, chosen, reach))
             wider = partial(
                 plan_depth, config, checkpointing=checkpointing, full_depth=reach > 1, unlike=unlike, reach=reach + 1
@@ -121,46 +120,25 @@ def _cases(kinds: Sequence[Hashable], reach: int) -> list[tuple[Hashable, ...]]:
     return [tuple(padded[layer : layer + 2 * reach + 1]) for layer in range(len(kinds))]
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """What a model is made of.
-
-    Attributes:
-        signatures: one number per layer, equal ones for layers that behave alike.
-        outside: name and shape of every parameter that is no layer's.
-    """
-
-    signatures: tuple[int, ...]
-    outside: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def period(self) -> int:
-        """After how many layers they repeat, beyond those at the start that do not."""
-        return period_of(self.signatures)[1]
-
-
+_Pattern = tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]
+"""One number per layer, equal ones for layers that behave alike; name and shape of every parameter that is no layer's.
+"""
 _PATTERNS: OrderedDict[str, _Pattern] = OrderedDict()
 
 
 def layer_kinds(config: Any) -> tuple[int, ...]:
     """One number per layer of a decoder, equal ones for layers that behave alike."""
-    return _pattern(config).signatures
+    return _pattern(config)[0]
 
 
 def _pattern(config: Any) -> _Pattern:
     """That of the full model, built once on meta per configuration."""
     key = config.to_json_string(use_diff=False)
     if key not in _PATTERNS:
-        _PATTERNS[key] = _built(config)
+        model = bare_model(copy.deepcopy(config), torch.bfloat16, "eager")
+        inside = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+        outside = (pair for pair in model.named_parameters() if id(pair[1]) not in inside)
+        _PATTERNS[key] = layer_signatures(model), tuple((name, tuple(weight.shape)) for name, weight in outside)
         if len(_PATTERNS) > 64:
             _PATTERNS.popitem(last=False)
     return _PATTERNS[key]
-
-
-def _built(config: Any) -> _Pattern:
-    model = bare_model(copy.deepcopy(config), torch.bfloat16, "eager")
-    inside = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
-    others = tuple(
-        (name, tuple(parameter.shape)) for name, parameter in model.named_parameters() if id(parameter) not in inside
-    )
-    return _Pattern(layer_signatures(model), others)

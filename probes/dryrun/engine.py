@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from planner.core.notes import risk
@@ -13,7 +14,7 @@ from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
 from planner.setup.outcome import Fidelity, Prediction
 from probes.allocator import replay
-from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
+from probes.dryrun.analysis import curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
 from probes.dryrun.operators import full_program
@@ -40,34 +41,28 @@ def run_engine(
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
 
-    def report(plan: DepthPlan, world: World | None) -> DryRunReport:
+    def report(plan: DepthPlan, world: World | None = None) -> DryRunReport:
         return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
-    def run(world: World | None = None) -> DryRunReport:
-        return report(_plan(raw_config, setup, full_depth), world)
-
     load_libraries()
-    if setup.single_gpu:
-        return run()
     if setup.pipeline_degree > 1:
         from probes.dryrun.stages import run_stages
 
         return run_stages(raw_config, setup, report, full_depth=full_depth)
-    from probes.dryrun.rank import fake_job
-
-    with fake_job(setup) as world:
-        return run(world)
-
-
-def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) -> DepthPlan:
-    """Which layers are run, of a model whose every rank holds all of them."""
     config = load_config(raw_config)
-    unlike = deep_layers(setup, config)
     # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together, and so
     # is the group in which FSDP2 gathers a reference
     one_group = setup.parallel == "fsdp2" and setup.copies_reference
     whole = full_depth or bool(setup.trained_layers) or setup.kind.form == "prefix" or one_group
-    return plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
+    plan = partial(
+        plan_depth, config, checkpointing=setup.checkpointing, full_depth=whole, unlike=deep_layers(setup, config)
+    )
+    if setup.single_gpu:
+        return report(plan())
+    from probes.dryrun.rank import fake_job
+
+    with fake_job(setup) as world:
+        return report(plan(), world)
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
@@ -95,7 +90,6 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
 
 
 def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None) -> Trace:
-    """One run; once more with values followed where an operator needs some."""
     options: dict[str, Any] = {"capability": capability, "num_layers": plan.depth}
     if world is not None:
         return trace_run(plan.config, setup, world=world, **options)
@@ -120,6 +114,14 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
     reserved, retry_notes = _reserved(trace, setup.expandable_segments, limit_bytes)
+    notes = [*trace.notes]
+    if trace.log.chosen.get("math"):
+        matrix = f"each layer makes a matrix of {gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
+        notes.append(risk(f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): {matrix}"))
+    terms = [
+        MemoryTerm(category=category, name=name, size_bytes=size, phases=(peak_phase,))  # type: ignore[arg-type]
+        for (category, name), size in peak.groups.items()
+    ]
     prediction = Prediction(
         level=Fidelity.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,
@@ -127,9 +129,9 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         peak_device_bytes=reserved + CONTEXT_BYTES,
         peak_phase=peak_phase,
         phase_peaks_bytes=by_phase,
-        terms=_terms(peak, peak_phase),
+        terms=tuple(sorted(terms, key=lambda term: -term.size_bytes)),
         memory_band_fraction=DRY_RUN_BAND,
-        notes=_notes(trace) + retry_notes,
+        notes=(*notes, *retry_notes),
     )
     return DryRunReport(
         prediction=prediction,
@@ -151,26 +153,9 @@ def _reserved(trace: Trace, expandable_segments: bool, limit_bytes: int | None) 
     if limit_bytes is not None:
         limited = replay(trace.events, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
         if limited.fits:
-            if not limited.num_retries:
-                return limited.peak_reserved_bytes, ()
-            return limited.peak_reserved_bytes, (
+            retries = (
                 f"at the card's limit PyTorch has to give cached memory back and try again ({limited.num_retries} "
-                "times in two steps), which costs time",
+                "times in two steps), which costs time"
             )
+            return limited.peak_reserved_bytes, (retries,) if limited.num_retries else ()
     return replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes, ()
-
-
-def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
-    terms = [
-        MemoryTerm(category=category, name=name, size_bytes=size, phases=(phase,))  # type: ignore[arg-type]
-        for (category, name), size in peak.groups.items()
-    ]
-    return tuple(sorted(terms, key=lambda term: -term.size_bytes))
-
-
-def _notes(trace: Trace) -> tuple[str, ...]:
-    notes = list(trace.notes)
-    if trace.log.chosen.get("math"):
-        matrix = f"each layer makes a matrix of {gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
-        notes.append(risk(f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): {matrix}"))
-    return tuple(notes)

@@ -1,7 +1,7 @@
 """A process group of one process that stands for many, and the streams of its collectives."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +62,10 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise ValueError("this process is a rank of a real job: a dry run of several GPUs needs a process of its own")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with _on_meta(), errors_only("torch.distributed.tensor"):  # not: this takes two collectives
+        with (
+            replaced(_on_meta(), create=True),
+            errors_only("torch.distributed.tensor"),
+        ):  # not: this takes two collectives
             yield
     finally:
         dist.destroy_process_group()
@@ -72,7 +75,6 @@ class _Stream(torch.cpu.Stream):  # type: ignore[misc]
     """A stream that does nothing but whose events exist, as FSDP2 asks of devices other than CPUs."""
 
     def record_event(self) -> torch.cpu.Event:
-        """An event that has happened."""
         return torch.cpu.Event()
 
 
@@ -90,16 +92,15 @@ _HANDLE = SimpleNamespace(
 """What `torch.cuda` is to CUDA tensors: streams and events, which do nothing here."""
 
 
-def _on_meta() -> AbstractContextManager[None]:
+def _on_meta() -> list[Replacement]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    replacements = [
+    return [
         (torch, "meta", _HANDLE),
         (torch.accelerator, "current_stream", torch.cpu.current_stream),
         (groups.FSDPParamGroup, "_validate_no_meta_params", nothing),
         *of_ddp(),
     ]
-    return replaced(replacements, create=True)
 
 
 def of_ddp() -> list[Replacement]:
@@ -112,13 +113,11 @@ def of_ddp() -> list[Replacement]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
-        plain_hook(self, None, lambda state, bucket: _done(bucket.buffer()))
+        plain_hook(self, None, lambda state, bucket: reduced(bucket.buffer()))
+
+    def reduced(buffer: torch.Tensor) -> Any:  # in place; the fake group's own all-reduce gives DDP nothing to read
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
 
     return [(wrapper, "__init__", init), (ddp, "_verify_param_shape_across_processes", nothing)]
-
-
-def _done(buffer: torch.Tensor) -> Any:
-    """The end of DDP's all-reduce of one bucket in place; the fake group's own gives DDP no result to read."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future

@@ -41,7 +41,7 @@ class Whole:
         return torch.nn.Parameter(torch.empty(trainable.shape, dtype=trainable.dtype, device="meta"))
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepEvents:
     """What one optimizer step does; `gradients` names the parameter and layer of each gradient's storage."""
 
@@ -60,7 +60,7 @@ class OptimizerRun:
         self.shards = shards
         self.operators, self.layers = trace.operators, layers
         self.parameters = [
-            (trainable.name, layer, trainable, shards.parameter(trainable))
+            (layer, trainable, shards.parameter(trainable))
             for trainable, layer in layers.unrolled(trace.trainables, lambda trainable: trainable.layer)
         ]
 
@@ -68,11 +68,23 @@ class OptimizerRun:
         """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
         members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
         gradients = {}
-        for _, layer, trainable, parameter in self.parameters:
+        for layer, trainable, parameter in self.parameters:
             if trainable.has_gradient and trainable.gradient is None:
                 members.setdefault((trainable.gradient_of, layer), []).append(parameter)
             elif trainable.gradient is not None:
-                gradients[trainable.gradient_of, layer] = _laid_out_otherwise(trainable, parameter)
+                from torch.distributed.tensor import DTensor
+
+                shape, placements = trainable.gradient
+                storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
+                parameter.grad = DTensor.from_local(
+                    storage,
+                    trainable.mesh,
+                    placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                gradients[trainable.gradient_of, layer] = storage
         for key, parameters in members.items():
             flat = torch.empty(sum(member.numel() for member in parameters), dtype=parameters[0].dtype, device="meta")
             offset = 0
@@ -86,7 +98,7 @@ class OptimizerRun:
         """Events of each of `count` optimizer steps; numbers are shared between the steps."""
         holder = torch.nn.Module()
         holder.list = torch.nn.ParameterList([entry[-1] for entry in self.parameters])
-        wide = [parameter for _, _, trainable, parameter in self.parameters if trainable.wide]
+        wide = [parameter for _, trainable, parameter in self.parameters if trainable.wide]
         optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
         scaler = make_scaler(self.setup, "meta")
         tracker = self.shards.tracker("meta", temporaries=temporaries())
@@ -105,27 +117,6 @@ class OptimizerRun:
             with self.shards.stepping(), quick_checks(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
             claim_optimizer_state(tracker, optimizer, owners)
-            steps.append(
-                StepEvents(
-                    events=tracker.events[first:],
-                    origins=tracker.origins,
-                    owners=owners,
-                    gradients=gradients,
-                    numbers=numbers,
-                )
-            )
+            steps.append(StepEvents(tracker.events[first:], tracker.origins, owners, gradients, numbers))
         tracker.close()
         return steps
-
-
-def _laid_out_otherwise(trainable: Trainable, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Gives `parameter` (a DTensor) its gradient of another layout; returns the gradient's local tensor."""
-    from torch.distributed.tensor import DTensor
-
-    assert trainable.gradient is not None
-    shape, placements = trainable.gradient
-    storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
-    parameter.grad = DTensor.from_local(
-        storage, trainable.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return storage

@@ -38,28 +38,30 @@ class _Helper:
         atexit.register(self.close)
 
     def report(self, make: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The child's answer, None where it has none."""
-        with self._turn:
-            return self._answer(make, args, options)
-
-    def _answer(self, make: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self._child is None:
-            return None
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
         say: Callable[[str], None] | None = options.get("say")
-        try:
-            pickle.dump((make, args, options if say is None else {**options, "say": None}), self._child.stdin)
-            self._child.stdin.flush()
-            while isinstance(answer := pickle.load(self._child.stdout), str):
-                assert say is not None
-                say(answer)
-        except (OSError, EOFError, pickle.PickleError, AttributeError, TypeError):  # it died, or does not know a class
-            self.close()
-            return None
-        except BaseException:  # interrupted: what it answers later would be taken for the next answer
-            self.close()
-            raise
+        with self._turn:
+            if self._child is None:
+                return None
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            try:
+                pickle.dump((make, args, options if say is None else {**options, "say": None}), self._child.stdin)
+                self._child.stdin.flush()
+                while isinstance(answer := pickle.load(self._child.stdout), str):
+                    assert say is not None
+                    say(answer)
+            except (
+                OSError,
+                EOFError,
+                pickle.PickleError,
+                AttributeError,
+                TypeError,
+            ):  # it died, or knows no such class
+                self.close()
+                return None
+            except BaseException:  # interrupted: what it answers later would be taken for the next answer
+                self.close()
+                raise
         if isinstance(answer, ValueError):
             raise answer
         return answer

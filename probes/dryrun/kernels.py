@@ -134,21 +134,29 @@ def sdpa_of(log: KernelLog) -> Any:
 
 
 def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
-    """Attention by the kernel that PyTorch chooses for these arguments."""
-    if log.xformers and _takes_xformers(call, log.capability):
+    half = call.query.dtype in (torch.float16, torch.bfloat16)
+    if log.xformers and log.capability < (8, 0) and call.attn_mask is None and half:
         heads = call.query.shape[1]
         call = call._replace(key=_to_all_heads(call.key, heads), value=_to_all_heads(call.value, heads))
     query, key, value, mask, dropout, causal, scale, grouped = call
     kernel, reason = choose_sdpa_kernel(call, log.capability)
     log.note(kernel, reason)
-    if log.ring is not None:
-        return _over_the_ring(log.ring, kernel, query, key, value, scale)
-    mask = _additive(mask, query.dtype)
+    if log.ring is not None:  # causal whatever mask was given, as Accelerate's hook makes it
+        from probes.dryrun.fakeworld import RingAttention  # late: its imports are for cut sequences alone
+
+        if kernel == "math":
+            raise ValueError("PyTorch's context parallelism has no math kernel")
+        return RingAttention.apply(query, key, value, kernel, scale, log.ring)
+    if mask is not None and mask.dtype is torch.bool:  # at every call: attention.cpp `convert_boolean_attn_mask`
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     if kernel == "flash":
         return _flash_padded(query, key, value, dropout, causal, scale)
     if kernel == "efficient":
-        if mask is not None:
-            mask = _expanded(mask, query, key)
+        if mask is not None:  # aligned to 16 columns, expanded to batch and heads (attention.cpp `preprocess_mask`)
+            columns = mask.shape[-1]
+            if columns % 16:
+                mask = torch.nn.functional.pad(mask, (0, 16 - columns % 16))[..., :columns]
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, torch.is_grad_enabled(), dropout, causal, scale=scale
         )[0]
@@ -159,10 +167,6 @@ def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
     )[0]
 
 
-def _takes_xformers(call: Attention, capability: tuple[int, int]) -> bool:
-    return capability < (8, 0) and call.attn_mask is None and call.query.dtype in (torch.float16, torch.bfloat16)
-
-
 def _to_all_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Keys or values as Unsloth hands them to xformers, whose kernel SDPA's memory-efficient one is: a copy for every
     head of queries.
@@ -170,36 +174,6 @@ def _to_all_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
     Source: unsloth 2026.10.9 utils/attention_dispatch.py run_attention (`K_mod.reshape` where a gradient is wanted).
     """
     return rows if rows.shape[1] == heads else rows.repeat_interleave(heads // rows.shape[1], dim=1)
-
-
-def _over_the_ring(
-    group: Any, kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Attention over the pieces of all ranks, causal whatever mask was given, as Accelerate's hook makes it."""
-    from probes.dryrun.fakeworld import RingAttention  # late: its imports are for cut sequences alone
-
-    if kernel == "math":
-        raise ValueError("PyTorch's context parallelism has no math kernel")
-    return RingAttention.apply(query, key, value, kernel, scale, group)
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask becomes an additive one in the query's type, at every call.
-
-    Source: PyTorch 2.13 attention.cpp `convert_boolean_attn_mask`.
-    """
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    new = torch.zeros_like(mask, dtype=dtype)
-    return new.masked_fill_(mask.logical_not(), -math.inf)
-
-
-def _expanded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive mask aligned to 16 columns and expanded to batch and heads (attention.cpp `preprocess_mask`)."""
-    columns = mask.shape[-1]
-    if columns % 16:
-        mask = torch.nn.functional.pad(mask, (0, 16 - columns % 16))[..., :columns]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _flash_padded(

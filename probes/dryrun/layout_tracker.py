@@ -42,7 +42,10 @@ class LayoutTracker(Tracker):
         if func is self._wrap and args[0].device.type == "meta":
             return args[0]  # a collective's result that is waited for at its first use: on meta a second tensor
         if func is _TO_COPY and kwargs and kwargs.get("device") == _CPU and args[0].device.type == "meta":
-            return self._copied_to_host(args[0])
+            with _disable_current_modes():
+                copy = torch.empty_like(args[0])
+            self.keep_on_host(copy)
+            return copy
         if types and self.takes_local(func) and not self.subclasses.isdisjoint(types):
             # the optimizer's own lists: straight to the local tensors, as DTensor's rules would after much looking
             with self:
@@ -82,12 +85,6 @@ class LayoutTracker(Tracker):
         if entry is not None:
             self.events.append(Free(entry[0]))
         self._host[key] = weakref.ref(storage, lambda _: self._host.pop(key, None))
-
-    def _copied_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        with _disable_current_modes():
-            copy = torch.empty_like(tensor)
-        self.keep_on_host(copy)
-        return copy
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:

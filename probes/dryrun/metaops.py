@@ -35,11 +35,12 @@ class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
         need_rows, need_weight = ctx.needs_input_grad[:2]
         rows, weight, _ = ctx.saved_tensors
         grad = grads[0]
-        of_rows = grad.new_empty(rows_shape, dtype=rows_dtype) if need_rows else None
-        if of_rows is not None:
+        of_rows = of_weight = None
+        if need_rows:
+            of_rows = grad.new_empty(rows_shape, dtype=rows_dtype)
             launched("aten._grouped_mm", [grad, weight.transpose(1, 2)], [of_rows])
-        of_weight = grad.new_empty(weight_shape, dtype=weight_dtype) if need_weight else None
-        if of_weight is not None:
+        if need_weight:
+            of_weight = grad.new_empty(weight_shape, dtype=weight_dtype)
             launched("aten._grouped_mm", [rows.t(), grad], [of_weight])
         return of_rows, of_weight, None
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -67,38 +67,29 @@ class OperatorLog:
         if key is not None:
             number = self._known.get(key)
             if number is None:
-                number = self._new(key, name, args, kwargs, out)
+                number = self._number(_operator(name, args, kwargs, out), key)
         elif (number := self._views.get(id(func))) is None:
-            number = self._other(func, name, args, kwargs, out)
+            if isinstance(func, torch._ops.OpOverload) and func.is_view:
+                number = self._views[id(func)] = len(self.operators)
+                self.operators.append(Operator(name))
+            else:
+                number = self._number(_operator(name, args, kwargs, out))
         self.calls.append(number * 5 + _ISSUERS[_in_engine() == -1, _records()])
 
-    def _new(self, key: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-        """An operator that is not known yet."""
-        number = self._known[key] = len(self.operators)
-        self.operators.append(_operator(name, args, kwargs, out))
-        return number
-
-    def _other(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-        """A view (known by its name from then on), or an operator that changes its arguments."""
-        if isinstance(func, torch._ops.OpOverload) and func.is_view:
-            number = self._views[id(func)] = len(self.operators)
-            self.operators.append(Operator(name))
-            return number
-        made = _operator(name, args, kwargs, out)
-        index = self._known.get(made)
-        if index is None:
-            index = self._known[made] = len(self.operators)
+    def _number(self, made: Operator, key: Any = None) -> int:
+        """That of an operator, which is new where its `key` (else itself) is not known."""
+        key = made if key is None else key
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.operators)
             self.operators.append(made)
-        return index
+        return number
 
     def launched(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """A kernel that no operator launches."""
         made = Operator(name, tuple(map(layout_of, inputs)), tuple(map(layout_of, outputs)))
-        number = self._known.get(made)
-        if number is None:
-            number = self._known[made] = len(self.operators)
-            self.operators.append(made)
-        self.calls.append(number * 5 + (FORWARD if _in_engine() == -1 else RECOMPUTE if _records() else ENGINE))
+        issuer = FORWARD if _in_engine() == -1 else RECOMPUTE if _records() else ENGINE
+        self.calls.append(self._number(made) * 5 + issuer)
 
     def module_called(self, module: Any, args: Any) -> None:
         """Python calls a module."""
@@ -129,11 +120,12 @@ class OperatorLog:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Within it module calls and launches are noted."""
-        with ExitStack() as stack:
-            stack.enter_context(listening(self.launched))
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(self.module_called)
-            stack.callback(hook.remove)
-            yield
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(self.module_called)
+        try:
+            with listening(self.launched):
+                yield
+        finally:
+            hook.remove()
 
     def segments(self, first: int, last: int) -> list[tuple[int | None, Segment]]:
         """What was issued from one place to another, by layer."""
@@ -188,7 +180,16 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
     optimizer = log.segments(step if log.full_step is None else log.full_step, len(log.calls))
     sums: Mapping[int, int] = {}
     if len(log.micro_batches) == 1:
-        counts = Counter(_gradient_layouts(trainables, layers))
+        every = (
+            layers.unrolled(trainables, lambda trained: trained.layer)
+            if layers
+            else ((trained, None) for trained in trainables)
+        )
+        counts = Counter(
+            Layout(tuple(trained.shape), torch.empty(trained.shape, device="meta").stride(), _name(trained.dtype))
+            for trained, _ in every
+            if trained.has_gradient
+        )
         sums = {len(log.operators) + place: count for place, count in enumerate(counts.values())}
         log.operators += [Operator("aten.add_.Tensor", (layout, layout), (layout,)) for layout in counts]
     module_layers = (None, *(layers.of if layers else (layer for layer in log.modules if layer is not None)))
@@ -203,23 +204,7 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
 
 
 def _unrolled(segments: Sequence[tuple[int | None, Segment]], layers: LayerMap) -> Iterator[int]:
-    """The places of the run's segments in the order of the full model."""
     places = range(len(segments))
     for _, group in groupby(places, lambda place: (segments[place][1].phase, segments[place][0] is not None)):
         for place, _ in layers.unrolled(group, lambda place: segments[place][0]):
             yield place
-
-
-def _gradient_layouts(trainables: Sequence[Any], layers: LayerMap | None) -> list[Layout]:
-    """Layouts of the full model's gradients."""
-    every = (
-        trainables
-        if layers is None
-        else [trainable for trainable, _ in layers.unrolled(trainables, lambda trainable: trainable.layer)]
-    )
-    layouts = []
-    for trained in every:
-        if trained.has_gradient:
-            stride = torch.empty(trained.shape, device="meta").stride()
-            layouts.append(Layout(tuple(trained.shape), stride, _name(trained.dtype)))
-    return layouts

@@ -2,8 +2,8 @@
 step as on one GPU.
 
 Rank 0 is traced: it holds the largest shards (FSDP2 pads the last ranks); of a ring of ranks that share a sequence one
-in the middle (`traced_rank`). What collectives write to are tensors
-and counted; NCCL's own buffers are outside PyTorch's allocator.
+in the middle (`traced_rank`). What collectives write to are tensors and counted; NCCL's own buffers are outside
+PyTorch's allocator.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,7 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
     Raises:
         ValueError: a way to spread the job that is not traced, with the reason.
     """
-    refusal = why_not_traced(setup)
-    if refusal:
+    if refusal := why_not_traced(setup):
         raise ValueError(refusal)
     with fake_world(setup.num_gpus, rank=traced_rank(setup)):
         yield world_of(setup)

@@ -3,9 +3,8 @@
 Layers that are alike, between neighbours that are alike, do the same to memory. A run that holds one of each kind of
 layer therefore holds every kind of event of the full model; for each of the full model's layers the events of the run's
 layer that stands for it are emitted, in the forward, in the backward and among the loaded weights, with storages of its
-own. The optimizer is run for real on the full model's list of
-trained parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which
-is then analysed and replayed like a real one.
+own. The optimizer is run for real on the full model's list of trained parameters (its memory comes from the shapes
+alone).
 
 Every reference is checked: a layer may only release what its neighbour at the same distance allocated, alike in every
 size, once, and nothing that the run released may be left. Where a model breaks that (a storage shared between far
@@ -13,8 +12,8 @@ layers that several stand for), `RepetitionError` says so and the caller runs th
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from planner.core.records import dataclass
@@ -67,12 +66,12 @@ class _Splicer:
     def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
         self.trace, self.layers, self.setup, self.shards = trace, layers, setup, shards
         self.segments = _split(trace)
-        self.home: dict[int, tuple[_Segment, int]] = {}
-        self.duplicates: dict[tuple[int, str, int, int | None], _Segment] = {}
-        for segment in self.segments:
-            self.duplicates[segment.occurrence, segment.phase, segment.nth, segment.layer] = segment
-            for place, number in enumerate(segment.numbers):
-                self.home[number] = (segment, place)
+        self.home = {
+            number: (segment, place) for segment in self.segments for place, number in enumerate(segment.numbers)
+        }
+        self.duplicates = {
+            (segment.occurrence, segment.phase, segment.nth, segment.layer): segment for segment in self.segments
+        }
         self.released = {event.id for event in flat(trace.events) if isinstance(event, Free)}
         self.events: list[Event | Repetition] = []
         self.next = 0
@@ -85,11 +84,20 @@ class _Splicer:
         self.open: dict[int, int] = {}
         """Numbers of what the run releases and nobody has released yet, with the run's."""
         self._graph_ends: dict[int, bool] = {}
-        self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
+        self.gradients: list[dict[str, int]] = []
+        """For each optimizer step, parameter name -> storage of its gradient."""
+        of_step: dict[str, int] = {}
+        for segment in self.segments:
+            if segment.phase == "step":
+                self.gradients.append(of_step)
+                of_step = {}
+                continue
+            owned = ((number, trace.owners.get(number, ("", ""))) for number in segment.numbers)
+            of_step |= {name: number for number, (category, name) in owned if category == "gradients"}
 
     def run(self) -> Trace:
-        steps = iter(OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
-        step = 0
+        optimizer_run = OptimizerRun(self.trace, self.layers, self.setup, self.shards)
+        steps = zip(optimizer_run.steps(len(self.gradients)), self.gradients, strict=True)
         for (phase, _, in_layers), group in groupby(
             self.segments, lambda member: (member.phase, member.occurrence, member.layer is not None)
         ):
@@ -101,19 +109,23 @@ class _Splicer:
                 if phase == "load":
                     self._load(segment)
                 elif phase == "step":
-                    self._step(segment, next(steps), step)
-                    step += 1
+                    self._step(segment, *next(steps))
                 else:
                     self._emit(segment, None, last=True)
         if self.open:
             raise RepetitionError(f"a copy of a storage of {self._op(self.open[min(self.open)])} is never released")
+        parameter_bytes = sum(
+            self.origins[new].size_bytes
+            for new, (category, name) in self.owners.items()
+            if category in ("weights", "adapters") and name in self.trace.parameter_names
+        )
         return replace(
             self.trace,
             events=self.events,
             origins=self.origins,
             owners=self.owners,
             num_layers=len(self.layers.of),
-            parameter_bytes=self._parameter_bytes(),
+            parameter_bytes=parameter_bytes,
         )
 
     def _repeat(self, group: list[_Segment]) -> None:
@@ -162,9 +174,7 @@ class _Splicer:
         return new
 
     def _release(self, number: int, layer: int | None) -> Event:
-        return self._end(self._new(number, layer), number)
-
-    def _end(self, new: int, number: int) -> Event:
+        new = self._new(number, layer)
         if self.open.pop(new, None) is None:
             raise RepetitionError(f"a storage of {self._op(number)} is released twice")
         return Free(new)
@@ -213,7 +223,11 @@ class _Splicer:
         assert segment.layer is not None
         distance = maker.layer - segment.layer
         if abs(distance) <= 1:
-            yield self._release(self._number_at(maker, place, layer + distance), layer + distance)
+            run = self.layers.of[layer + distance] if 0 <= layer + distance < len(self.layers.of) else None
+            duplicate = self.duplicates.get((maker.occurrence, maker.phase, maker.nth, run))
+            if duplicate is None or (duplicate is not maker and duplicate.pattern.sizes != maker.pattern.sizes):
+                raise RepetitionError(f"layer {run} allocates otherwise than layer {maker.layer} in {maker.phase}")
+            yield self._release(duplicate.numbers[place], layer + distance)
             return
         copies = self.layers.full[maker.layer]
         if len(copies) != 1:
@@ -222,14 +236,6 @@ class _Splicer:
             )
         if last:
             yield self._release(number, copies[0])
-
-    def _number_at(self, maker: _Segment, place: int, layer: int) -> int:
-        """The number in the run of what a layer of the full model made where the layer of `maker` made its own."""
-        run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
-        duplicate = self.duplicates.get((maker.occurrence, maker.phase, maker.nth, run))
-        if duplicate is None or (duplicate is not maker and duplicate.pattern.sizes != maker.pattern.sizes):
-            raise RepetitionError(f"layer {run} allocates otherwise than layer {maker.layer} in {maker.phase}")
-        return duplicate.numbers[place]
 
     def _ends_the_graph(self, segment: _Segment) -> bool:
         """Whether the first layer releases what layers beyond its neighbour made: the backward's last segment,
@@ -245,8 +251,6 @@ class _Splicer:
     # Segments that are no layer's
 
     def _load(self, segment: _Segment) -> None:
-        """Weights of each layer of the full model."""
-
         def layer_of(event: Event) -> int | None:
             owner = self.trace.owners.get(event.id) if isinstance(event, Alloc) else None
             return None if owner is None else self.trace.layer_of(owner[1])
@@ -257,8 +261,7 @@ class _Splicer:
             elif isinstance(event, Free):
                 self.events.append(self._release(event.id, None))
 
-    def _step(self, segment: _Segment, optimizer: StepEvents, step: int) -> None:
-        of_parameter = self.gradients[step]
+    def _step(self, segment: _Segment, optimizer: StepEvents, of_parameter: dict[str, int]) -> None:
         gradients = set(of_parameter.values())
         before: list[int] = []
         after: list[int] = []
@@ -276,7 +279,11 @@ class _Splicer:
                 self.events.append(Alloc(new, event.size_bytes))
             elif isinstance(event, Free):
                 if event.id in optimizer.gradients:
-                    self.events.append(self._release_gradient(of_parameter, *optimizer.gradients[event.id]))
+                    name, layer = optimizer.gradients[event.id]
+                    maker_layer, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
+                    if layer is not None and maker_layer is not None and run is not None:
+                        layer += maker_layer - run  # a layer's gradient may be made while its neighbour runs
+                    self.events.append(self._release(of_parameter[name], layer))
                 else:
                     self.events.append(Free(optimizer.numbers.pop(event.id)))
         self.events.extend(self._release_all(after))
@@ -284,20 +291,6 @@ class _Splicer:
     def _release_all(self, numbers: list[int]) -> Iterator[Event]:
         for (number, _), layer in self._of_every_layer([(number, _OTHERS) for number in numbers]):
             yield self._release(number, layer)
-
-    def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> Event:
-        """A layer's gradient may be made while its neighbour runs."""
-        maker_layer, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
-        if layer is not None and maker_layer is not None and run is not None:
-            layer += maker_layer - run
-        return self._release(of_parameter[name], layer)
-
-    def _parameter_bytes(self) -> int:
-        return sum(
-            self.origins[new].size_bytes
-            for new, (category, name) in self.owners.items()
-            if category in ("weights", "adapters") and name in self.trace.parameter_names
-        )
 
 
 def _split(trace: Trace) -> list[_Segment]:
@@ -318,70 +311,36 @@ def _split(trace: Trace) -> list[_Segment]:
     return segments
 
 
-@dataclass
-class _Parting:
-    """What a segment does to its own storages apart from what it does to others'."""
-
-    runs: list[list[Step]] = field(default_factory=lambda: [[]])
-    holes: list[list[tuple[int, int]]] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-
-    def add(self, event: Event, origins: Mapping[int, Origin]) -> None:
-        """The next event."""
-        if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
-            self._add_hole(event.id, _ONCE)
-        elif isinstance(event, Alloc):
-            self.places[event.id] = len(self.numbers)
-            self.runs[-1].append((len(self.numbers), event.size_bytes))
-            self.numbers.append(event.id)
-        elif isinstance(event, Free):
-            place = self.places.pop(event.id, None)
-            if place is None:
-                self._add_hole(event.id, _OTHERS)
-            else:
-                self.runs[-1].append((place, None))
-
-    def _add_hole(self, number: int, kind: int) -> None:
-        if self.runs[-1] or not self.holes:
-            self.holes.append([])
-            self.runs.append([])
-        self.holes[-1].append((number, kind))
-
-
 def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
-    parted = _Parting()
+    runs: list[list[Step]] = [[]]
+    holes: list[list[tuple[int, int]]] = []
+    numbers: list[int] = []
+    places: dict[int, int] = {}
     for event in events:
-        parted.add(event, trace.origins)
-    origins = [trace.origins[number] for number in parted.numbers]
-    owners = {place: trace.owners[number] for place, number in enumerate(parted.numbers) if number in trace.owners}
+        if not isinstance(event, (Alloc, Free)):
+            continue
+        allocates = isinstance(event, Alloc)
+        if (allocates and trace.origins[event.id].op.startswith(WORKSPACE)) or not (allocates or event.id in places):
+            if runs[-1] or not holes:
+                holes.append([])
+                runs.append([])
+            holes[-1].append((event.id, _ONCE if allocates else _OTHERS))
+        elif isinstance(event, Alloc):
+            places[event.id] = len(numbers)
+            runs[-1].append((len(numbers), event.size_bytes))
+            numbers.append(event.id)
+        else:
+            runs[-1].append((places.pop(event.id), None))
+    origins = [trace.origins[number] for number in numbers]
+    owners = {place: trace.owners[number] for place, number in enumerate(numbers) if number in trace.owners}
+    sizes, left = [origin.size_bytes for origin in origins], [*places.values()]
     return _Segment(
         phase=phase,
         layer=layer,
         occurrence=occurrence,
         nth=nth,
         events=events,
-        pattern=Pattern(
-            runs=parted.runs,
-            sizes=[origin.size_bytes for origin in origins],
-            left=[*parted.places.values()],
-            origins=origins,
-            owners=owners,
-        ),
-        holes=parted.holes,
-        numbers=parted.numbers,
+        pattern=Pattern(runs=runs, sizes=sizes, left=left, origins=origins, owners=owners),
+        holes=holes,
+        numbers=numbers,
     )
-
-
-def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str, int]]:
-    """For each optimizer step, parameter name -> storage of its gradient."""
-    gradients: list[dict[str, int]] = [{}]
-    for segment in segments:
-        if segment.phase == "step":
-            gradients.append({})
-            continue
-        for number in segment.numbers:
-            owner = trace.owners.get(number)
-            if owner is not None and owner[0] == "gradients":
-                gradients[-1][owner[1]] = number
-    return gradients[:-1]

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from planner.models.spec import ModelSpec
@@ -53,7 +54,11 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
 def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup: TrainSetup) -> DryRunReport:
     """The report of `setup` from those of its shorter rows, the longest last."""
     lengths = [shortened.seq_len_tokens for shortened in setups]
-    weights = _weights(lengths, setup.seq_len_tokens)
+    row = setup.seq_len_tokens
+    weights = [  # of any a + b / l + c l: Lagrange's, of the quadratic l f(l)
+        prod(((row - other) / (node - other) for other in lengths if other != node), start=node / row)
+        for node in lengths
+    ]
 
     def together(values: Sequence[float]) -> float:
         return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
@@ -75,6 +80,10 @@ def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup
         for (category, name), size in groups[peak_phase].items()
         if size
     ]
+    note = (
+        f"its token mixer runs token by token: the dry run took rows of {', '.join(map(str, lengths))} tokens, as many "
+        f"in all, and carried them to {row:,}"
+    )
     times = [prediction.step_time_s for prediction in predictions]
     time_s = together([step_s for step_s in times if step_s is not None]) if None not in times else None
     prediction = replace(
@@ -88,31 +97,10 @@ def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup
         step_time_s=time_s,
         tokens_per_s=setup.tokens_per_step / time_s if time_s else None,
         time_parts_s={},
-        notes=(*last.notes, _note(lengths, setup)),
+        notes=(*last.notes, note),
     )
     seconds = sum(report.elapsed_s for report in reports)
     return replace(reports[-1], prediction=prediction, phase_groups=groups, program=None, elapsed_s=seconds)
-
-
-def _note(lengths: Sequence[int], setup: TrainSetup) -> str:
-    rows = ", ".join(map(str, lengths))
-    return (
-        f"its token mixer runs token by token: the dry run took rows of {rows} tokens, as many in all, and carried "
-        f"them to {setup.seq_len_tokens:,}"
-    )
-
-
-def _weights(lengths: Sequence[int], length: int) -> list[float]:
-    """The factors of the values at `lengths` whose sum is the value at `length` of any a + b / l + c l: Lagrange's, of
-    the quadratic l f(l)."""
-    weights = []
-    for node in lengths:
-        factor = node / length
-        for other in lengths:
-            if other != node:
-                factor *= (length - other) / (node - other)
-        weights.append(factor)
-    return weights
 
 
 def walks_through_tokens(raw_config: Mapping[str, Any]) -> bool:

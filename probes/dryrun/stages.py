@@ -49,14 +49,12 @@ def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report,
         plan = plan_depth(part, checkpointing=setup.checkpointing, full_depth=full_depth or setup.data_degree > 1)
         with fake_world(setup.num_gpus, rank=stage * setup.data_degree):
             reports[stage] = report(plan, PipelineWorld(setup, stage))
-    worst = max(reports, key=lambda stage: reports[stage].prediction.peak_allocated_bytes)
-    chosen = reports[worst]
-    peaks = ", ".join(
-        f"{stage + 1}: {stage_report.prediction.peak_allocated_bytes:,} bytes"
-        for stage, stage_report in reports.items()
-    )
-    note = f"stage {worst + 1} of {degree} holds the most; allocated peaks by stage: {peaks}"
-    return replace(chosen, prediction=replace(chosen.prediction, notes=(*chosen.prediction.notes, note)))
+    peaks = {stage: stage_report.prediction.peak_allocated_bytes for stage, stage_report in reports.items()}
+    worst = max(peaks, key=lambda stage: peaks[stage])
+    by_stage = ", ".join(f"{stage + 1}: {peak:,} bytes" for stage, peak in peaks.items())
+    note = f"stage {worst + 1} of {degree} holds the most; allocated peaks by stage: {by_stage}"
+    prediction = reports[worst].prediction
+    return replace(reports[worst], prediction=replace(prediction, notes=(*prediction.notes, note)))
 
 
 def stage_config(config: Any, num_stages: int, stage: int) -> Any:
@@ -107,7 +105,7 @@ class _Sent:
         self._tensor = tensor
 
     def wait(self) -> None:
-        """It has arrived."""
+        pass
 
 
 def _static_shapes(tracker: LayoutTracker) -> AbstractContextManager[None]:

@@ -4,9 +4,9 @@ The second micro-batch of a step finds the gradients of the first. Where those a
 (autograd takes them over where nothing else holds them), and nothing else of the first is alive but its loss, the
 second makes the same tensors and releases each gradient once it is added to the first one's.
 
-What the optimizer keeps is no part of a forward or a backward, so where the first step leaves nothing behind but those
-states (and cuBLAS's workspaces, which are made once), the second allocates and releases what the first did. Its events
-are copied; the optimizer then runs for real on gradients that lie in memory as the first step's did.
+Where the first step leaves nothing behind but the optimizer's states (and cuBLAS's workspaces, which are made once),
+the second allocates and releases what the first did. Its events are copied; the optimizer then runs for real on
+gradients that lie in memory as the first step's did.
 """
 
 from collections import Counter
@@ -45,9 +45,8 @@ class Replay:
         self._gradients: list[_Gradient] = []
         self._kernels: Counter[str] = Counter()
         self._micro_batch: int | None = None  # the event with which the first one begins
-        self._added: list[
-            tuple[int, int | None]
-        ] = []  # event after which a parameter's gradient was there, its storage
+        self._added: list[tuple[int, int | None]] = []
+        """Event after which a parameter's gradient was there, its storage."""
 
     @contextmanager
     def watching_gradients(self) -> Iterator[None]:
@@ -94,7 +93,12 @@ class Replay:
         def noted(phase: str, layer: int | None) -> None:
             if phase == "step" and self._passes is None:
                 self._passes = self._tracker.events[self._first :]
-                self._gradients = [*self._given()]
+                for parameter in self._parameters:
+                    grad = parameter.grad
+                    if grad is not None and (number := self._tracker.identity(grad)) is not None:
+                        nbytes = grad.untyped_storage().nbytes()
+                        given = _Gradient(parameter, number, grad.size(), grad.stride(), grad.dtype, nbytes)
+                        self._gradients.append(given)
                 self._kernels = Counter(self._log.chosen)
             mark(phase, layer)
 
@@ -106,22 +110,13 @@ class Replay:
             return False
         step = self._tracker.events[self._first + len(self._passes) :]
         later = _released_last(self._tracker, self._passes, self._gradients, step)
-        copies = None if later is None else self._copied(self._passes)
-        if later is None or copies is None:
+        if later is None or (copies := self._copied(self._passes)) is None:
             return False
         self._log.chosen.update(self._kernels)
         step_optimizer(trainer, mark)
         for number in later:
             self._tracker.release(copies[number])
         return True
-
-    def _given(self) -> Any:
-        for parameter in self._parameters:
-            grad = parameter.grad
-            number = None if grad is None else self._tracker.identity(grad)
-            if number is not None:
-                storage_bytes = grad.untyped_storage().nbytes()
-                yield _Gradient(parameter, number, grad.size(), grad.stride(), grad.dtype, storage_bytes)
 
     def _copied(self, passes: list[Event]) -> dict[int, int] | None:
         """The passes' events again and new gradients; None (and nothing done) where one cannot lie as it did."""

@@ -6,6 +6,7 @@ spread`), in a fake process group on meta tensors.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,17 +92,6 @@ def _balanced_dispatch() -> Iterator[None]:
         yield
 
 
-class _Balanced:
-    """What `AllToAllEP` reads its split sizes from: [sent, received], each as many to every rank."""
-
-    def __init__(self, pairs: int, ranks: int) -> None:
-        self._sizes = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-
-    def tolist(self) -> list[list[int]]:
-        """The sizes, for sent and for received pairs."""
-        return [list(self._sizes), list(self._sizes)]
-
-
 class _BalancedTorch:
     """`torch` for that module: what counts nothing on meta is answered for balanced routing."""
 
@@ -112,27 +102,24 @@ class _BalancedTorch:
         return getattr(torch, name)
 
     def argsort(self, expert_ids: torch.Tensor) -> torch.Tensor:
-        """The order of the pairs, whose number is noted."""
         self._pairs = expert_ids.numel()
         return torch.argsort(expert_ids)
 
     def stack(self, counts: list[torch.Tensor]) -> Any:
-        """Pairs sent and received by rank: made as on a GPU, answered by their sizes."""
-        stacked = torch.stack(counts)
-        return _Balanced(self._pairs, stacked.shape[1])
+        """Pairs sent and received by rank: made as on a GPU, read as equally many to every rank."""
+        ranks = torch.stack(counts).shape[1]
+        sizes = [self._pairs // ranks + (rank < self._pairs % ranks) for rank in range(ranks)]
+        return SimpleNamespace(tolist=lambda: [list(sizes), list(sizes)])
 
 
 class _StepTracker(LayoutTracker):
     """Runs every operator on lists on the local tensors, as some are plain tensors that stand for DTensors."""
 
     def takes_local(self, func: Any) -> bool:
-        """See `SpreadTracker.takes_local`."""
         return bool(func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
 
 class _Steps:
-    """See `probes.dryrun.full_step.Shards`."""
-
     tracker = _StepTracker
 
     @contextmanager
@@ -157,18 +144,15 @@ class _Steps:
     def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
         """See `full_step.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
         where the gradient is laid out otherwise."""
-        part = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
+        part: Any = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
         if trainable.gradient is not None:
             from torch.distributed.tensor import DTensor
 
-            stride = torch.empty(trainable.shape, device="meta").stride()
-            return torch.nn.Parameter(
-                DTensor.from_local(
-                    part, trainable.mesh, trainable.placements, run_check=False, shape=trainable.shape, stride=stride
-                )
+            shape, stride = trainable.shape, torch.empty(trainable.shape, device="meta").stride()
+            part = DTensor.from_local(
+                part, trainable.mesh, trainable.placements, run_check=False, shape=shape, stride=stride
             )
-        plain: Any = torch.nn.Parameter(part)
-        if trainable.mesh is not None:
-            plain.device_mesh = trainable.mesh
-        parameter: torch.nn.Parameter = plain
+        parameter = torch.nn.Parameter(part)
+        if trainable.gradient is None and trainable.mesh is not None:
+            parameter.device_mesh = trainable.mesh
         return parameter

@@ -164,7 +164,10 @@ def trace_run(
         tracker = (tracker_class if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
-        layout, owners = stack.enter_context(_loaded(tracker, model, reference, world))
+        if world is None:
+            layout, owners = None, load_all(tracker, model, reference)
+        else:
+            layout, owners = stack.enter_context(world.prepared(tracker, model, reference))
         fields: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
         if workspaces:
@@ -203,14 +206,13 @@ def trace_samples(
 
 
 def _parameter_bytes(tracker: Tracker, model: Any) -> int:
-    tracked = (parameter for parameter in _unique(model.parameters()) if tracker.identity(parameter) is not None)
-    return sum(parameter.untyped_storage().nbytes() for parameter in tracked)
+    storages = {part.untyped_storage()._cdata: part for part in map(local, model.parameters())}
+    return sum(part.untyped_storage().nbytes() for part in storages.values() if tracker.identity(part) is not None)
 
 
 def _recorded(
     tracker: Tracker, model: Any, setup: TrainSetup, owners: Mapping[int, Owner], gradients: "_Gradients", **fields: Any
 ) -> "Trace":
-    """The trace of a run, with what is trained of the model."""
     trace = Trace(
         events=tracker.events, origins=tracker.origins, owners=owners, layer_prefix=_layer_prefix(model), **fields
     )
@@ -226,15 +228,6 @@ def _emulated(log: KernelLog, config: Any, device: str) -> Iterator[None]:
         yield
 
 
-def _loaded(
-    tracker: Tracker, model: Any, reference: Any, world: World | None
-) -> AbstractContextManager[tuple[Any, Owners]]:
-    """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
-    if world is None:
-        return nullcontext((None, load_all(tracker, model, reference)))
-    return world.prepared(tracker, model, reference)
-
-
 @dataclass
 class _Gradients:
     """Where each parameter's gradient was found: `shared` the parameter by whose name its storage is known (FSDP2: one
@@ -248,8 +241,10 @@ def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log:
     """The optimizer steps, followed; on one GPU what only repeats is copied (`Replay`)."""
     model, setup, device = trainer.model, trainer.setup, trainer.device_type
     gradients = _Gradients()
+    # more than two change nothing: gradients are alive from the second on; a pipeline has several in flight
+    num_batches = setup.accumulation_steps if setup.pipeline_degree > 1 else min(setup.accumulation_steps, 2)
     with tracker:
-        batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
+        batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(num_batches)]
         waiting = waiting_inputs(setup, trainer.inner.config, device, num_made=len(batches))
         replay = Replay(tracker, model, log) if device == "meta" and layout is None else None
         operators = tracker.log
@@ -257,8 +252,11 @@ def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log:
             mark = _marker(tracker, model, owners, gradients)
             if operators is not None and 0 < number == steps - 1:  # the first step also makes the optimizer's states
                 mark = operators.replacing_step(tracker, mark)
-            if replay is None:
-                _step(trainer, layout, batches, mark)
+            if layout is not None and layout.run is not None:  # the layout's own way through the model, as pipelines do
+                layout.run(batches, mark)
+                step_optimizer(trainer, mark)
+            elif replay is None:
+                train_step(trainer, batches, mark)
             elif not replay.step(trainer, mark):
                 with replay.watching_gradients(), first_operators(tracker) as noting:
                     train_step(trainer, batches, replay.watching(mark), noting(replay.micro_batch))
@@ -291,17 +289,7 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
     tracker.log = None
 
 
-def _step(trainer: Trainer, layout: Any, batches: Any, mark: Mark) -> None:
-    """One optimizer step: the layout's own way through the model where it has one, as pipelines do."""
-    if layout is None or layout.run is None:
-        train_step(trainer, batches, mark)
-        return
-    layout.run(batches, mark)
-    step_optimizer(trainer, mark)
-
-
 def _trainables(trace: Trace, model: Any, setup: TrainSetup, gradients: _Gradients) -> tuple[Trainable, ...]:
-    """What is trained, with where its gradient was found."""
     wide = {id(parameter) for parameter in wide_parameters(model, setup)}
     return tuple(
         Trainable(
@@ -337,28 +325,13 @@ def _layer_in(name: str, prefix: str) -> int | None:
     return int(name[len(prefix) :].partition(".")[0]) if prefix and name.startswith(prefix) else None
 
 
-def _batches(setup: TrainSetup) -> int:
-    """More than two micro-batches change nothing: gradients are alive from the second on. A pipeline has several in
-    flight."""
-    return setup.accumulation_steps if setup.pipeline_degree > 1 else min(setup.accumulation_steps, 2)
-
-
-def _unique(parameters: Any) -> list[torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {}
-    for tensor in map(local, parameters):
-        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
-    return list(seen.values())
-
-
 def load(tracker: Tracker, model: Any, prefix: str = "") -> Owners:
-    """Counts parameters, buffers and quantization statistics in module order; returns their owners, whose names begin
-    with `prefix`."""
+    """Counts parameters, buffers and quantization statistics in module order; their owners, named after `prefix`."""
     owners: Owners = {}
     tracker.mark("load", None)
 
     def claim(tensor: torch.Tensor, category: str, name: str) -> None:
-        number = tracker.track(local(tensor), "load")
-        if number is not None:
+        if (number := tracker.track(local(tensor), "load")) is not None:
             owners.setdefault(number, (category, name))
 
     for path, module in model.named_modules():
@@ -386,8 +359,7 @@ def _marker(tracker: Tracker, model: Any, owners: Owners, gradients: _Gradients)
         if phase == "step":
             for name, parameter in trainable:
                 if parameter.grad is not None:
-                    number = tracker.identity(local(parameter.grad))
-                    if number is not None:
+                    if (number := tracker.identity(local(parameter.grad))) is not None:
                         gradients.shared[name] = owners.setdefault(number, ("gradients", name))[1]
                     if getattr(parameter.grad, "placements", None) != getattr(parameter, "placements", None):
                         gradients.otherwise[name] = (local(parameter.grad).shape, parameter.grad.placements)
@@ -399,7 +371,6 @@ def _marker(tracker: Tracker, model: Any, owners: Owners, gradients: _Gradients)
 def claim_optimizer_state(tracker: Tracker, optimizer: Any, owners: Owners) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:
-                number = tracker.identity(local(value))
-                if number is not None:
-                    owners.setdefault(number, ("optimizer", str(key)))
+            followed = isinstance(value, torch.Tensor) and value.device.type == tracker.device_type
+            if followed and (number := tracker.identity(local(value))) is not None:
+                owners.setdefault(number, ("optimizer", str(key)))

@@ -70,7 +70,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapping of the dispatch for the compiler."""
         return False
 
     # Recording
@@ -105,15 +104,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         return self._follow(storage, key, storage.nbytes(), op)
 
     def _follow(self, storage: Any, key: int, size: int, op: str) -> int:
-        number = self._count(size, op)
+        number = Tracker.allocate(self, size, op)
         self._watch(storage, key, number)
-        return number
-
-    def _count(self, size_bytes: int, op: str) -> int:
-        number = self._next
-        self._next += 1
-        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes)
-        self.events.append(Alloc(number, size_bytes))
         return number
 
     def _watch(self, storage: Any, key: int, number: int) -> None:
@@ -153,7 +145,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def allocate(self, size_bytes: int, op: str) -> int:
         """An allocation that no tensor stands for (a library's workspace)."""
-        return self._count(size_bytes, op)
+        number = self._next
+        self._next += 1
+        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes)
+        self.events.append(Alloc(number, size_bytes))
+        return number
 
     def release(self, number: int) -> None:
         """The end of an `allocate`."""
@@ -187,11 +183,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if temporaries is None:
             self._outputs(out, name)
             return out
-        outputs = (
-            (out,)
-            if isinstance(out, torch.Tensor)
-            else tuple(tensor for tensor in out or () if isinstance(tensor, torch.Tensor))
-        )
+        tensors = (out,) if isinstance(out, torch.Tensor) else out or ()
+        outputs = tuple(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
         workspaces = [
             self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0
         ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from probes.dryrun.tracker import Tracker
-from probes.patching import replaced
+from probes.patching import nothing, replaced
 from probes.phantom.operators import HANDLERS
 from probes.phantom.values import Values, answer
 
@@ -66,15 +66,12 @@ class _Card:
         self.values = values
         self.origins = self
 
-    def record_question(self, *_: Any) -> None:
-        """A program's user is told what was asked; a dry run has none."""
+    record_question = staticmethod(nothing)  # a program's user is told what was asked; a dry run has none
 
     def made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor whose values are unknown."""
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def adopted(self, out: Any, source: torch.Tensor, func: Any) -> Any:
-        """What an operator made of `source`."""
         return out
 
 
@@ -95,17 +92,22 @@ class ValuedTracker(Tracker):
             value = self.values.real(args[0])
             return answer(args[0].dtype, self.values.uniform(args[0])) if value is None else value.item()
         if func is _TO_COPY and str(kwargs.get("device")) == "cpu":
-            return self._to_host(args[0], kwargs.get("dtype") or args[0].dtype)
+            value, dtype = self.values.real(args[0]), kwargs.get("dtype") or args[0].dtype
+            if value is not None:
+                return value.to(dtype, copy=True)
+            return torch.full(args[0].shape, answer(args[0].dtype, self.values.uniform(args[0])), dtype=dtype)
         if func is _COPY:
             return self._copied(*args[:2])
         handler = HANDLERS.get(func)
         if handler is not None:
             out = handler(self._card, func, args, kwargs)
             if out is not NotImplemented:
-                return self._noted(func, out)
+                self._outputs(out, str(func))
+                return out
         done, out = self.values.computed(func, args, kwargs, metas)
         if done:
-            return self._noted(func, out)
+            self._outputs(out, str(func))
+            return out
         if any(not _is_meta(tensor) and tensor.dim() for tensor in _tensors(args, kwargs)):
             args, kwargs = _on_meta(args), {name: _on_meta(argument) for name, argument in kwargs.items()}
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -117,18 +119,10 @@ class ValuedTracker(Tracker):
             and (len(args) < 3 or args[2] in (-1, args[0].dim() - 1))
             and self.values.worth_keeping(torch.int64, out[1].numel())
         ):
-            self.values.keep(out[1], _round_robin(out[1], args[0].shape[-1]))
+            # in turn: no row has one twice, every place is picked equally often
+            places = torch.arange(out[1].numel()) % args[0].shape[-1]
+            self.values.keep(out[1], places.reshape(out[1].shape))
         return out
-
-    def _noted(self, func: Any, out: Any) -> Any:
-        self._outputs(out, str(func))
-        return out
-
-    def _to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        value = self.values.real(tensor)
-        if value is not None:
-            return value.to(dtype, copy=True)
-        return torch.full(tensor.shape, answer(tensor.dtype, self.values.uniform(tensor)), dtype=dtype)
 
     def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """`destination.copy_(source)` between any two kinds of tensors."""
@@ -140,7 +134,11 @@ class ValuedTracker(Tracker):
             self.values.drop(destination.untyped_storage()._cdata)
         elif mine is not None:
             mine.copy_(values)
-        elif self.values.worth_keeping(destination.dtype, destination.numel()) and _whole(destination):
+        elif (
+            self.values.worth_keeping(destination.dtype, destination.numel())
+            # all of its storage, so that values for it are values for every view of it
+            and destination.numel() * destination.element_size() == destination.untyped_storage().nbytes()
+        ):
             self.values.keep(destination, torch.empty(destination.shape, dtype=destination.dtype).copy_(values))
         return destination
 
@@ -162,12 +160,6 @@ def selecting_all() -> Iterator[None]:
         yield
 
 
-def _round_robin(like: torch.Tensor, num: int) -> torch.Tensor:
-    """Places 0 to `num` - 1 in turn, in the shape of what `topk` picked: no row has one twice, every place is picked
-    equally often."""
-    return (torch.arange(like.numel()) % num).reshape(like.shape)
-
-
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     tensors = []
     for argument in (*args, *kwargs.values()):
@@ -183,8 +175,3 @@ def _on_meta(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_on_meta(member) for member in value)
     return value
-
-
-def _whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, so that values for it are values for every view of it."""
-    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())

@@ -92,7 +92,9 @@ def over_lengths(
 
     def run(length: int) -> Trace:
         say(f"dry run of the step at {length:,} tokens ...")
-        return _step_of(model, gpu, setup.replace(seq_len_tokens=length))
+        plan = plan_depth(load_config(model.config), checkpointing=setup.checkpointing, full_depth=False)
+        capability = gpu.compute_capability or DEFAULT_CAPABILITY
+        return full_trace(plan, capability, setup.replace(seq_len_tokens=length)).flat()
 
     with collection_paused():
         load_libraries()
@@ -112,11 +114,6 @@ def over_lengths(
         constant_reserved_bytes=constant.peak_reserved_bytes,
         num_retries=retries,
     )
-
-
-def _step_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Trace:
-    plan = plan_depth(load_config(model.config), checkpointing=setup.checkpointing, full_depth=False)
-    return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, setup).flat()
 
 
 def _replays(
@@ -186,7 +183,6 @@ def steps_of(trace: Trace) -> Steps:
         parts.append(Part(kind=kind, events=[]))
 
     def close() -> None:
-        """Names what the part has made and not released."""
         seen: dict[str, int] = defaultdict(int)
         for number in made:
             owner = trace.owners.get(number)
@@ -222,11 +218,7 @@ class _Epoch:
         self._bytes = 0
 
     def events(self, batches: Sequence[int], per_step: int) -> Iterator[Event]:
-        """Loading and a step for every `per_step` of `batches`, the last perhaps of fewer.
-
-        Raises:
-            ValueError: a step leaves more allocated than the one before.
-        """
+        """Loading and a step for every `per_step` of `batches`, the last perhaps of fewer."""
         base, sizes = self._at(max(batches))
         yield from self._part(base.parts[0], base, sizes)
         after: list[int] = []

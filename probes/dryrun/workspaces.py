@@ -79,15 +79,12 @@ def gemm_4bit(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[
     """
     hidden, shape, block = args[0], args[2], args[4]
     rows = hidden.numel() // hidden.shape[-1]
-    if rows <= _FUSED_4BIT_ROWS:
+    if rows <= 8:
         return
     elements = shape[0] * shape[1]
     yield elements * hidden.element_size()
     if kwargs.get("absmax_8bit") is not None or (len(args) > 7 and args[7] is not None):
         yield -(-elements // block) * _FLOAT
-
-
-_FUSED_4BIT_ROWS = 8
 
 
 def foreach_norm(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
@@ -99,7 +96,7 @@ def foreach_norm(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterab
     yield len(args[0]) * -(-largest // 65536) * _FLOAT
 
 
-TEMPORARIES = {
+TEMPORARIES: dict[Any, Temporaries] = {
     torch.ops.aten._foreach_norm.Scalar: foreach_norm,
     torch.ops.aten._softmax_backward_data.default: softmax_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
@@ -140,8 +137,5 @@ _MATMULS = frozenset((*_PRODUCTS, torch.ops.aten.mm.out))
 
 def temporaries() -> dict[Any, Temporaries]:
     """The table, with bitsandbytes' operators where they are registered (quantized setups import it)."""
-    table: dict[Any, Temporaries] = dict(TEMPORARIES)
     packet = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
-    if packet is not None:
-        table[packet.default] = gemm_4bit
-    return table
+    return TEMPORARIES if packet is None else {**TEMPORARIES, packet.default: gemm_4bit}
