@@ -35,7 +35,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.planning.check import band_of, left_by_lengths_bytes
+from planner.planning.check import left_by_lengths_bytes
 from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
@@ -307,7 +307,7 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction, Band]:
-    """The prediction of a row and its band, as `plan check` has them."""
+    """The prediction of a row and the band of what a device held, as what the READMEs print is reserved memory."""
     model, card, setup = (
         resolve_model(known_as(row["model"], folder)),
         find_gpu(row["gpu"]),
@@ -324,7 +324,7 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
         if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
             more = _lengths_bytes(model, card, setup.replace(transformers_version=""))
             prediction, left = replace(prediction, peak_reserved_bytes=prediction.peak_reserved_bytes + more), 0
-    below, above = band_of(prediction)
+    below, above = prediction.bands["device"]
     more = 0.1 * row.get("approximations", 0)
     return prediction, Band(below + more, above + more + left / prediction.peak_reserved_bytes)
 
