@@ -174,7 +174,8 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
     page.line()
     if fixed["path"]:
         paths = " and ".join([fixed["path"], *fixed["beside"]])
-        page.line(clean(f"wrote {paths} ({outcome}): {changes}"))
+        speed = f", about {fixed['tokens_per_s']:,.0f} tokens/s" if fixed["tokens_per_s"] else ""
+        page.line(clean(f"wrote {paths} ({outcome}: {gib(fixed['peak_device_bytes'])}{speed}): {changes}"))
         for line in fixed["diff"]:
             page.command(clean(line))
         for line in fixed["said"]:

@@ -13,7 +13,7 @@ from finetune_planner.cli import options
 from finetune_planner.cli.output import console, print_json
 from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import all_gpus, find_gpu
-from planner.planning.option_values import choices, positive
+from planner.planning.option_values import choices, length, positive
 from reports.page import steps
 
 
@@ -34,11 +34,11 @@ def table(
 
     A row is what `plan MODEL --gpu GPU --seq-len N --method M --no-dry-run` chooses.
     """
-    lengths = [positive("seq-lens", int(word) if word.isdecimal() else 0) for word in _words(seq_lens)]
+    lengths = [positive("seq-lens", length(word)) for word in _words(seq_lens)]
     separate = [card for card in all_gpus() if not card.is_built_in]
     grid = Grid(
         cards=tuple(separate if gpus == "all" else dict.fromkeys(find_gpu(name) for name in _words(gpus))),
-        seq_lens=tuple(dict.fromkeys(length for length in lengths if length is not None)),
+        seq_lens=tuple(dict.fromkeys(filter(None, lengths))),
         methods=choices("methods", [methods], ("full", "lora", "qlora")),
         global_batch=positive("global-batch", global_batch),
     )

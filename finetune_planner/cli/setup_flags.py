@@ -17,7 +17,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.options.adapters import refusal as adapter_refusal
 from planner.options.rollouts import GENERATORS, Rollout
-from planner.planning.option_values import choices, parse_targets, positive
+from planner.planning.option_values import choices, length, parse_targets, positive
 from planner.setup import TrainSetup
 from planner.setup import allowed as fields
 
@@ -81,6 +81,7 @@ class Flag:
             `single`.
         many: whether a request may name several.
         read: (option, one value) -> what the field is.
+        parse: what is typed -> one value; None: as its kind is.
     """
 
     of: str
@@ -91,6 +92,7 @@ class Flag:
     many: bool = False
     single: bool = False
     read: Callable[[str, Any], Any] = lambda _, value: value
+    parse: Callable[[str], Any] | None = None
 
     @property
     def key(self) -> str:
@@ -110,7 +112,7 @@ class Flag:
         text = self.help or "/".join(self.values)
         if wished and self.many:
             return Annotated[list[kind] | None, typer.Option(f"--{self.word}", help=f"{text}; repeatable.")]  # type: ignore[valid-type]
-        return Annotated[kind | None, typer.Option(f"--{self.word}{pair}", help=f"{text}.")]
+        return Annotated[kind | None, typer.Option(f"--{self.word}{pair}", parser=self.parse, help=f"{text}.")]
 
     def wished(self, value: Any) -> tuple[Any, ...]:
         """The values of the field that a request allows.
@@ -247,7 +249,7 @@ ROLLOUT = (
 )
 """Of a rollout (`planner.options.rollouts`)."""
 RUN = (
-    Flag(of="seq_len_tokens", name="seq_len", help="Tokens per sequence", read=positive),
+    Flag(of="seq_len_tokens", name="seq_len", help="Tokens per sequence (8k: 8192)", read=positive, parse=length),
     Flag(of="micro_batch_seqs", name="micro_batch", help="Sequences per forward", read=positive),
     Flag(of="accumulation_steps", name="accumulation", help="Micro-batches per step", read=positive),
 )

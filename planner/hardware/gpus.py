@@ -35,7 +35,10 @@ _MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac\s*(?:studio|mini|pro
 _WORDS = re.compile(r"[a-z0-9]+").findall
 _MAKERS = ("nvidia", "amd", "apple", "intel", "geforce", "tesla", "instinct", "radeon", "arc")
 """Words that tell nothing apart at the head of a name."""
-_NOISE = frozenset({"r", "tm", "gpu", "card", "graphics", "vram", "ram", "memory", "unified", "desktop", "generation"})
+_NOISE = frozenset({
+    "r", "tm", "gpu", "card", "graphics", "vram", "ram", "memory", "unified", "desktop", "generation",
+    "colab", "kaggle", "google", "free",
+})  # fmt: skip
 _SAME = {"mobile": "laptop", "notebook": "laptop"}
 
 

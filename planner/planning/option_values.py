@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from planner.core.close import close_names
 from planner.core.errors import UsageError
 from planner.core.units import GIB, gib
 from planner.hardware.gpu import GpuSpec
@@ -31,10 +32,25 @@ def amount(text: str | int) -> int:
     Raises:
         UsageError: anything else, or a part of one.
     """
+    return _whole(text, 1000, "20000000, 20M or 1.5B")
+
+
+def length(text: str | int) -> int:
+    """A sequence's tokens as people write them: "8192", "8,192", or "8k", which is 8,192 as models' contexts are named.
+
+    Raises:
+        UsageError: as `amount`.
+    """
+    return _whole(text, 1024, "2048 or 8k")
+
+
+def _whole(text: str | int, thousand: int, usual: str) -> int:
     match = _AMOUNT.fullmatch(str(text).strip())
-    value = Decimal(match[1].translate(_NO_MARKS)) * 1000 ** _THOUSANDS[match[2].lower()] if match else Decimal("0.5")
+    value = Decimal("0.5")
+    if match:
+        value = Decimal(match[1].translate(_NO_MARKS)) * thousand ** _THOUSANDS[match[2].lower()]
     if value != int(value):
-        raise UsageError(f"expected a whole number, got {str(text)!a:.60}", hint="for example 20000000, 20M or 1.5B")
+        raise UsageError(f"expected a whole number, got {str(text)!a:.60}", hint=f"for example {usual}")
     return int(value)
 
 
@@ -60,12 +76,14 @@ def duration_s(name: str, text: str, *, unit: str) -> float:
 
 
 def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
-    """Values of a repeatable option, each one of `allowed`; comma-separated lists are taken apart.
+    """Values of a repeatable option, each one of `allowed` in any case; comma-separated lists are taken apart.
 
     Raises:
         UsageError: a value that is not allowed.
     """
-    chosen = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    spelled = {name.lower(): name for name in allowed} | {name: name for name in allowed}
+    parts = [part.strip() for value in values for part in value.split(",") if part.strip()]
+    chosen = tuple(dict.fromkeys(spelled.get(part, spelled.get(part.lower(), part)) for part in parts))
     if not chosen:
         raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
     for value in chosen:
@@ -74,7 +92,7 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
                 raise UsageError(explanation[0], hint=explanation[1])
             raise UsageError(
                 f"--{name} must be one of {', '.join(allowed)}; got {value!r}",
-                hint=f"for example --{name} {allowed[0]}",
+                hint=f"for example --{name} {(*close_names(value, allowed, num=1), allowed[0])[0]}",
             )
     return chosen
 

@@ -46,7 +46,7 @@ def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None
         (["gpt2", "--gpu", "t4", "--rank", "-3"], "positive"),
         (["gpt2", "--gpu", "t4", "--lr", "-3"], "--lr 2e-4"),
         (["gpt2", "--gpu", "t4", "--epochs", "nan"], "--epochs 3"),
-        (["gpt2", "--gpu", "t4", "--method", "dora"], "--method full"),
+        (["gpt2", "--gpu", "t4", "--method", "dora"], "--method lora"),
         (["gpt2", "--gpu", "t4", "--method", "full", "--rank", "8"], "leave --rank out"),
         (["gpt2", "--gpu", "t4", "--memory-gib", "nan"], "--memory-gib"),
         (["gpt2", "--gpu", "t4", "--headroom", "99"], "smaller than the card"),

@@ -37,6 +37,8 @@ KNOWN_NAMES = [
     ("NVIDIA H200", "h200"),
     ("Tesla T4", "t4"),
     ("t4", "t4"),
+    ("Colab T4", "t4"),
+    ("kaggle P100", "p100"),
     ("Tesla V100-SXM2-16GB", "v100-16gb"),
     ("NVIDIA L40S", "l40s"),
     ("NVIDIA L40", "l40"),

@@ -11,7 +11,7 @@ from finetune_planner.cli.app import run
 from finetune_planner.cli.fixing import edits_of, fixed_files
 from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
 from planner.core.errors import ConfigError
-from planner.core.units import GIB
+from planner.core.units import GIB, gib
 from planner.frameworks.readers import read_config, read_text
 from planner.frameworks.readers.objectives import CONFIGS
 from planner.frameworks.tools import changed_fields
@@ -325,6 +325,9 @@ def test_a_file_that_does_not_fit_is_never_written(
     assert (f"--method {method} " in fix["command"]) if method else not fix["command"]
     assert not method or f"--memory-gib {memory_gib} " in fix["command"]
     assert not written or fix["verdict"] == "fits"
+    run(["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", memory_gib])
+    shown = f"(fits: {gib(fix['peak_device_bytes'])}, about {fix['tokens_per_s']:,.0f} tokens/s)"
+    assert (shown in " ".join(capsys.readouterr().out.split())) == written
 
 
 def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:

@@ -18,7 +18,7 @@ from planner.core.inputs import (
     read_text,
 )
 from planner.frameworks.readers.loading import parse_yaml
-from planner.planning.option_values import amount
+from planner.planning.option_values import amount, choices, length
 
 QUICK_S = 5.0
 """CPU seconds; a bomb takes minutes."""
@@ -166,3 +166,13 @@ def test_an_amount_is_read_as_people_write_it(text: str | int, number: int) -> N
 def test_what_is_no_whole_amount_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="whole number"):
         amount(text)
+
+
+def test_lengths_and_choices_are_read_as_people_write_them() -> None:
+    assert [length(text) for text in ("8k", "1.5K", "8,192", 2048)] == [8192, 1536, 8192, 2048]
+    assert choices("method", ["Qlora", "lora,FULL"], ("full", "lora", "qlora")) == ("qlora", "lora", "full")
+    with pytest.raises(UsageError) as refused:
+        choices("method", ["qlroa"], ("full", "lora", "qlora"))
+    assert refused.value.hint == "for example --method qlora"
+    with pytest.raises(UsageError, match="expected a whole number"):
+        length("8.0001k")

@@ -68,6 +68,13 @@ def test_a_model_that_overflows_in_fp16_is_not_planned_in_it_or_it_is_said(
     assert [said in note for note in overflows] == [True] * bool(said)
 
 
+@pytest.mark.parametrize(("rate", "said"), [(2.0, True), (2e-4, False), (1e-7, True)])
+def test_a_learning_rate_far_from_the_rules_is_said(rate: float, said: bool) -> None:
+    chosen = cast(Any, SimpleNamespace(setup=TrainSetup()))
+    notes = [*policy.job_notes(workload(learning_rate=rate), chosen)]
+    assert any(note.startswith("--lr ") for note in notes) == said
+
+
 def known(speed: float | None, *, sure: bool = True) -> Any:
     """What a walk learned of a node: its best point's speed (None: nothing fits)."""
     best = None if speed is None else SimpleNamespace(tokens_per_s=speed)

@@ -10,6 +10,7 @@ from planner.core.errors import SetupError
 from planner.core.notes import risk, usual
 from planner.core.records import dataclass
 from planner.core.units import gib, percent, seconds
+from planner.frameworks.hyperparameters import choose as hyperparameters_of
 from planner.memory.around import DEFAULT_EVAL_SEQS, evaluates_whole, evaluation_bytes, logits_bytes
 from planner.memory.attention_kernels import missing_kernels, supported_attentions
 from planner.memory.dtypes import SIZE_BYTES
@@ -94,6 +95,10 @@ def _changes(model: ModelSpec, lora: TrainSetup, row: Adapter) -> tuple[dict[str
 # The job around the step: optimizer steps and checkpoints on disk, what evaluating, saving and merging take.
 
 
+FAR_RATE = 100
+"""How many times the rule's learning rate, or how small a part of it, is taken for a slip. A judgement."""
+
+
 def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     """One sentence each: steps and disk where the data is known, small data, evaluation, merging."""
     weights, states = checkpoint_bytes(workload, chosen.setup)
@@ -108,6 +113,11 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
         yield risk(note)
     if note := unknown_padding_note(workload):
         yield note
+    if workload.learning_rate is not None:
+        params, seqs = workload.model.num_params, workload.data.samples_per_seq
+        usual_rate = hyperparameters_of(chosen.setup, num_params=params, samples_per_seq=seqs).learning_rate
+        if not 1 / FAR_RATE <= workload.learning_rate / usual_rate <= FAR_RATE:
+            yield risk(f"--lr {workload.learning_rate:g} is far from {usual_rate:.3g}, the rule's for this setup")
     if chosen.setup.num_gpus == 1:
         yield usual(evaluation_note(workload, chosen.setup))
     if chosen.setup.method != "full":
