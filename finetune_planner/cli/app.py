@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -146,10 +147,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # more than they hold.
     gc.set_threshold(200_000)
     atexit.register(gc.freeze)  # and the interpreter's last collections would go through all of them again
+    open_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):  # an encoding that lacks a character of a name is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = show_warning
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def open_closed_streams() -> None:
+    """Streams that the caller closed (`>&-`), which Python has as None, lead nowhere: nobody listens."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -36,7 +36,8 @@ def fail_environment(error: OSError) -> int:
     """An operating-system error (full disk, no permission) as a message; returns the exit code."""
     where = f" ({error.filename})" if error.filename else ""
     print(f"error: {printable(f'{error.strerror or error}{where}')}", file=sys.stderr)
-    print("hint: check permissions and free space, or choose another --out directory", file=sys.stderr)
+    other = ", or choose another --out directory" if where else ""
+    print(f"hint: check permissions and free space{other}", file=sys.stderr)
     return EXIT_ENVIRONMENT
 
 
@@ -114,7 +115,12 @@ def console(*, stderr: bool = False, width: int | None = None, file: TextIO | No
         def render_str(self, text: str, **options: Any) -> Any:
             return super().render_str(printable(text), **options)
 
-    return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False, width=width, file=file)
+    shown = PlainConsole(stderr=stderr, highlight=False, soft_wrap=False, width=width, file=file)
+    if not shown.width:  # COLUMNS=0, which says nothing
+        from shutil import get_terminal_size
+
+        shown.width = get_terminal_size().columns
+    return shown
 
 
 def tell(document: Any, lines: Iterable[str], *, as_json: bool) -> None:

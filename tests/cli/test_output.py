@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_planner.cli.app import run
+from finetune_planner.cli.app import open_closed_streams, run
 from finetune_planner.cli.output import write_text
 from planner.core.errors import EnvironmentProblem
 from planner.core.outputs import private_directory
@@ -35,6 +35,21 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str], monkeypatch: 
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", errors)
     assert run(arguments) == 0
+
+
+def test_closed_streams_and_a_width_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: a fault with `--json >&-`; with COLUMNS=0 no text, and 0 as exit code."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run(["models", "smollm"]) == 0
+    assert "HuggingFaceTB/SmolLM2-135M" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    open_closed_streams()
+    with sys.stdout, sys.stderr:
+        assert run(["gpus", "--json"]) == 0
+        assert run(["gpt2", "--gpu", "none"]) == 2
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:

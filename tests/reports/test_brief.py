@@ -17,7 +17,8 @@ from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
-from reports.brief import MAX_LINES, why_not
+from reports.brief import MARKS, MAX_LINES, why_not
+from reports.plain import to_ascii
 from reports.rows import compared, notes_of
 from reports.terminal import render_plan
 from reports.text import band_words, sides_words, verdict_style
@@ -127,6 +128,12 @@ def test_the_groups_and_what_is_free_add_up_to_the_card() -> None:
     legend = " ".join(shown(plan)).partition("█ weights")[2].partition(" of ")[0]
     total = sum(float(size) for size in re.findall(r"([\d.]+) GiB", legend))
     assert total == pytest.approx(plan.workload.memory_bytes / 2**30, abs=0.05)
+
+
+def test_the_marks_of_the_groups_differ_in_ascii_too() -> None:
+    marks = set(to_ascii("".join(MARKS.values())))
+    assert len(marks) == len(MARKS)
+    assert "?" not in marks
 
 
 def test_the_rest_is_shown_when_asked_for() -> None:
