@@ -8,7 +8,7 @@ length cuts them.
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -293,7 +293,14 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
     patch(datasets, "load_dataset", load_dataset)
     patch(datasets.load, "load_dataset", load_dataset)
     patch(datasets.Dataset, "select", select_present)
-    patch(datasets.Dataset, "map", _mapping(phantom, datasets.Dataset.map))
+    patch(datasets.Dataset, "map", _mapping(phantom, datasets, datasets.Dataset.map))
+    each = datasets.Dataset.__iter__
+
+    def rows_present(self: Any) -> Iterator[Any]:
+        ours = self.info.description == _STAND_IN
+        return (_Row(phantom, row) if ours and isinstance(row, dict) else row for row in each(self))
+
+    patch(datasets.Dataset, "__iter__", rows_present)
 
 
 def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: str) -> Any:
@@ -316,7 +323,29 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     return made
 
 
-def _mapping(phantom: Phantom, true: Callable[..., Any]) -> Callable[..., Any]:
+class _Row(dict[str, Any]):
+    """A stand-in row as a loop over the data set gets it: it has every column that the program reads."""
+
+    def __init__(self, phantom: Phantom, row: Mapping[str, Any]) -> None:
+        super().__init__(row)
+        self._phantom = phantom
+
+    def __missing__(self, column: str) -> Any:
+        self[column] = _column(self._phantom, column)
+        return self[column]
+
+
+def _column(phantom: Phantom, column: str) -> Any:
+    """What a row has under a name that its data set was not known to have: a picture or a text."""
+    phantom.note(f"the stand-in rows got a column {column!r}, which the program reads")
+    if column in ("image", "img", "picture"):
+        from PIL import Image
+
+        return Image.new("RGB", phantom.options.image_size)
+    return "a " * (_PROMPT_TOKENS if column in _ASKS else phantom.options.num_tokens)
+
+
+def _mapping(phantom: Phantom, datasets: Any, true: Callable[..., Any]) -> Callable[..., Any]:
     """`Dataset.map`: a column that the program reads and a stand-in lacks is added; it knows which the data set has."""
 
     def map_present(self: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -327,11 +356,10 @@ def _mapping(phantom: Phantom, true: Callable[..., Any]) -> Callable[..., Any]:
                 column = error.args[0] if error.args else None
                 if self.info.description != _STAND_IN or not isinstance(column, str) or column in self.column_names:
                     raise
-                phantom.note(f"the stand-in rows got a column {column!r}, which the program reads")
+                added = datasets.Dataset.from_dict({column: [_column(phantom, column)] * len(self)})
                 if set(kwargs.get("remove_columns") or ()) == set(self.column_names):
                     kwargs["remove_columns"] = [*self.column_names, column]
-                text = "a " * (_PROMPT_TOKENS if column in _ASKS else phantom.options.num_tokens)
-                self = self.add_column(column, [text] * len(self))
+                self = datasets.concatenate_datasets([self, added], axis=1)
 
     return map_present
 
