@@ -205,7 +205,7 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text)
     model = load(Path("launch") / launch.files[0].path, kind)
-    runs = launch.runs_as(setup)
+    runs = launch.runs
     base = model.get_base_model() if setup.lora_rank else model
     assert type(base).__name__ == TYPES[kind].built_class, f"{type(base).__name__}, not {TYPES[kind].built_class}"
     attention = base.config._attn_implementation

@@ -205,7 +205,7 @@ def llamafactory() -> Check:
         if setup.method != "full":
             assert tuning.lora_rank == setup.lora_rank
         assert bool(model.quantization_bit) == setup.quantized
-        runs = launch.runs_as(setup)
+        runs = launch.runs
         dtype = str(model.compute_dtype or model.infer_dtype).removeprefix("torch.")
         assert dtype == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[runs.compute_dtype], dtype
 
@@ -307,7 +307,7 @@ def accelerate() -> Check:
         assert plugin.gradient_accumulation_steps == setup.accumulation_steps
         assert plugin.offload_optimizer_device == ("none" if setup.offload == "none" else "cpu")
         assert plugin.offload_param_device == ("cpu" if setup.offload == "parameters" else "none")
-        autocast = launch.runs_as(setup).autocast_dtype
+        autocast = launch.runs.autocast_dtype
         trainer = TrainingArguments(
             output_dir=str(folder / "out"),
             per_device_train_batch_size=setup.micro_batch_seqs,
