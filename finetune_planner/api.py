@@ -337,11 +337,12 @@ def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
         UsageError: one value under two names.
     """
     by_name: dict[str, Any] = {}
+    first_names: dict[str, str] = {}
     for name, value in values.items():
         canonical_name = names.get(name, name)
         if canonical_name in by_name:
-            raise UsageError(f"{canonical_name} is given twice, also as {name}", hint="give it once")
-        by_name[canonical_name] = value
+            raise UsageError(f"{first_names[canonical_name]} and {name} are one option", hint="give one of the two")
+        by_name[canonical_name], first_names[canonical_name] = value, name
     return by_name
 
 
@@ -400,6 +401,7 @@ def _as_typed(name: str, value: Any, kind: type) -> Any:
         if isinstance(plain, (int, float) if kind is float else kind):
             return kind(plain)
     words, usual = _KINDS[kind]
+    usual = plain if kind is int and isinstance(plain, str) and plain.isdecimal() else usual
     raise UsageError(f"{name} must be {words}, got {value!r:.60}", hint=f"for example {name}={usual}")
 
 

@@ -132,6 +132,13 @@ def test_bad_words_are_errors_with_a_hint() -> None:
     assert "seq_len" in unknown.value.hint
     with pytest.raises(PlannerError, match="rtx-40900"):
         plan(MODEL, "rtx-40900")
+    with pytest.raises(PlannerError, match="named by a string"):
+        plan(MODEL, None)  # type: ignore[arg-type]
+    with pytest.raises(PlannerError, match="whole number, got '2'") as quoted:
+        plan(MODEL, "rtx-4090", gpus="2")  # type: ignore[arg-type]
+    assert quoted.value.hint == "for example gpus=2"
+    with pytest.raises(PlannerError, match="--hard-negatives must be at least 0"):
+        plan(MODEL, "rtx-4090", hard_negatives=-1)
     with pytest.raises(PlannerError, match="at least two"):
         compare([])
 
@@ -228,5 +235,5 @@ def test_settings_have_the_names_that_trainers_give_them() -> None:
     assert (estimated_setup.lora_rank, estimated_setup.micro_batch_seqs, estimated_setup.seq_len_tokens) == (8, 4, 512)
     setup = plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).chosen.setup
     assert (setup.lora_rank, setup.global_batch_seqs, setup.seq_len_tokens) == (8, 4, 512)
-    with pytest.raises(PlannerError, match="rank is given twice"):
+    with pytest.raises(PlannerError, match="lora_r and rank are one option"):
         plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, rank=16)

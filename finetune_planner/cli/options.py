@@ -18,7 +18,7 @@ from planner.options.layouts import SPLIT_DEGREES, ZERO
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import GENERATORS, Rollout, open_rollouts
-from planner.planning.option_values import choices, length, memory_and_headroom, positive
+from planner.planning.option_values import choices, length, memory_and_headroom, named, positive
 from planner.planning.plan_request import DEFAULT_SEQ_LEN
 from planner.setup import allowed as fields
 from planner.setup.packages import PACKAGED
@@ -49,7 +49,9 @@ Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in G
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
 ]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", parser=length, help="Tokens per sequence (8k: 8192).")]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", parser=named("seq-len", length), help="Tokens per sequence (8k: 8192).")
+]
 Objective = Annotated[
     str | None, typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + ".")
 ]

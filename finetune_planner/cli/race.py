@@ -32,7 +32,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.check import band_of, with_extras
-from planner.planning.option_values import length
+from planner.planning.option_values import length, named
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import DEFAULT_SEQ_LEN, PlanRequest
 from planner.setup import TrainSetup
@@ -61,7 +61,8 @@ class RivalOptions:
     ] = None
     model: Annotated[str | None, typer.Option(help="Model of --defaults, and of files that name none.")] = None
     seq_len: Annotated[
-        int | None, typer.Option("--seq-len", parser=length, help="Tokens per sequence of --defaults.")
+        int | None,
+        typer.Option("--seq-len", parser=named("seq-len", length), help="Tokens per sequence of --defaults."),
     ] = None
     same_adapter: Annotated[
         bool, typer.Option("--same-adapter", help="The plan keeps each file's LoRA rank and matrices.")

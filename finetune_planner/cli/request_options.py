@@ -13,7 +13,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data
-from planner.planning.option_values import amount, positive
+from planner.planning.option_values import amount, named, positive
 from planner.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
@@ -70,12 +70,17 @@ class JobOptions:
     dataset_tokens: Annotated[
         int | None,
         typer.Option(
-            "--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (20M): steps, time, cost."
+            "--dataset-tokens",
+            "--tokens",
+            parser=named("tokens", amount),
+            help="Tokens of one epoch (20M): steps, time, cost.",
         ),
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option(parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."),
+        typer.Option(
+            parser=named("samples", amount), help="Samples of one epoch (50k), of full length unless --tokens is given."
+        ),
     ] = None
     epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default 1, up to 3 for small data.")] = (
         None

@@ -17,7 +17,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.options.adapters import refusal as adapter_refusal
 from planner.options.rollouts import GENERATORS, Rollout
-from planner.planning.option_values import choices, length, parse_targets, positive
+from planner.planning.option_values import choices, length, named, parse_targets, positive
 from planner.setup import TrainSetup
 from planner.setup import allowed as fields
 
@@ -169,6 +169,7 @@ def adapter_kind(flag: str, name: str) -> str:
 
 
 _gpus = partial(positive, maximum=MAX_GPUS)
+_counted = partial(positive, least=0)
 
 CHECKPOINTING = Flag(
     of="checkpointing", kind=bool, help="Gradient checkpointing on or off", read=lambda _, value: int(value)
@@ -230,8 +231,10 @@ AIM = (
         of="precomputed_reference",
         help="dpo, kto: the reference is asked before the first step alone. Default: in every step",
     ),
-    Flag(of="hard_negatives", help="embedding: texts beside each pair. Default 0"),
-    Flag(of="cached_seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned"),
+    Flag(of="hard_negatives", help="embedding: texts beside each pair. Default 0", read=_counted),
+    Flag(
+        of="cached_seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned", read=_counted
+    ),
     Flag(
         of="trained_layers",
         help="So many of the last layers train, or carry adapters; negative: of the first. Default: all",
@@ -249,7 +252,13 @@ ROLLOUT = (
 )
 """Of a rollout (`planner.options.rollouts`)."""
 RUN = (
-    Flag(of="seq_len_tokens", name="seq_len", help="Tokens per sequence (8k: 8192)", read=positive, parse=length),
+    Flag(
+        of="seq_len_tokens",
+        name="seq_len",
+        help="Tokens per sequence (8k: 8192)",
+        read=positive,
+        parse=named("seq-len", length),
+    ),
     Flag(of="micro_batch_seqs", name="micro_batch", help="Sequences per forward", read=positive),
     Flag(of="accumulation_steps", name="accumulation", help="Micro-batches per step", read=positive),
 )

@@ -329,6 +329,8 @@ def find_gpus(name: str) -> tuple[GpuSpec, int | None]:
 
 def split_count(name: str) -> tuple[int | None, str]:
     """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "rtx-4090") of "rtx-4090"."""
+    if not isinstance(name, str):  # of a caller in Python
+        raise UnknownGpuError(f"a GPU is named by a string, got {name!r:.60}", hint="for example rtx-4090")
     text = name.strip()
     if text in _rows() or text.lower() == LOCAL:
         return None, text

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 from planner.core.close import close_names
@@ -50,8 +50,21 @@ def _whole(text: str | int, thousand: int, usual: str) -> int:
     if match:
         value = Decimal(match[1].translate(_NO_MARKS)) * thousand ** _THOUSANDS[match[2].lower()]
     if value != int(value):
-        raise UsageError(f"expected a whole number, got {str(text)!a:.60}", hint=f"for example {usual}")
+        raise UsageError(f"expected a positive whole number, got {str(text)!a:.60}", hint=f"for example {usual}")
     return int(value)
+
+
+def named(name: str, parse: Callable[[str], int]) -> Callable[[str], int]:
+    """`amount` or `length`, whose error names the option."""
+
+    def parsed(text: str) -> int:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise UsageError(f"--{name}: {error.message}", hint=error.hint) from None
+
+    parsed.__name__ = parse.__name__  # how --help calls such a value
+    return parsed
 
 
 _NO_MARKS = str.maketrans("", "", ",_")
@@ -113,16 +126,16 @@ def parse_targets(value: str) -> str | tuple[str, ...]:
     return names
 
 
-def positive(name: str, value: int | None, *, maximum: int = 1 << 40) -> int | None:
-    """A count from the command line, at least 1.
+def positive(name: str, value: int | None, *, least: int = 1, maximum: int = 1 << 40) -> int | None:
+    """A count from the command line, at least 1 (`least`).
 
     Raises:
-        UsageError: zero, negative, or beyond any sense.
+        UsageError: less, or beyond any sense.
     """
-    if value is not None and not 1 <= value <= maximum:
+    if value is not None and not least <= value <= maximum:
         raise UsageError(
-            f"--{name} must be at least 1 and at most {maximum}, got {value}",
-            hint=f"give --{name} a positive whole number",
+            f"--{name} must be at least {least} and at most {maximum}, got {value}",
+            hint=f"give --{name} a {'positive ' * (least > 0)}whole number",
         )
     return value
 

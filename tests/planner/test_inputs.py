@@ -18,7 +18,7 @@ from planner.core.inputs import (
     read_text,
 )
 from planner.frameworks.readers.loading import parse_yaml
-from planner.planning.option_values import amount, choices, length
+from planner.planning.option_values import amount, choices, length, named
 
 QUICK_S = 5.0
 """CPU seconds; a bomb takes minutes."""
@@ -174,5 +174,5 @@ def test_lengths_and_choices_are_read_as_people_write_them() -> None:
     with pytest.raises(UsageError) as refused:
         choices("method", ["qlroa"], ("full", "lora", "qlora"))
     assert refused.value.hint == "for example --method qlora"
-    with pytest.raises(UsageError, match="expected a whole number"):
-        length("8.0001k")
+    with pytest.raises(UsageError, match=r"^--seq-len: expected a positive whole number"):
+        named("seq-len", length)("8.0001k")
