@@ -10,9 +10,10 @@ from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
-HOST_MEMORY_RATIO = 4
-"""A node's memory over its GPUs', where nobody says: a DGX A100 has 2 TB for 640 GB, a DGX H100 2 TB for 640 GB; a
-workstation with two 24 GB cards and 192 GB. An assumption, stated in the walk."""
+HOST_MEMORY_RATIO, HOST_MEMORY_MOST_BYTES = 4, 2048 * GIB
+"""A machine's memory over its GPUs', and the most of it, where nobody says: a workstation with two 24 GB cards has 192
+GB; DGX A100, H100 and H200 have 2 TB, AWS p5 2 TiB, GCP a3-highgpu-8g 1.87 TB, Azure ND H100 v5 1.9 TB (their pages,
+November 2026); AWS p4de and GCP a2-ultragpu-8g have less (1.15, 1.36 TB). An assumption, stated in the walk."""
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +42,7 @@ def assumed_host_bytes(workload: Workload) -> int:
     if workload.host_bytes:
         return int(HOST_SHARE * workload.host_bytes)
     per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1
-    return HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes
+    return min(HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes, int(HOST_SHARE * HOST_MEMORY_MOST_BYTES))
 
 
 def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:

@@ -7,7 +7,13 @@ import pytest
 
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
+from planner.memory.engines.host import (
+    HOST_MEMORY_MOST_BYTES,
+    HOST_MEMORY_RATIO,
+    HOST_SHARE,
+    assumed_host_bytes,
+    host_bytes_per_node,
+)
 from planner.memory.workload import Data, Workload
 from planner.planning.answer import plan_workload
 from planner.planning.clusters import (
@@ -122,4 +128,9 @@ def test_offloaded_states_lie_in_the_hosts() -> None:
     assert host_bytes_per_node(model, setup, 2) == pytest.approx(whole / 2, rel=1e-6)
     assert host_bytes_per_node(model, setup.replace(offload="none"), 1) == 0
     workload = job(8)
-    assert assumed_host_bytes(workload) == HOST_MEMORY_RATIO * 8 * workload.gpu.memory_bytes
+    assert (
+        assumed_host_bytes(workload)
+        == int(HOST_SHARE * HOST_MEMORY_MOST_BYTES)
+        < HOST_MEMORY_RATIO * 8 * workload.gpu.memory_bytes
+    )
+    assert assumed_host_bytes(job(8, gpu="rtx-4090")) == HOST_MEMORY_RATIO * 8 * find_gpu("rtx-4090").memory_bytes
