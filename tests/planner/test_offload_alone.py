@@ -84,8 +84,9 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
     assert run(words) == 1
     actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
     (remedy,) = [action for action in actions if action.startswith("--offload")]
-    assert remedy.startswith("--offload parameters: full fine-tuning fits at ")
-    assert run([*words, "--offload", "parameters", "--out", str(tmp_path / "out")]) == 0
+    options, _, words_of_it = remedy.partition(": ")
+    assert words_of_it.startswith("full fine-tuning fits at ")
+    assert run([*words, *options.split(), "--out", str(tmp_path / "out")]) == 0
     document = json.loads(capsys.readouterr().out)
     setup = document["chosen"]["setup"]
     assert (setup["num_gpus"], setup["offload"]) == (1, "parameters")
@@ -102,7 +103,10 @@ def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pyte
     words = ["Qwen/Qwen3-30B-A3B", "--gpu", "rtx-3060-12gb", "--no-dry-run", "--no-history", "--json=full"]
     assert run([*words, "--target", "trl"]) == 1
     actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
-    assert any(action.startswith("--offload parameters: 4-bit QLoRA fits") for action in actions)
+    assert any(
+        action.startswith("--offload parameters --host-memory ") and ": 4-bit QLoRA fits" in action
+        for action in actions
+    )
 
 
 @pytest.mark.parametrize("words", [["--parallel", "ddp"], ["--parallel", "zero3"], ["--tensor-degree", "2"]])

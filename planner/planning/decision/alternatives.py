@@ -26,6 +26,7 @@ from planner.planning.decision.node import Node
 from planner.planning.decision.policy import fewer_matrices, opened_workloads, taken_when_asked
 from planner.planning.decision.results import NodeResults, WalkResults, best_layout
 from planner.planning.decision.tree import SingleGpuAnswer
+from planner.planning.evidence.bands import memory_band
 from planner.planning.expressed import variants_as_run
 from planner.planning.groups import UNFUSED, same_kernels
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
@@ -407,22 +408,26 @@ def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
 
 
 def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """What fits with the least of it in the memory of one GPU's host."""
+    """What fits with the least of it in the memory of one GPU's host: in one as large as is known or usual, else in the
+    smallest."""
     if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.vendor == "Apple":
         return
-    from planner.memory.engines.host import host_bytes_per_node  # seldom needed
+    from planner.memory.engines.host import HOST_SHARE, assumed_host_bytes, host_bytes_per_node, host_gib
 
-    options = []
-    for offload in ("optimizer", "parameters"):
-        request = replace(workload, fixed={**workload.fixed, "offload": (offload,)})
+    options, usual = [], int(assumed_host_bytes(workload) / HOST_SHARE)
+    for host, offload in product((usual, workload.host_bytes), ("optimizer", "parameters")):
+        request = replace(workload, fixed={**workload.fixed, "offload": (offload,)}, host_bytes=host)
         for node, point in best_points(request).items():
             if point is not None:
-                options.append((host_bytes_per_node(workload.model, point.setup, 1), offload, node, point))
+                most = point.peak_device_bytes * (1 + memory_band(workload.model, point.setup, workload.gpu))
+                need = host_bytes_per_node(workload.model, point.setup, 1)
+                options.append((most > workload.budget_bytes, host != usual, need, offload, node, point))
     if options:
-        need, offload, node, point = min(options, key=lambda option: option[0])
+        *_, need, offload, node, point = min(options, key=lambda option: option[:3])
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
         words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
-        yield Remedy(action=f"--offload {offload}: {words}", saves_bytes=saved, fits=True)
+        memory = "" if workload.host_bytes else f" --host-memory {host_gib(need)}"
+        yield Remedy(action=f"--offload {offload}{memory}: {words}", saves_bytes=saved, fits=True)
 
 
 def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
