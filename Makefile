@@ -5,7 +5,7 @@ check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
-	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/fuzz_doors.py tools/mutation.py tools/trace_kills.py tools/command_kills.py
+	$(PY) -m mypy -m tools.faults -m tools.fuzz -m tools.fuzz_doors -m tools.mutation -m tools.trace_kills -m tools.command_kills
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest

@@ -7,35 +7,31 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from benchmarks.accuracy_table import AccuracyTable, accuracy_table
+from benchmarks.accuracy_table import AccuracyTable, Lookup, Predict, accuracy_table
 from benchmarks.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy, scatter_svg
 from benchmarks.measured import MeasuredRow, Quantity, load_rows, newest_versions
+from benchmarks.shared import loaded
 from finetune_planner.cli import options
 from finetune_planner.cli.output import console, fail, print_json, write_text
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.install import install_command
-from planner.core.records import dataclass
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
-from planner.setup.memory_terms import MemoryBreakdown
 from planner.setup.outcome import Prediction, ProbeFailure
-
-Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 
 LEVELS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
 QUANTITIES: dict[str, tuple[Quantity, ...]] = {
@@ -68,7 +64,10 @@ def accuracy(
     quantities = _quantities(level, what)
     rows = _rows(group, newest)
     if rivals:
-        _against_rivals(rows, rivals, out)
+        table = rivals_table(compare_rivals(rows, rivals, _lookup))
+        if out is not None:
+            write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
+        console().print(table, markup=False, soft_wrap=True)
         return
     ask = _remembered(predict if level == "formula" else dry_run_setup())
     tables = [accuracy_table(rows, ask, what=quantity, lookup=_lookup, level=LEVELS[level]) for quantity in quantities]
@@ -99,13 +98,6 @@ def _quantities(level: str, what: str) -> tuple[Quantity, ...]:
     return quantities
 
 
-def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Path | None) -> None:
-    table = rivals_table(compare_rivals(rows, rivals, _lookup))
-    if out is not None:
-        write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
-    console().print(table, markup=False, soft_wrap=True)
-
-
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
     rows = load_rows()
     if group is not None:
@@ -129,13 +121,13 @@ def dry_run_setup() -> Predict:
 
 def _remembered(predict: Predict) -> Predict:
     """Each setup asked once, whatever the number of tables it stands in."""
-    answers: dict[tuple[str, str, TrainSetup], Prediction | ProbeFailure | None] = {}
+    asked: dict[tuple[str, str, TrainSetup], Prediction | ProbeFailure | None] = {}
 
     def ask(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | ProbeFailure | None:
         key = (model.model_id, gpu.key, setup)
-        if key not in answers:
-            answers[key] = predict(model, gpu, setup)
-        return answers[key]
+        if key not in asked:
+            asked[key] = predict(model, gpu, setup)
+        return asked[key]
 
     return ask
 
@@ -145,9 +137,7 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
     if row.model is None:
         assert row.config is not None
         return spec_from_config(row.config, model_id=row.model_name, source=row.source), find_gpu(row.gpu)
-    spec = catalogue.load(row.model)
-    assert spec is not None, row.model  # the recorded rows name catalogue entries only; a test checks
-    return spec, find_gpu(row.gpu)
+    return loaded(row.model), find_gpu(row.gpu)
 
 
 def _write(directory: Path, level: str, tables: Sequence[AccuracyTable], command: str) -> None:
@@ -167,11 +157,9 @@ def _write(directory: Path, level: str, tables: Sequence[AccuracyTable], command
 
 
 TIMEOUT_S = 600
-Lookup = Callable[[MeasuredRow], tuple[ModelSpec, GpuSpec]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RivalRow:
+class RivalRow(NamedTuple):
     """One estimator on one source's runs, and the formula on the same; errors as fractions."""
 
     name: str
@@ -210,33 +198,16 @@ def compare_rivals(rows: Sequence[MeasuredRow], pythons: Sequence[Path], lookup:
                 measured = row.measured(answer["figure"])
                 if measured is None:
                     continue
-                theirs = None if answer["gib"] is None else answer["gib"] * GIB / measured - 1
-                errors[answer["name"], row.group, answer["figure"]].append(
-                    (theirs, _figure(predictions[row.id], answer["figure"]) / measured - 1)
-                )
+                off = None if answer["gib"] is None else answer["gib"] * GIB / measured - 1
+                own: int = getattr(predictions[row.id], f"peak_{answer['figure']}_bytes")
+                errors[answer["name"], row.group, answer["figure"]].append((off, own / measured - 1))
         for (name, group, figure), each in sorted(errors.items()):
             answered = [(abs(theirs), abs(ours)) for theirs, ours in each if theirs is not None]
             if answered:
-                rival_rows.append(_row(name, group, figure, answered, len(each) - len(answered)))
+                theirs, ours = zip(*answered, strict=True)
+                figures = median(theirs), max(theirs), median(ours), max(ours)
+                rival_rows.append(RivalRow(name, group, figure, len(answered), len(each) - len(answered), *figures))
     return rival_rows
-
-
-def _row(
-    name: str, group: str, figure: Quantity, errors: Sequence[tuple[float, float]], num_unanswered: int
-) -> RivalRow:
-    """One line, of (the rival's error, the formula's) of each configuration."""
-    theirs, ours = zip(*errors, strict=True)
-    return RivalRow(
-        name=name,
-        group=group,
-        figure=figure,
-        num_configs=len(errors),
-        num_unanswered=num_unanswered,
-        median_error=median(theirs),
-        worst_error=max(theirs),
-        own_median_error=median(ours),
-        own_worst_error=max(ours),
-    )
 
 
 def rivals_table(rows: Sequence[RivalRow]) -> str:
@@ -246,16 +217,11 @@ def rivals_table(rows: Sequence[RivalRow]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        shares = (row.median_error, row.worst_error, row.own_median_error, row.own_worst_error)
-        words = " | ".join(f"{100 * share:.1f} %" for share in shares)
+        words = " | ".join(f"{100 * share:.1f} %" for share in row[5:])
         lines.append(
             f"| {row.name} | {row.group} | {row.figure} | {row.num_configs} | {row.num_unanswered or ''} | {words} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _figure(memory: MemoryBreakdown, figure: str) -> int:
-    return memory.peak_reserved_bytes if figure == "reserved" else memory.peak_device_bytes
 
 
 def _line(row: MeasuredRow, lookup: Lookup) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from benchmarks.measured import MeasuredRow, Quantity, version_noise
+from benchmarks.shared import percentile
 from planner.core.errors import PlannerError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
@@ -33,11 +34,9 @@ class AccuracyCase:
     predicted: float
     predicted_device_bytes: int
     capacity_bytes: int
-    notes: tuple[str, ...] = ()
 
     @property
     def ran(self) -> bool:
-        """Whether the run succeeded."""
         return self.row.status == "ok"
 
     @property
@@ -46,11 +45,9 @@ class AccuracyCase:
         return self.predicted_device_bytes <= self.capacity_bytes
 
     @property
-    def error_fraction(self) -> float | None:
-        """Predicted above measured, as a fraction of measured; negative when too low."""
-        if self.measured is None:
-            return None
-        return self.predicted / self.measured - 1.0
+    def error_fraction(self) -> float:
+        """Predicted above measured, as a fraction of measured; negative when too low, NaN where none was measured."""
+        return self.predicted / self.measured - 1.0 if self.measured is not None else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +86,6 @@ class FitStats:
 
     @property
     def false_fit_fraction(self) -> float:
-        """False fits among all judged cases."""
         total = self.num_out_of_memory + self.num_ran
         return self.num_false_fits / total if total else 0.0
 
@@ -116,9 +112,8 @@ class AccuracyTable:
     def worst(self, num: int) -> tuple[AccuracyCase, ...]:
         """The cases with the largest errors, one per configuration, worst first."""
         seen: dict[tuple[str, str], AccuracyCase] = {}
-        for case in sorted(
-            (candidate for candidate in self.cases if candidate.measured is not None), key=_absolute, reverse=True
-        ):
+        measured = (case for case in self.cases if case.measured is not None)
+        for case in sorted(measured, key=lambda case: abs(case.error_fraction), reverse=True):
             seen.setdefault((case.row.group, case.row.config_id), case)
         return tuple(seen.values())[:num]
 
@@ -143,13 +138,13 @@ def accuracy_table(
             continue
         try:
             model, gpu = lookup(row)
+            answer = predict(model, gpu, setup)
         except PlannerError as error:  # a module tree, read where torch is
             missing.append((row.id, error.message))
             continue
-        answer = _ask(predict, model, gpu, setup)
         predicted = predicted_figure(answer, what) if isinstance(answer, Prediction) else None
         if not isinstance(answer, Prediction) or predicted is None:
-            missing.append((row.id, answer if isinstance(answer, str) else "no prediction"))
+            missing.append((row.id, answer.message if isinstance(answer, ProbeFailure) else "no prediction"))
             continue
         cases.append(
             AccuracyCase(
@@ -159,40 +154,9 @@ def accuracy_table(
                 predicted=predicted,
                 predicted_device_bytes=answer.peak_device_bytes,
                 capacity_bytes=gpu.memory_bytes,
-                notes=answer.notes,
             )
         )
-    return build_table(cases, rows, what=what, level=level, not_predicted=tuple(missing))
-
-
-def _ask(predict: Predict, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | str:
-    """The level's prediction, or its reason for having none."""
-    try:
-        answer = predict(model, gpu, setup)
-    except PlannerError as error:
-        return error.message
-    if isinstance(answer, ProbeFailure):
-        return answer.message
-    return answer if answer is not None else "no prediction"
-
-
-def predicted_figure(prediction: Prediction, what: Quantity) -> float | None:
-    """The figure of a prediction that a quantity is compared with."""
-    figure: float | None = getattr(prediction, what if what == "tokens_per_s" else f"peak_{what}_bytes")
-    return figure
-
-
-def build_table(
-    cases: Sequence[AccuracyCase],
-    rows: Iterable[MeasuredRow],
-    *,
-    what: Quantity,
-    level: str,
-    not_predicted: tuple[tuple[str, str], ...] = (),
-) -> AccuracyTable:
-    """The statistics of cases that are there already; `rows` give the noise between versions."""
-    rows = tuple(rows)
-    measured = [case for case in cases if case.error_fraction is not None]
+    measured = [case for case in cases if case.measured is not None]
     by_group: dict[str, list[AccuracyCase]] = defaultdict(list)
     by_exact: dict[str, list[AccuracyCase]] = defaultdict(list)
     for case in measured:
@@ -203,16 +167,22 @@ def build_table(
         what=what,
         cases=tuple(cases),
         overall=_stats("all sources", measured, rows, what) if measured else None,
-        groups=tuple(_stats(name, by_group[name], rows, what) for name in sorted(by_group)),
-        exact=tuple(_stats(name, by_exact[name], rows, what) for name in sorted(by_exact)),
+        groups=tuple(_stats(name, of_group, rows, what) for name, of_group in sorted(by_group.items())),
+        exact=tuple(_stats(name, of_kind, rows, what) for name, of_kind in sorted(by_exact.items())),
         fit=FitStats(
             num_out_of_memory=sum(not case.ran for case in cases),
             num_false_fits=sum(not case.ran and case.predicted_fits for case in cases),
             num_ran=sum(case.ran for case in cases),
             num_false_rejects=sum(case.ran and not case.predicted_fits for case in cases),
         ),
-        not_predicted=not_predicted,
+        not_predicted=tuple(missing),
     )
+
+
+def predicted_figure(prediction: Prediction, what: Quantity) -> float | None:
+    """The figure of a prediction that a quantity is compared with."""
+    figure: float | None = getattr(prediction, what if what == "tokens_per_s" else f"peak_{what}_bytes")
+    return figure
 
 
 def _stats(name: str, cases: Sequence[AccuracyCase], rows: Iterable[MeasuredRow], what: Quantity) -> GroupStats:
@@ -220,9 +190,9 @@ def _stats(name: str, cases: Sequence[AccuracyCase], rows: Iterable[MeasuredRow]
     configs: dict[tuple[str, str], list[AccuracyCase]] = defaultdict(list)
     for case in cases:
         configs[case.row.group, case.row.config_id].append(case)
-    signed = [median(_signed(case) for case in repeats) for repeats in configs.values()]
-    errors = sorted(abs(error) for error in signed)
-    worst = max(cases, key=_absolute)
+    signed = [median(case.error_fraction for case in repeats) for repeats in configs.values()]
+    errors = [abs(error) for error in signed]
+    worst = max(cases, key=lambda case: abs(case.error_fraction))
     noise = version_noise((row for row in rows if (row.group, row.config_id) in configs), what)
     return GroupStats(
         name=name,
@@ -232,29 +202,8 @@ def _stats(name: str, cases: Sequence[AccuracyCase], rows: Iterable[MeasuredRow]
         median_error=median(errors),
         p90_error=percentile(errors, 0.90),
         p95_error=percentile(errors, 0.95),
-        worst_error=_absolute(worst),
+        worst_error=abs(worst.error_fraction),
         worst_id=worst.row.id,
         noise_median=median(noise) if noise else None,
-        noise_p90=percentile(sorted(noise), 0.90) if noise else None,
+        noise_p90=percentile(noise, 0.90) if noise else None,
     )
-
-
-def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """Nearest-rank percentile of sorted values: the smallest with at least `fraction` of all at or below it.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not ordered:
-        raise ValueError("a percentile needs at least one value")
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
-
-
-def _signed(case: AccuracyCase) -> float:
-    error = case.error_fraction
-    assert error is not None  # callers pass measured cases only
-    return error
-
-
-def _absolute(case: AccuracyCase) -> float:
-    return abs(_signed(case))

@@ -42,11 +42,8 @@ def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None
         view.add_column("source", no_wrap=True)
         for name in ("configs", "bias", "median", "90th", "95th", "worst", "noise"):
             view.add_column(name, justify="right", no_wrap=True)
-        for group in table.groups:
-            view.add_row(*_cells(group))
-        view.add_row(*_cells(table.overall), style="bold")
-        for group in table.exact if len(table.exact) > 1 else ():
-            view.add_row(*_cells(group))
+        for group in (*table.groups, table.overall, *(table.exact if len(table.exact) > 1 else ())):
+            view.add_row(*_cells(group), style="bold" if group is table.overall else None)
         console.print(view)
         if table.what != "tokens_per_s":
             fit = table.fit
@@ -60,15 +57,9 @@ def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None
 
 
 def _cells(stats: GroupStats) -> tuple[str, ...]:
-    errors = (stats.median_error, stats.p90_error, stats.p95_error, stats.worst_error)
-    noise = "" if stats.noise_median is None else f"{100 * stats.noise_median:.1f} %"
-    return (
-        stats.name.replace("known differences of the stack", "known differences"),
-        str(stats.num_configs),
-        f"{100 * stats.bias:+.1f} %",
-        *(f"{100 * error:.1f} %" for error in errors),
-        noise,
-    )
+    figures = (stats.median_error, stats.p90_error, stats.p95_error, stats.worst_error, stats.noise_median)
+    name = stats.name.replace("known differences of the stack", "known differences")
+    return name, str(stats.num_configs), _percent(stats.bias, "+"), *map(_percent, figures)
 
 
 def accuracy_markdown(tables: Sequence[AccuracyTable], *, title: str, command: str) -> str:
@@ -116,27 +107,24 @@ def _stats_table(groups: Sequence[GroupStats], *, first: str) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
     ]
     for row in groups:
-        lines.append(
-            f"| {row.name} | {row.num_cases} | {row.num_configs} | {_signed(row.bias)} | {_percent(row.median_error)} "
-            f"| {_percent(row.p90_error)} | {_percent(row.p95_error)} | {_percent(row.worst_error)} | {row.worst_id} | "
-            f"{_percent(row.noise_median)} | {_percent(row.noise_p90)} |"
-        )
+        errors = (row.median_error, row.p90_error, row.p95_error, row.worst_error)
+        cells = [row.name, str(row.num_cases), str(row.num_configs), _percent(row.bias, "+"), *map(_percent, errors)]
+        cells += [row.worst_id, _percent(row.noise_median), _percent(row.noise_p90)]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
 def _worst_table(cases: Sequence[AccuracyCase]) -> list[str]:
     lines = ["| run | setup | measured | predicted | error | known differences |", "|---|---|---:|---:|---:|---|"]
     for case in cases:
-        error = case.error_fraction
         lines.append(
-            f"| {case.row.id} | {describe(case)} | {_figure(case.measured)} | {_figure(case.predicted)} | "
-            f"{_signed(error)} | {'; '.join(case.row.differs)} |"
+            f"| {case.row.id} | {describe(case)} | {_figure(case.measured or 0.0)} | {_figure(case.predicted)} | "
+            f"{_percent(case.error_fraction, '+')} | {'; '.join(case.row.differs)} |"
         )
     return lines
 
 
 def describe(case: AccuracyCase) -> str:
-    """A setup in one line."""
     setup = case.setup
     parts = [case.row.model or case.row.model_name, case.row.gpu or "", setup.method, setup.precision]
     if setup.quantized:
@@ -149,7 +137,6 @@ def describe(case: AccuracyCase) -> str:
 
 
 def accuracy_csv(table: AccuracyTable) -> str:
-    """Every case as one line."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -161,7 +148,7 @@ def accuracy_csv(table: AccuracyTable) -> str:
 
 def case_record(case: AccuracyCase, what: Quantity) -> dict[str, Any]:
     """One case as plain values; memory in bytes."""
-    setup, row, error = case.setup, case.row, case.error_fraction
+    setup, row = case.setup, case.row
     return {
         "id": row.id,
         "group": row.group,
@@ -180,7 +167,7 @@ def case_record(case: AccuracyCase, what: Quantity) -> dict[str, Any]:
         "measured": "" if case.measured is None else _plain(case.measured),
         "predicted": _plain(case.predicted),
         "unit": "tokens/s" if what == "tokens_per_s" else "bytes",
-        "error_percent": "" if error is None else round(100 * error, 2),
+        "error_percent": "" if case.measured is None else round(100 * case.error_fraction, 2),
         "ran": case.ran,
         "predicted_fits": case.predicted_fits,
         "versions": " ".join(f"{name}={version}" for name, version in sorted(row.versions.items())),
@@ -211,18 +198,12 @@ def _plain(value: float) -> float | int:
     return round(value) if value >= 1000 else round(value, 2)
 
 
-def _figure(value: float | None) -> str:
-    if value is None:
-        return ""
+def _figure(value: float) -> str:
     return f"{value / GIB:.2f} GiB" if value > 1e7 else f"{value:.0f}"
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:+.1f} %"
+def _percent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.1f} %"
 
 
 MARKERS = "osD^vPX*<>"  # sources differ by shape as well as by colour

@@ -11,18 +11,16 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import DATA, at_share, loaded, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.setup.interchange import setup_from_dict
 from planner.setup.memory_terms import MemoryBreakdown
 
-DATA = Path(__file__).parent / "data/adapter_kinds.jsonl"
+DRY_RUNS = DATA / "adapter_kinds.jsonl"
 GPU = "a100-80gb"
 AIM = 0.07
 """The band of adapters whose step is not LoRA's (`planner.planning.evidence.bands.ADAPTER_BAND`)."""
@@ -53,7 +51,6 @@ Cell = tuple[str, str, str, str]
 
 
 def cells() -> Iterator[Cell]:
-    """Every combination that peft runs."""
     for model_type in MODELS:
         for kind, row in ADAPTERS.items():
             if model_type == "gpt2" and not row.conv1d:
@@ -66,24 +63,14 @@ def cells() -> Iterator[Cell]:
 
 
 def setup_of(cell: Cell) -> Any:
-    """The setup of one cell."""
     model_type, kind, base, shape = cell
     targets = INNER.get(model_type, ["k_proj", "v_proj", "down_proj"])
     scaled = {"lora_targets": targets} if kind == "ia3" else {}
     return setup_from_dict({"adapter": kind, **scaled, **BASES[base], **SHAPES[shape]})
 
 
-def spec_of(model_type: str) -> ModelSpec:
-    """The whole model of one type."""
-    spec = catalogue.load(MODELS[model_type])
-    assert spec is not None
-    return spec
-
-
 def kept() -> dict[Cell, dict[str, Any]]:
-    """The dry runs that are kept, by cell."""
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()] if DATA.exists() else []
-    return {tuple(row["cell"]): row for row in rows}
+    return {tuple(row["cell"]): row for row in rows_of(DRY_RUNS)}
 
 
 def collect(kinds: list[str], types: list[str]) -> None:
@@ -92,11 +79,11 @@ def collect(kinds: list[str], types: list[str]) -> None:
     from probes.dryrun import dry_run
 
     done = kept()
-    with DATA.open("a") as out:
+    with DRY_RUNS.open("a") as out:
         for cell in cells():
             if cell in done or cell[1] not in (kinds or ADAPTERS) or cell[0] not in (types or MODELS):
                 continue
-            outcome = dry_run(spec_of(cell[0]), find_gpu(GPU), setup_of(cell), use_cache=False)
+            outcome = dry_run(loaded(MODELS[cell[0]]), find_gpu(GPU), setup_of(cell), use_cache=False)
             if not isinstance(outcome, Prediction):
                 print(cell, outcome.message)
                 continue
@@ -108,17 +95,16 @@ def collect(kinds: list[str], types: list[str]) -> None:
 def compared() -> Iterator[tuple[Cell, dict[str, Any], MemoryBreakdown, float]]:
     """(cell, its dry run, the formula, formula / dry run - 1) of every kept cell."""
     for cell, row in kept().items():
-        formula = predict_memory(spec_of(cell[0]), find_gpu(GPU), setup_of(cell))
+        formula = predict_memory(loaded(MODELS[cell[0]]), find_gpu(GPU), setup_of(cell))
         yield cell, row, formula, formula.peak_allocated_bytes / row["peak_allocated_bytes"] - 1
 
 
 def summary(errors: list[float]) -> str:
     """Median, 95th percentile and worst of absolute errors, and how many are within AIM."""
-    ordered = sorted(errors)
-    inside = sum(error <= AIM for error in ordered)
+    inside = sum(error <= AIM for error in errors)
     return (
-        f"{len(ordered)} points: median {statistics.median(ordered):.2%}, 95th percentile "
-        f"{ordered[int(0.95 * len(ordered))]:.2%}, worst {ordered[-1]:.2%}, within AIM: {inside}"
+        f"{len(errors)} points: median {statistics.median(errors):.2%}, 95th percentile {at_share(errors):.2%}, "
+        f"worst {max(errors):.2%}, within AIM: {inside}"
     )
 
 

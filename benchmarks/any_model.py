@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks import shared
+from benchmarks.shared import rows_of
 from planner.models.adapters import model_types
 from planner.planning.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from probes.dryrun.startup import load_libraries
@@ -47,7 +48,7 @@ OWN_LENGTH = ("whisper",)
 """Types whose sequences have the length that the model says."""
 LONGEST = {"prophetnet": 510}
 """Whose table of positions has two rows fewer than it says."""
-DATA = Path(__file__).parent / "data" / "any_model.jsonl"
+DATA, DEPTHS = shared.DATA / "any_model.jsonl", shared.DATA / "any_model_depths.jsonl"
 KINDS: Mapping[str, tuple[str, float]] = {
     "adapter": ("with an adapter", 0.0),
     "dense": ("without: dense", TREE_BAND),
@@ -55,8 +56,7 @@ KINDS: Mapping[str, tuple[str, float]] = {
     "mixers": ("without: other mixers of tokens than softmax", MIXER_BAND),
 }
 """What is known of a type -> words, the band of its formula (0: by setup)."""
-DEPTHS = DATA.with_name("any_model_depths.jsonl")
-PAGE = Path(__file__).parent.parent / "docs" / "accuracy" / "any-model.md"
+PAGE = shared.DOCS / "accuracy" / "any-model.md"
 _INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
             "indexer_compress_ratio": 4}  # fmt: skip
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -118,21 +118,16 @@ def planned(model_type: str, *, layers: int | None = None, limit_s: float = LIMI
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "answer.json"
         child = multiprocessing.get_context("fork").Process(target=_plan_one, args=(model_type, layers, answer))
-        started, spent = time.perf_counter(), _cpu_s()
+        started, spent = time.perf_counter(), sum(os.times()[2:4])
         child.start()
         child.join(limit_s)
         if child.exitcode is None:
             child.kill()
             child.join()
-        line |= {"seconds": round(time.perf_counter() - started, 1), "cpu_s": round(_cpu_s() - spent, 1)}
+        line |= {"seconds": round(time.perf_counter() - started, 1), "cpu_s": round(sum(os.times()[2:4]) - spent, 1)}
         if answer.exists():
             return line | json.loads(answer.read_text())
     return line | {"failed": "plan", "why": f"no answer within {limit_s:g} s (exit code {child.exitcode})"}
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
@@ -149,11 +144,8 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
     with redirect_stdout(io.StringIO()), redirect_stderr(stderr), alone:
         try:
             longest = written(model_type, folder, layers)
-            length = (
-                ()
-                if model_type in OWN_LENGTH
-                else ("--seq-len", str(min(SEQ_LEN, LONGEST.get(model_type, longest or SEQ_LEN))))
-            )
+            tokens = min(SEQ_LEN, LONGEST.get(model_type, longest or SEQ_LEN))
+            length = [] if model_type in OWN_LENGTH else ["--seq-len", str(tokens)]
             code = run([str(folder), "--gpu", GPU, *length, "--out", str(out)])
         except Exception as error:  # whatever a configuration's class makes of its own defaults
             code, line = -1, {"failed": "config", "why": f"{type(error).__name__}: {error}"[:300]}
@@ -199,7 +191,6 @@ def _kind(model: Mapping[str, Any]) -> str:
 
 
 def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan.json says of a type."""
     fits = plan["kind"] == "plan"
     model = plan["workload"]["model"]
     line: dict[str, Any] = {"fits": fits, "params": model["num_params"], "kind": _kind(model)}
@@ -267,8 +258,7 @@ def depth_errors(model_type: str) -> dict[str, Any]:
 
 
 def _depths(num: int, out: Path) -> None:
-    worst = 0.0
-    done = 0
+    worst, done = 0.0, 0
     for model_type in unnamed_types():
         if done == num:
             break
@@ -314,7 +304,6 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _why(line: Mapping[str, Any]) -> str:
-    """Why a type does not pass, in one line."""
     if "failed" not in line:
         near = (
             f"; with {line['layers']} layer {line['nearest_bytes'] / 2**30:,.0f} GiB" if "nearest_bytes" in line else ""
@@ -325,9 +314,7 @@ def _why(line: Mapping[str, Any]) -> str:
 
 
 def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]) -> str:
-    """docs/accuracy/any-model.md."""
     passing, strangers = [line for line in lines if passes(line)], {*causal_types()} - {*model_types()}
-    cut = [line for line in passing if line["layers"] and not line.get("shortened")]
     short = [line for line in passing if line.get("shortened")]
     passing_strangers = [line for line in passing if line["type"] in strangers]
     slow = [line for line in lines if line["cpu_s"] > LIMIT_S]
@@ -341,7 +328,7 @@ def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]
         passing=len(passing),
         own=len(passing_strangers),
         strangers=len(strangers),
-        cut=len(cut),
+        cut=sum(bool(line["layers"]) for line in passing) - len(short),
         short=len(short),
         limit_s=LIMIT_S,
         slow=len(slow),
@@ -465,10 +452,9 @@ def main() -> None:
     if args.depths:
         _depths(args.depths, DEPTHS if args.out == DATA else args.out)
         return
-    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    lines = rows_of(args.out)
     if args.markdown:
-        depths = [json.loads(line) for line in DEPTHS.read_text().splitlines()]
-        PAGE.write_text(page(lines, depths))
+        PAGE.write_text(page(lines, rows_of(DEPTHS)))
         return
     done = {line["type"] for line in lines}
     types = [name for name in args.types.split(",") if name] or causal_types()

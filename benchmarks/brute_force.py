@@ -45,6 +45,9 @@ ROUNDING = 1e-9
 """The walk and the single prediction add the same terms in another order."""
 
 
+SHOWN = ("precision", "attention", "kernels", "loss", "optimizer", "checkpointing", "micro_batch_seqs", "quantization")
+
+
 class Found(NamedTuple):
     """The choice of a plan beside the fastest of its class."""
 
@@ -56,7 +59,6 @@ class Found(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Chosen speed over the fastest's."""
         return (self.plan.chosen.tokens_per_s or 0.0) / self.tokens_per_s
 
     @property
@@ -103,12 +105,10 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     targets = () if chosen.stack == DEFAULT else (chosen.stack,)
     of_program = replace(request, targets=targets, fixed={**request.fixed, "compile": (chosen.compile,)})
     pairs = [(micro, request.global_batch_seqs // micro) for micro in micro_batches(request.global_batch_seqs)]
-    speeds = [
-        (at(*pair)[1], family, pair)
-        for family in families(of_program, node)
-        for at in (speed_profile(request.model, request.gpu, family).at,)
-        for pair in pairs
-    ]
+    speeds = []
+    for family in families(of_program, node):
+        profile = speed_profile(request.model, request.gpu, family)
+        speeds += [(profile.at(*pair)[1], family, pair) for pair in pairs]
     may, least = None, {}
     for speed, family, (micro, steps) in sorted(speeds, key=lambda candidate: -candidate[0]):
         if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)
@@ -129,20 +129,10 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
 
 
 def line(outcome: Found) -> str:
-    """One row of the table."""
     chosen = outcome.plan.chosen
     differs = [
         f"{name} {getattr(outcome.fastest, name)}"
-        for name in (
-            "precision",
-            "attention",
-            "kernels",
-            "loss",
-            "optimizer",
-            "checkpointing",
-            "micro_batch_seqs",
-            "quantization",
-        )
+        for name in SHOWN
         if getattr(outcome.fastest, name) != getattr(chosen.setup, name)
     ]
     return (

@@ -83,7 +83,6 @@ def one(
     fix: bool,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """How one file is answered."""
     start = time.perf_counter()
     line: dict[str, Any] = {}
     try:

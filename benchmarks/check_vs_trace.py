@@ -66,7 +66,6 @@ PLAIN = "per_device_train_batch_size=2, gradient_accumulation_steps=2, bf16=True
 
 
 def sft(args: str = BASE, more: str = "", *, load: str = LOAD.format(more=""), model: str = "model") -> str:
-    """TRL's supervised trainer."""
     made = CALL.format(kind="SFT", model=model, arguments="SFTConfig", args=args)
     return f"{TEXTS}{load}{made}{more}).train()\n"
 
@@ -78,13 +77,11 @@ def hf(args: str = PLAIN, more: str = "", *, load: str = LOAD.format(more=""), d
 
 
 def preferences(kind: str, args: str = BASE, more: str = "", data: str = PAIRS) -> str:
-    """One of TRL's trainers of preferences."""
     made = CALL.format(kind=kind, model="model", arguments=f"{kind}Config", args=args)
     return f"{data}{LOAD.format(more='')}{made}, processing_class=tok{more}).train()\n"
 
 
 def adapted(more: str = "") -> str:
-    """A loaded model with adapters."""
     return LOAD.format(more="") + f"model = get_peft_model(model, {LORA.format(more=more)})\n"
 
 
@@ -196,7 +193,6 @@ python train.py --output_dir out --max_steps 2 --report_to none --bf16 true \\
 
 
 def factory(method: str, more: str, *, micro: int = 4, length: int = 1024, model: str = "Qwen/Qwen2.5-0.5B") -> Case:
-    """A file of LLaMA-Factory."""
     text = FACTORY.format(method=method, more=more, micro=micro, length=length, model=model)
     return Case("train.yaml", text, ("run.py", "{file}"), LLAMAFACTORY, "llamafactory")
 
@@ -304,7 +300,6 @@ IN_BWD, KEPT = "optimizer_in_bwd: true", "optimizer_in_bwd: false"
 
 
 def trl_file(more: str) -> Case:
-    """A file of TRL's command line."""
     return Case("trl.yaml", TRL_FILE.format(more), ("-m", "trl.scripts.sft", "--config", "{file}"))
 
 
@@ -368,7 +363,6 @@ CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()}
 
 
 def written(name: str, folder: Path) -> Case:
-    """A case's files, in a folder."""
     case = CASES[name]
     for path, text in {**case.beside, case.file: case.text}.items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -377,7 +371,6 @@ def written(name: str, folder: Path) -> Case:
 
 
 def traced_file(case: Case, file: str, folder: Path, gpu: list[str], tools: dict[str, str]) -> tuple[Any, str]:
-    """A trace of what runs a file."""
     words = [word.format(file=file) for word in case.command]
     start = words[1:] if words[0] == "" else [tools.get(case.tool) or sys.executable, *words]
     return answered(["trace", *gpu, "--json=full", "-y", "--", *start], folder)
@@ -393,7 +386,6 @@ def answered(words: list[str], folder: Path) -> tuple[dict[str, Any] | None, str
 
 
 def row_of(name: str, gpu: str, tools: dict[str, str]) -> dict[str, Any]:
-    """Both answers on one program."""
     with tempfile.TemporaryDirectory() as place:
         folder, start = Path(place), time.monotonic()
         case = written(name, folder)
@@ -448,13 +440,11 @@ def fixed(name: str, gpu: str, share: float, tools: dict[str, str]) -> dict[str,
 
 
 def write(path: Path, key: str, row: dict[str, Any]) -> None:
-    """One row more in a table, by its key."""
     table = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(dict(sorted({**table, key: row}.items())), indent=1) + "\n")
 
 
 def main() -> None:
-    """Both answers on the programs that were named, or on all; or their mended files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--gpu", default="a100-80gb")

@@ -54,12 +54,10 @@ class Asked:
 
     @property
     def title(self) -> str:
-        """In one line."""
         cards = f"{self.num_gpus} x " * (self.num_gpus > 1) + self.gpu
         return f"{self.model.split('/')[-1]} / {cards} {self.words}".strip()
 
     def workload(self) -> Workload:
-        """As a plan takes it."""
         gpu = find_gpu(self.gpu)
         cluster = make_cluster(gpu, self.num_gpus) if self.num_gpus > 1 else None
         batch = None if "objective" in self.fixed else 32
@@ -119,12 +117,10 @@ def worth(attention: str, tokens_per_s: float) -> float:
 
 
 def worth_of(point: WalkedSetup) -> float:
-    """The same of a walked point."""
     return worth(point.attention, point.tokens_per_s)
 
 
 def quality(workload: Workload, setup: TrainSetup) -> tuple[object, ...]:
-    """What setups of one class share."""
     return node_of_setup(setup), full_quality(setup), setup.lora_rank, setup.lora_targets
 
 
@@ -182,7 +178,6 @@ def search(request: Asked) -> Found | None:
 
 
 def differences(fastest: TrainSetup, chosen: TrainSetup) -> str:
-    """In what the fastest differs."""
     names = (
         "stack", "kernels", "compile", "attention", "precision", "quantization", "optimizer", "loss", "checkpointing",
         "selective_checkpointing", "micro_batch_seqs", "rollout",
@@ -194,7 +189,6 @@ def differences(fastest: TrainSetup, chosen: TrainSetup) -> str:
 
 
 def row(request: Asked, outcome: Found) -> str:
-    """One line of the table."""
     chosen = outcome.plan.chosen
     setup, speed = chosen.setup, chosen.formula.tokens_per_s or 0.0
     by = setup.trainer.title if setup.stack != DEFAULT else "TRL"

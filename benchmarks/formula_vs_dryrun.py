@@ -180,7 +180,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def words(setup: TrainSetup) -> str:
-    """A setup in a few words."""
     how = [setup.method, setup.precision]
     how += [setup.quantization] if setup.quantized else []
     how += ["k-bit fp32 cast"] if setup.kbit_fp32_cast else []
@@ -192,7 +191,6 @@ def words(setup: TrainSetup) -> str:
 
 
 def main() -> int:
-    """Runs or summarises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: summarise the frozen points")
     parser.add_argument("--models", default="", help="comma-separated model types; default all")

@@ -23,17 +23,15 @@ from pathlib import Path
 
 from benchmarks.accuracy import _lookup
 from benchmarks.accuracy_table import predicted_figure
-from benchmarks.measured import MeasuredRow, Quantity, read_rows
+from benchmarks.measured import MeasuredRow, Quantity, row_of
+from benchmarks.shared import DATA, DOCS, rows_of
 from planner.core.errors import PlannerError
 from planner.core.units import gib
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 
-ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "benchmarks" / "data" / "gathered.jsonl"
-FIRST = ROOT / "benchmarks" / "data" / "gathered_first.json"
-DRY_RUNS = ROOT / "benchmarks" / "data" / "gathered_dry_runs.json"
-PAGE = ROOT / "docs" / "accuracy" / "gathered.md"
+FIRST, DRY_RUNS = DATA / "gathered_first.json", DATA / "gathered_dry_runs.json"
+PAGE = DOCS / "accuracy" / "gathered.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 NAMES = {"tokens_per_s": "tokens/s"}
 SMALL = 500_000_000
@@ -60,8 +58,7 @@ def timed_figure(prediction: Prediction, what: Quantity, untimed: Collection[str
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[MeasuredRow, ...]:
-    """Every gathered row."""
-    return read_rows(ROWS.read_text(encoding="utf-8"))
+    return tuple(map(row_of, rows_of(DATA / "gathered.jsonl")))
 
 
 def kept_out(row: MeasuredRow) -> bool:
@@ -69,14 +66,8 @@ def kept_out(row: MeasuredRow) -> bool:
     return zlib.crc32(f"{row.group}|{row.config_id}".encode()) % 2 == 1
 
 
-def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
-    """(predicted over measured, whether measured lies inside the stated band) of each figure; tokens/s a GPU's."""
-    ratios, bands = banded_look(row)
-    return ratios, {what: 1 - bands[what][0] <= 1 / ratio <= 1 + bands[what][1] for what, ratio in ratios.items()}
-
-
-def banded_look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """(predicted over measured, the stated band below and above) of each figure."""
+def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """(predicted over measured, the stated band below and above) of each figure; tokens/s a GPU's."""
     ratios: dict[str, float] = {}
     bands: dict[str, tuple[float, float]] = {}
     model, gpu = _lookup(row)
@@ -105,7 +96,7 @@ def listing(groups: Collection[str]) -> str:
     for row in rows():
         if row.group not in groups or row.setup is None or row.unmapped:
             continue
-        ratios, bands = banded_look(row)
+        ratios, bands = look(row)
         for what in (metric for metric in METRICS[:3] if metric in ratios):
             measured, ratio, (below, above) = row.measured(what) or 0, ratios[what], bands[what]
             miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
@@ -135,7 +126,10 @@ def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], di
             refused[row.id] = row.unmapped
             continue
         try:
-            ratios[row.id], inside[row.id] = look(row)
+            ratios[row.id], bands = look(row)
+            inside[row.id] = {
+                what: 1 - bands[what][0] <= 1 / ratio <= 1 + bands[what][1] for what, ratio in ratios[row.id].items()
+            }
         except PlannerError as problem:
             refused[row.id] = problem.message
     return ratios, inside, refused
@@ -176,7 +170,6 @@ def _configs(runs: Iterable[MeasuredRow], ratios: Looks, what: str) -> list[floa
 
 
 def page(first: Looks, dry_runs: Looks) -> str:
-    """The Markdown tables."""
     ratios, inside, refused = looks()
     groups: dict[str, list[MeasuredRow]] = defaultdict(list)
     for row in rows():
@@ -245,7 +238,6 @@ def _kinds(ratios: Looks) -> list[str]:
 
 
 def main() -> None:
-    """Records first looks when asked, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
     parser.add_argument("--dry-runs", action="store_true", help="dry-run what is not recorded")

@@ -10,10 +10,10 @@ without it they are only printed. The last line is the median and the worst of a
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.image_models import configs
+from benchmarks.shared import DATA, rows_of, write_rows
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -27,7 +27,7 @@ from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
 
-OUT = Path(__file__).parent / "data" / "images.jsonl"
+OUT = DATA / "images.jsonl"
 GPU = "h100-sxm"
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -41,7 +41,6 @@ CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 3
 
 
 def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
-    """The formula's model."""
     for owner in ("google", "Qwen"):
         listed = catalogue.load(f"{owner}/{name}")
         if listed is not None and listed.config == config:
@@ -54,14 +53,8 @@ def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int
     num, side, micro, steps = case
     images = Images(num=num, width=side, height=side)
     length = max(1024, with_text(image_tokens(model, images)))
-    return TrainSetup(
-        **fields,
-        loss="chunked",
-        images=images,
-        micro_batch_seqs=micro,
-        accumulation_steps=steps,
-        seq_len_tokens=length,
-    )
+    sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": length}
+    return TrainSetup(**fields, loss="chunked", images=images, **sizes)
 
 
 def compared(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, case: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +68,8 @@ def compared(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, case: dict[str, 
 
 
 def main() -> None:
-    """Prints a row for each case, then the median and the worst."""
     named = [word for word in sys.argv[1:] if not word.startswith("-")]
-    stored = [json.loads(line) for line in OUT.read_text().splitlines()] if named else []
+    stored = rows_of(OUT) if named else []
     rows, gpu, case_index = [row for row in stored if row["model"] not in named], find_gpu(GPU), 0
     for name, config in configs().items():
         if named and name not in named:
@@ -94,7 +86,7 @@ def main() -> None:
     errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)
     print(f"{len(errors)} cases: median {statistics.median(errors):.2%}, worst {errors[-1]:.2%}")
     if "--write" in sys.argv:
-        OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(OUT, rows)
 
 
 if __name__ == "__main__":

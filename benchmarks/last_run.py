@@ -42,7 +42,6 @@ def cuda_files(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def hashes(root: Path = ROOT) -> dict[str, str]:
-    """SHA-256 of every such file."""
     return {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in cuda_files(root)}
 
 
@@ -64,7 +63,6 @@ def _commit() -> str:
 
 
 def words(path: Path = LAST_RUN, root: Path = ROOT) -> str:
-    """One line for a test run's summary."""
     if not path.exists():
         return "no CUDA line of this project has ever run on a GPU (docs/probes.md, First contact)"
     last: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -221,7 +221,6 @@ def formula(model_id: str, setup: TrainSetup) -> Any:
 
 
 def strategy_of(setup: TrainSetup) -> str:
-    """The strategy's name in the tables."""
     name = setup.parallel
     if not setup.reshard_after_forward:
         name += ", no reshard"
@@ -273,7 +272,6 @@ def describe(row: dict[str, Any], setup: TrainSetup, breakdown: Any) -> str:
 
 
 def main() -> int:
-    """Runs or summarises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parallel", default="ddp,fsdp2")

@@ -61,7 +61,6 @@ def errors(read: ModelSpec, adapted: ModelSpec) -> Iterator[tuple[str, float, fl
 
 
 def main() -> None:
-    """Print the medians and the worst by kind and setup."""
     for kind in alike.KINDS:
         of_kind = [(read, adapted) for read, adapted in pairs() if read.like == kind]
         print(f"--like {kind}: {len(of_kind)} models of {len({adapted.model_type for _, adapted in of_kind})} types")

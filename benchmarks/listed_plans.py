@@ -68,7 +68,6 @@ PLANS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 
 def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
-    """One line of the table."""
     plan = plan_workload(PlanRequest(**options).workload(resolve_model(model), find_gpu(gpu)))
     named = f"{model.rpartition('/')[2]} / {gpu}" + (f" `{words}`" if words else "")
     if not isinstance(plan, Plan):
@@ -82,7 +81,6 @@ def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """All of them, with the table's head."""
     head = "| model / card, option | taken | speed, memory | because |\n|---|---|---|---|\n"
     return head + "".join(f"{row(*arguments)}\n" for arguments in PLANS)
 

@@ -15,9 +15,9 @@ Face is 2.65 MB a token above 9.7 GiB; the dry run's is 2.68 MB above 9.4 GiB wi
 Source: unsloth.ai/docs/basics/unsloth-benchmarks and unsloth.ai/blog/llama3-3 (December 2024; an A100 for the 70B).
 """
 
+from benchmarks.shared import loaded
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.models import catalogue
 from planner.setup import TrainSetup
 
 PUBLISHED = (
@@ -38,8 +38,7 @@ PLAIN = QLORA.replace(
 
 def longest(model_id: str, gpu_key: str, setup: TrainSetup) -> int:
     """Tokens of the longest sequence, a multiple of 64, whose predicted device peak is at most the card."""
-    model, gpu = catalogue.load(model_id), find_gpu(gpu_key)
-    assert model is not None, model_id
+    model, gpu = loaded(model_id), find_gpu(gpu_key)
     fits, too_long = 0, 1 << 15
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
@@ -49,7 +48,6 @@ def longest(model_id: str, gpu_key: str, setup: TrainSetup) -> int:
 
 
 def main() -> None:
-    """Prints both columns, published and predicted."""
     for model, gpu, unsloth, plain in PUBLISHED:
         for name, setup, published in (("Unsloth", UNSLOTH, unsloth), ("HF + FA2", PLAIN, plain)):
             predicted_tokens = longest(model, gpu, setup)

@@ -4,15 +4,14 @@ Every row names its source (repository@commit:path), what was assumed
 to turn the run into a `TrainSetup`, and in what it is known to differ from what a setup can say.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import lru_cache
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from benchmarks.shared import DATA, rows_of
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
@@ -159,16 +158,11 @@ _FIGURES: Mapping[str, tuple[Quantity, ...]] = {
 
 @lru_cache(maxsize=3)
 def _read(names: tuple[str, ...]) -> tuple[MeasuredRow, ...]:
-    texts = [(Path(__file__).parent / "data" / name).read_text(encoding="utf-8") for name in names]
-    return tuple(row for text in texts for row in read_rows(text))
+    return tuple(row_of(values) for name in names for values in rows_of(DATA / name))
 
 
-def read_rows(text: str) -> tuple[MeasuredRow, ...]:
-    """Rows from JSON lines in the form of the recorded files."""
-    return tuple(_row(json.loads(line)) for line in text.splitlines() if line)
-
-
-def _row(values: dict[str, Any]) -> MeasuredRow:
+def row_of(values: dict[str, Any]) -> MeasuredRow:
+    """A row from its line."""
     if "setup" in values:
         values["setup"] = setup_from_request({"stack": STACK_OF.get(values["stack"], "trl"), **values["setup"]})
     for name in ("assumed", "differs", "untimed"):

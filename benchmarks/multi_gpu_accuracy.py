@@ -14,17 +14,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from math import exp, log, sqrt
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import POINT_NOISE, fit_shift
 from benchmarks.multi_gpu_points import LayoutPoint, load_points
-from benchmarks.shared import DOCS, marked
-from benchmarks.speed_accuracy import percentile
+from benchmarks.shared import DOCS, marked, percentile
 from planner.memory.model import rank_memories
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryBreakdown
@@ -56,14 +55,8 @@ def log_error(point: LayoutPoint, calibration: Calibration) -> float:
     """
     if point.tokens_per_s is None:
         raise ValueError(f"{point.key} has no speed")
-    answer = layout_step_time(
-        point.model,
-        point.gpu,
-        point.speed_setup,
-        point.cluster,
-        calibration=calibration,
-        conditions=point.conditions,
-    )
+    of_point = (point.model, point.gpu, point.speed_setup, point.cluster)
+    answer = layout_step_time(*of_point, calibration=calibration, conditions=point.conditions)
     return log(answer.tokens_per_s / point.speed_setup.num_gpus / point.tokens_per_s)
 
 
@@ -97,8 +90,7 @@ def fit_layout(points: Sequence[LayoutPoint], start: Calibration, *, max_evaluat
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
+class Compared(NamedTuple):
     """One prediction beside its measurement, as a fraction: predicted / measured - 1.
 
     Attributes:
@@ -120,44 +112,34 @@ def as_it_ran(point: LayoutPoint) -> TrainSetup:
     return setup.replace(fsdp_version=1, reentrant_checkpointing=True)
 
 
-def _worst(point: LayoutPoint, setup: TrainSetup) -> MemoryBreakdown:
-    return rank_memories(point.model, point.gpu, setup)[0].breakdown
+def _worst(point: LayoutPoint) -> tuple[MemoryBreakdown, MemoryBreakdown]:
+    """The worst rank, as it ran and as the setup says."""
+    ran, plain = (
+        rank_memories(point.model, point.gpu, setup)[0].breakdown for setup in (as_it_ran(point), point.setup)
+    )
+    return ran, plain
 
 
 def memory_errors(points: Iterable[LayoutPoint]) -> list[Compared]:
     """The worst rank's peak against the measured one."""
     compared = []
     for point in points:
-        if point.memory_bytes is None:
-            continue
-        breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
-        reserved = point.memory_what == "reserved"
-        gap = plain.peak_reserved_bytes - plain.peak_allocated_bytes if reserved else 0
-        compared.append(
-            Compared(
-                point=point,
-                error=(breakdown.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
-                other=(plain.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
-            )
-        )
+        if point.memory_bytes is not None:
+            ran, plain = _worst(point)
+            reserved = point.memory_what == "reserved"
+            gap = plain.peak_reserved_bytes - plain.peak_allocated_bytes if reserved else 0
+            errors = [(memory.peak_allocated_bytes + gap) / point.memory_bytes - 1.0 for memory in (ran, plain)]
+            compared.append(Compared(point, *errors))
     return compared
 
 
 def out_of_memory(points: Iterable[LayoutPoint]) -> list[Compared]:
     """Runs that went out of memory: the worst rank's predicted device peak against what the card has."""
-    compared = []
-    for point in points:
-        if not point.oom:
-            continue
-        breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
-        compared.append(
-            Compared(
-                point=point,
-                error=breakdown.peak_device_bytes / point.gpu.memory_bytes - 1.0,
-                other=plain.peak_device_bytes / point.gpu.memory_bytes - 1.0,
-            )
-        )
-    return compared
+    return [
+        Compared(point, *(memory.peak_device_bytes / point.gpu.memory_bytes - 1.0 for memory in _worst(point)))
+        for point in points
+        if point.oom
+    ]
 
 
 def speed_errors(points: Sequence[LayoutPoint], used: Calibration) -> list[Compared]:
@@ -171,7 +153,7 @@ def speed_errors(points: Sequence[LayoutPoint], used: Calibration) -> list[Compa
         for point in timed:
             if point.source == source:
                 here, held_out = (exp(log_error(point, calibration)) - 1.0 for calibration in (used, fitted))
-                compared.append(Compared(point=point, error=here, other=held_out))
+                compared.append(Compared(point, here, held_out))
         print(f"held out {source}", file=sys.stderr, flush=True)
     return compared
 
@@ -206,20 +188,14 @@ def grouped(
     for case in compared:
         groups.setdefault(of(case.point), []).append(case)
     head = [*labels, "n", "median", "90th pct.", "worst", "bias", f"{other}: median", f"{other}: 90th"]
-    rows = [
-        [
-            *name,
-            str(len(ones)),
-            *cells([case.error for case in ones]),
-            *cells([case.other for case in ones], worst=False),
-        ]
-        for name, ones in sorted(groups.items())
-    ]
+    rows = []
+    for name, cases in sorted(groups.items()):
+        others = cells([case.other for case in cases], worst=False)
+        rows.append([*name, str(len(cases)), *cells([case.error for case in cases]), *others])
     return table(head, rows, len(labels))
 
 
 def worst(compared: Sequence[Compared]) -> str:
-    """The eight that are furthest off."""
     rows = []
     for case in sorted(compared, key=lambda case: -abs(case.error))[:8]:
         point, setup = case.point, case.point.setup
@@ -230,12 +206,11 @@ def worst(compared: Sequence[Compared]) -> str:
 
 
 def report(points: Sequence[LayoutPoint], speed: Sequence[Compared], used: Calibration) -> str:
-    """The tables of the page."""
     memory, gone = memory_errors(points), out_of_memory(points)
-    firm, firm_memory = ([case for case in speed if not case.point.loose_speed],
-                         [case for case in memory if not case.point.loose_memory])  # fmt: skip
-    loose, loose_memory = ([case for case in speed if case.point.loose_speed],
-                           [case for case in memory if case.point.loose_memory])  # fmt: skip
+    loose, firm = [[case for case in speed if case.point.loose_speed == is_loose] for is_loose in (True, False)]
+    loose_memory, firm_memory = [
+        [case for case in memory if case.point.loose_memory == is_loose] for is_loose in (True, False)
+    ]
     lines = (
         ("tokens/s, source held out", [case.other for case in firm], "12 %"),
         ("tokens/s, constants in use", [case.error for case in firm], ""),
@@ -297,7 +272,6 @@ def write_calibration(points: Sequence[LayoutPoint]) -> Calibration:
 
 
 def main() -> None:
-    """Runs the comparison and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-calibration", action="store_true")
     arguments = parser.parse_args()

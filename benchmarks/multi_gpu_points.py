@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed_points import _model
+from benchmarks.shared import DATA, rows_of
+from benchmarks.speed_points import model_of
 from planner.core.units import GIB
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpu import GpuSpec
@@ -16,8 +17,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 from planner.speed.roofline.types import Conditions
 
-FILE = Path(__file__).resolve().parent / "data" / "multi_gpu_points.jsonl"
-LEFT_OUT_FILE = FILE.with_name("multi_gpu_left_out.json")
+FILE, LEFT_OUT_FILE = DATA / "multi_gpu_points.jsonl", DATA / "multi_gpu_left_out.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,7 @@ class LayoutPoint:
 
 
 def load_points(file: Path = FILE) -> list[LayoutPoint]:
-    """All points."""
-    return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    return [_point(row) for row in rows_of(file)]
 
 
 def left_out(file: Path = LEFT_OUT_FILE) -> list[dict[str, Any]]:
@@ -87,12 +86,7 @@ def _point(row: dict[str, Any]) -> LayoutPoint:
         key=row["id"],
         source=row["source"],
         at=row["at"],
-        model=_model(
-            row["model"],
-            json.dumps(row.get("config"), sort_keys=True),
-            row.get("experts", ""),
-            row.get("fused_qkv", False),
-        ),
+        model=model_of(row),
         gpu=gpu,
         cluster=_cluster(row["gpu"], setup.num_gpus, row.get("num_nodes"), row.get("interconnect")),
         setup=setup,

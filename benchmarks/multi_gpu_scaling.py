@@ -22,7 +22,6 @@ BATCH, TOKENS = 8, 1024
 
 
 def config_of(width: int, heads: int, layers: int) -> dict[str, Any]:
-    """A GPT of that shape."""
     return {
         "model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": TOKENS,
         "vocab_size": 51200, "activation_function": "gelu",

@@ -3,19 +3,17 @@
 python -m benchmarks.operator_speed --write        # needs the torch extra; a few minutes, less from the dry run's cache
 """
 
-import gzip
-import json
 import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.accuracy_summary import FOLDER
 from benchmarks.measured import own_rows
+from benchmarks.shared import DATA, rows_of
 from benchmarks.speed_points import load_points
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
@@ -32,10 +30,9 @@ from planner.speed.sized import program_speed
 from planner.speed.timeline import loop_of
 from probes.dryrun import DryRunReport, dry_run_report
 
-PAGE = FOLDER / "operators.md"
-H100 = Path(__file__).parent / "data" / "h100"
+H100 = DATA / "h100"
 COMPILED = ("l1-lora-compiled", "l1-lora-compiled-4", "l1-full-compiled")
-HEAD = """# Seconds from the operators of a run
+PAGE = """# Seconds from the operators of a run
 
 Written by `python -m benchmarks.operator_speed --write`. The dry run's speed: every operator that the real step
 issues, priced by the card's measured rates (`planner/speed/prices.py`), issued by a host of the measured class
@@ -45,6 +42,44 @@ seconds, predicted / measured - 1.
 Measured steps are medians after the first, begin to end; the few milliseconds between two steps are in neither.
 "waits": share of the step that the device waits for the host.
 
+## H200, TRL's own trainer
+
+No price and no host time was read off these runs; one was chosen while they were watched: 9 us
+for the launches of a product, of the 7 to 11 that the H100's profiles leave open.
+
+{h200}
+## H100, TRL's own trainers
+
+The machine that prices and host times were read off. While `q8-lora-mb1` to `qwen35` ran, another process condensed \
+the trace of the case before: host-bound steps vary by a third (`q05-lora-mb8-ck-liger`: 0.36 to 0.50 s).
+
+{h100}
+## Published runs of others
+
+All whose setup says their program whole; the formula was fitted to them, the prices were not.
+
+| card | runs | dry run: median | mean | worst | formula: median | worst |
+|---|---:|---:|---:|---:|---:|---:|
+{published}
+
+## Device time, kernel by kernel
+
+The rows' shares of the rates were read off these profiles, whatever the model.
+
+{kernels}
+
+## What falls short
+
+- LLM.int8() multiplies outlier columns apart, as many as the values give: with random weights 11,800 to 12,285 of
+  12,288 in 88 of 504 products (`q8-int8-mb2-ck-liger`: 0.24 of its 0.84 s on the device: addmm 0.17, index 0.03,
+  index_put 0.01, unpacking and copies); none are counted, real weights have a handful.
+- The host is the class of machine that was measured, a rented virtual one. A bare server's CPU is up to twice as fast
+  (a B200's published runs at 512 tokens); the band says what 30 % do.
+- Copies between devices and the host, `torch.compile`, generation and several GPUs are not priced: there the formula's
+  speed stands.
+- Host-bound steps wander: the H200's QLoRA with eager kernels took 1.23 (the first, which warms up), 1.37, 1.42 and
+  1.67 s, its LoRA with Liger's 1.99, 1.85 and 1.77. The H100's, beside the other process, are slower than the same
+  on the H200.
 """
 
 
@@ -62,18 +97,17 @@ class Row(NamedTuple):
     waits: float
 
 
-def reported(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> DryRunReport | None:
-    """The dry run, None where it cannot follow."""
+def program_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Program | None:
+    """The operators of a dry run, None where it cannot follow."""
     report = dry_run_report(model, gpu, setup)
-    return report if isinstance(report, DryRunReport) and report.program is not None else None
+    return report.program if isinstance(report, DryRunReport) else None
 
 
 def row_of(case: str, steps_s: Sequence[float], model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Row | None:
-    """One run against both."""
-    report = reported(model, gpu, setup)
-    if report is None or report.program is None:
+    operators = program_of(model, gpu, setup)
+    if operators is None:
         return None
-    run = run_speed(report.program, gpu, setup)
+    run = run_speed(operators, gpu, setup)
     formula = throughput_profile(model, gpu, setup, conditions=conditions_of(setup)).step_time(setup).step_time_s
     between = run.parts_s["trainer"]  # of all three
     shipped = program_speed(model, gpu, setup)
@@ -97,8 +131,7 @@ def h200_rows() -> Iterator[Row]:
 
 def h100_steps() -> Iterator[tuple[dict[str, Any], ModelSpec, TrainSetup]]:
     """The runs on an H100, compiled and generating ones left out."""
-    for line in (H100 / "steps.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in rows_of(H100 / "steps.jsonl"):
         values = dict(row["setup"])
         model = catalogue.load(values.pop("model"))
         if row["case"] not in COMPILED and model is not None:
@@ -106,7 +139,6 @@ def h100_steps() -> Iterator[tuple[dict[str, Any], ModelSpec, TrainSetup]]:
 
 
 def h100_rows() -> Iterator[Row]:
-    """The runs on an H100."""
     for row, model, setup in h100_steps():
         compared = row_of(row["case"], row["step_s"][1:], model, find_gpu("h100-sxm"), setup)
         if compared is not None:
@@ -135,15 +167,15 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
             setup = setup.replace_trusted(reentrant_checkpointing=True)
         if point.group in ("ms_swift_benchmark", "llamafactory_wiki"):  # how long their samples were is not known
             continue
-        report = reported(point.model, point.gpu, setup)
-        if report is None or report.program is None:
+        program = program_of(point.model, point.gpu, setup)
+        if program is None:
             continue
         measured = setup.tokens_per_step / point.tokens_per_s
         formula = throughput_profile(point.model, point.gpu, setup, conditions=conditions).step_time(setup).step_time_s
         loop = loop_of(setup)
         if not conditions.trainer_overhead:
             loop = replace(loop, waits=False, trainer=False)
-        step_s = run_speed(report.program, point.gpu, setup, loop=loop).step_s
+        step_s = run_speed(program, point.gpu, setup, loop=loop).step_s
         yield point.gpu.name, step_s / measured - 1, formula / measured - 1
 
 
@@ -178,33 +210,28 @@ def predicted_device_s(program: Program, gpu: GpuSpec, setup: TrainSetup) -> dic
 
 
 def kernel_table() -> Iterator[str]:
-    """Lines of the table of device time."""
     steps = {row["case"]: (model, setup) for row, model, setup in h100_steps()}
     gpu = find_gpu("h100-sxm")
     by_family: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     yield "| profiled step | device ms | predicted | |"
     yield "|---|---:|---:|---:|"
-    with gzip.open(H100 / "profiles.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for line in lines:
-            profile = json.loads(line)
-            if profile["case"] not in steps:
-                continue
-            model, setup = steps[profile["case"]]
-            report = reported(model, gpu, setup)
-            if report is None or report.program is None:
-                continue
-            mine = predicted_device_s(report.program, gpu, setup)
-            theirs = defaultdict[str, float](float)
-            for operator, *_, micros in profile["kernels"]:
-                name = operator.rpartition(":")[2]
-                theirs[FAMILIES.get(name, name)] += micros / 1e6
-            theirs["copies"] = sum(micros for *_, micros in profile["copies"]) / 1e6
-            for name in mine.keys() | theirs.keys():
-                by_family[name][0] += mine[name]
-                by_family[name][1] += theirs[name]
-            total, truth = sum(mine.values()), sum(theirs.values())
-            error = 100 * (total / truth - 1)
-            yield f"| {profile['case']} | {1e3 * truth:.1f} | {1e3 * total:.1f} | {error:+.1f} % |"
+    for profile in rows_of(H100 / "profiles.jsonl.gz"):
+        model, setup = steps.get(profile["case"], (None, None))
+        program = program_of(model, gpu, setup) if model is not None and setup is not None else None
+        if program is None or setup is None:
+            continue
+        mine = predicted_device_s(program, gpu, setup)
+        theirs = defaultdict[str, float](float)
+        for operator, *_, micros in profile["kernels"]:
+            name = operator.rpartition(":")[2]
+            theirs[FAMILIES.get(name, name)] += micros / 1e6
+        theirs["copies"] = sum(micros for *_, micros in profile["copies"]) / 1e6
+        for name in mine.keys() | theirs.keys():
+            by_family[name][0] += mine[name]
+            by_family[name][1] += theirs[name]
+        total, truth = sum(mine.values()), sum(theirs.values())
+        error = 100 * (total / truth - 1)
+        yield f"| {profile['case']} | {1e3 * truth:.1f} | {1e3 * total:.1f} | {error:+.1f} % |"
     yield ""
     yield "| operators, all steps together | device ms | predicted |"
     yield "|---|---:|---:|"
@@ -213,18 +240,12 @@ def kernel_table() -> Iterator[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Case by case, then median and worst."""
     lines = ["| case | measured s | of its steps | dry run | program | formula | waits |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         layout = f"{row.low_s:.3f} to {row.high_s:.3f}" if row.high_s > row.low_s else ""
-        errors = [None if step_s is None else 100 * (step_s / row.measured_s - 1) for step_s in row[4:7]]
-        cells = [
-            row.case,
-            f"{row.measured_s:.3f}",
-            layout,
-            *("" if error is None else f"{error:+.1f} %" for error in errors),
-        ]
+        errors = ["" if step_s is None else f"{100 * (step_s / row.measured_s - 1):+.1f} %" for step_s in row[4:7]]
+        cells = [row.case, f"{row.measured_s:.3f}", layout, *errors]
         lines.append(f"| {' | '.join(cells)} | {100 * row.waits:.0f} % |")
     levels = [[abs(row[level] / row.measured_s - 1) for row in rows if row[level] is not None] for level in (4, 5, 6)]
     for name, of in (("median", median), ("worst", max)):
@@ -233,55 +254,25 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The whole page."""
-    text = HEAD
-    text += (
-        "## H200, TRL's own trainer\n\nNo price and no host time was read off these runs; one was chosen while they "
-        "were watched: 9 us\nfor the launches of a product, of the 7 to 11 that the H100's profiles leave open.\n\n"
-        + table([*h200_rows()])
-    )
-    text += (
-        "\n## H100, TRL's own trainers\n\nThe machine that prices and host times were read off. While `q8-lora-mb1` to "
-    )
-    text += "`qwen35` ran, another process condensed the trace of the case before: host-bound steps vary by a third "
-    text += "(`q05-lora-mb8-ck-liger`: 0.36 to 0.50 s).\n\n" + table([*h100_rows()])
-    text += "\n## Published runs of others\n\nAll whose setup says their program whole; the formula was fitted to "
-    text += "them, the prices were not.\n\n| card | runs | dry run: median | mean | worst | formula: median | worst |\n"
-    text += "|---|---:|---:|---:|---:|---:|---:|\n"
+def published_table() -> Iterator[str]:
     cards: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for card, run, formula in published_rows():
         cards[card].append((run, formula))
     for card, errors in sorted(cards.items()):
         runs, formulas = [abs(error) for error, _ in errors], [abs(error) for _, error in errors]
         mean = math.fsum(error for error, _ in errors) / len(errors)
-        text += (
-            f"| {card} | {len(errors)} | {100 * median(runs):.1f} % | {100 * mean:+.1f} % | {100 * max(runs):.1f} % | "
-        )
-        text += f"{100 * median(formulas):.1f} % | {100 * max(formulas):.1f} % |\n"
-    text += (
-        "\n## Device time, kernel by kernel\n\nThe rows' shares of the rates were read off these profiles, whatever "
-    )
-    return text + "the model.\n\n" + "\n".join(kernel_table()) + "\n" + TAIL
+        figures = (f"{100 * median(runs):.1f}", f"{100 * mean:+.1f}", f"{100 * max(runs):.1f}")
+        figures += (f"{100 * median(formulas):.1f}", f"{100 * max(formulas):.1f}")
+        yield f"| {card} | {len(errors)} | {' % | '.join(figures)} % |"
 
 
-TAIL = """
-## What falls short
+def page() -> str:
+    of = {"h200": table([*h200_rows()]), "h100": table([*h100_rows()])}
+    return PAGE.format(**of, published="\n".join(published_table()), kernels="\n".join(kernel_table()))
 
-- LLM.int8() multiplies outlier columns apart, as many as the values give: with random weights 11,800 to 12,285 of
-  12,288 in 88 of 504 products (`q8-int8-mb2-ck-liger`: 0.24 of its 0.84 s on the device: addmm 0.17, index 0.03,
-  index_put 0.01, unpacking and copies); none are counted, real weights have a handful.
-- The host is the class of machine that was measured, a rented virtual one. A bare server's CPU is up to twice as fast
-  (a B200's published runs at 512 tokens); the band says what 30 % do.
-- Copies between devices and the host, `torch.compile`, generation and several GPUs are not priced: there the formula's
-  speed stands.
-- Host-bound steps wander: the H200's QLoRA with eager kernels took 1.23 (the first, which warms up), 1.37, 1.42 and
-  1.67 s, its LoRA with Liger's 1.99, 1.85 and 1.77. The H100's, beside the other process, are slower than the same
-  on the H200.
-"""
 
 if __name__ == "__main__":
     made = page()
     if "--write" in sys.argv:
-        PAGE.write_text(made, encoding="utf-8")
+        (FOLDER / "operators.md").write_text(made, encoding="utf-8")
     print(made, end="")

@@ -99,7 +99,6 @@ def own() -> Iterator[Case]:
 
 
 def ranks() -> Iterator[Case]:
-    """The frozen dry runs of DDP's ranks."""
     rows = [row for row in rows_of(RANKS) if row["setup"]["parallel"] == "ddp"]
     for row in sorted(rows, key=lambda row: str(row["model"])):
         peaks = {figure: row[figure] for figure in ("allocated", "reserved")}
@@ -204,7 +203,6 @@ def merge(path: Path) -> int:
 
 
 def main() -> None:
-    """Judges, refreshes or merges."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--judge", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)

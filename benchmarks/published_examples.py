@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.shared import DATA, rows_of, write_rows
 from finetune_planner.cli.checking import load
 from planner.core.errors import ConfigError, PlannerError
 from planner.core.units import GIB
@@ -42,7 +43,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import request_form, setup_from_request
 from planner.setup.outcome import Band, Prediction
 
-ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
+ROWS = DATA / "published_examples.jsonl"
 _FIGURE = r"~?([\d.]+) ?Gi?B"
 _RUN = re.compile(r"axolotl train (examples/\S+\.ya?ml)")
 _AHEAD = re.compile(rf"#.*?(?:(\d+)x\d+ ?GB @ |~){_FIGURE}")
@@ -66,9 +67,7 @@ class Example(NamedTuple):
 
 
 def examples(checkout: Path) -> Iterator[Example]:
-    """The examples with a figure."""
-    listed = scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
-    yield from listed
+    yield from scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
 
 
 REPOSITORIES = ("axolotl-ai-cloud/axolotl", "modelscope/ms-swift")
@@ -111,11 +110,6 @@ def scripts(checkout: Path) -> Iterator[Example]:
         )
 
 
-def _text(checkout: Path, path: str) -> str:
-    """Of a file; "" where a README names what is not there."""
-    return (checkout / path).read_text(encoding="utf-8") if (checkout / path).is_file() else ""
-
-
 def _git(checkout: Path, *words: str) -> str:
     return subprocess.run(("git", "-C", str(checkout), *words), capture_output=True, text=True, check=True).stdout
 
@@ -156,7 +150,8 @@ def _of_day(
     words = re.search(f"{_FIGURE}$", match[0])  # the last: a card's size stands before it
     assert words is not None
     commit = _git(checkout, "log", "--format=%h", f"-S{words[0]}", "--", readme).split()[-1]
-    text, now = _of_commit(checkout, commit, path), _text(checkout, path)
+    text = _of_commit(checkout, commit, path)
+    now = (checkout / path).read_text(encoding="utf-8") if (checkout / path).is_file() else ""
     if not text or (_SHARDED.search(now) and not _SHARDED.search(text)):
         text = now  # a file of its day that says less of its GPUs than today's
     pinned = re.findall(r"^(transformers|bitsandbytes)==([\d.]+)", _of_commit(checkout, commit, _PINS), re.MULTILINE)
@@ -283,15 +278,10 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
             text = published.text
             if not published.num_gpus and _SHARDED.search(text):
                 raise ConfigError("sharded, over how many GPUs is not said")
-            around = FileContext(num_gpus=published.num_gpus or 1)
-            named = read_text(text, published.path, around=around).model_id or ""
-            request = CheckRequest(
-                num_gpus=published.num_gpus or 1,
-                says_gpus=True,
-                model=known_as(named, folder),
-                versions=published.versions,
-                sets=published.sets,
-            )
+            gpus = published.num_gpus or 1
+            named = read_text(text, published.path, around=FileContext(num_gpus=gpus)).model_id or ""
+            said = {"versions": published.versions, "sets": published.sets, "model": known_as(named, folder)}
+            request = CheckRequest(num_gpus=gpus, says_gpus=True, **said)
             place = folder / published.path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
@@ -308,11 +298,8 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
 
 def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction, Band]:
     """The prediction of a row and the band of what a device held, as what the READMEs print is reserved memory."""
-    model, card, setup = (
-        resolve_model(known_as(row["model"], folder)),
-        find_gpu(row["gpu"]),
-        setup_from_request(row["setup"]),
-    )
+    card, setup = find_gpu(row["gpu"]), setup_from_request(row["setup"])
+    model = resolve_model(known_as(row["model"], folder))
     model = of_transformers_4(model) if "transformers" in row else model
     prediction = predict(model, card, setup)
     left = left_by_lengths_bytes(prediction, setup)[1]
@@ -339,18 +326,11 @@ def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:
     return over.peak_reserved_bytes - over.constant_reserved_bytes
 
 
-def league(rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
-    """Prints every row, then each repository's and the kept-out half of it, and what is not counted."""
-    for repository in REPOSITORIES:
-        _of_one(repository, [row for row in rows if row["source"].startswith(repository)], folder, dry=dry)
-
-
-def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
+def league(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
+    """Prints every row of a repository, then the errors of all and of the kept-out half, and what is not counted."""
     began, ratios = time.perf_counter(), {}
     print(repository)
-    for row in rows:
-        if "setup" not in row:
-            continue
+    for row in (row for row in rows if "setup" in row):
         answer, (below, above) = judged(row, folder, dry=dry)
         ratio = answer.peak_reserved_bytes / GIB / row["gib"]
         miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
@@ -363,7 +343,8 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
             f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
-    alone = {row["path"] for row in rows if "setup" in row and setup_from_request(row["setup"]).single_gpu}
+    read_rows = [row for row in rows if "setup" in row]
+    alone = {row["path"] for row in read_rows if setup_from_request(row["setup"]).single_gpu}
     halves = {
         "all": list(ratios),
         "kept out": [path for path in ratios if kept_out(path)],
@@ -382,7 +363,7 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
             f"{low / len(paths):.0%}; inside the band {1 - len(misses) / len(paths):.0%} "
             f"({misses.count('too low')} of {len(misses)} misses too low)"
         )
-    print(f"{seconds:.1f} s; {sum('setup' not in row for row in rows)} configs are not read:")
+    print(f"{seconds:.1f} s; {len(rows) - len(read_rows)} configs are not read:")
     for row in rows:
         if "setup" not in row:
             print(f"  {row['path']}: {row['refused']}")
@@ -398,7 +379,6 @@ def _whole_loss(row: dict[str, Any], folder: Path) -> str:
 
 
 def main() -> None:
-    """Reads a checkout when one is given, and prints the league."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--read", type=Path, metavar="CHECKOUT", help="read a checkout anew; first looks stay as they are"
@@ -406,23 +386,21 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the checkout")
     parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, Path(folder))
-
-
-def run(args: argparse.Namespace, folder: Path) -> None:
-    """As `main`, with a folder for configurations."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    if args.read:
-        first = {row["path"]: row["first"] for row in rows if "first" in row}
-        read_rows = read(args.read, args.commit, folder)
-        for row in read_rows:
-            row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
-        repositories = {row["source"].partition("@")[0] for row in read_rows}
-        others = [row for row in rows if row["source"].partition("@")[0] not in repositories]
-        rows = sorted((*others, *read_rows), key=lambda row: str(row["source"]))
-        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    league(rows, folder, dry=args.dry_run)
+    rows = rows_of(ROWS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.read:
+            first = {row["path"]: row["first"] for row in rows if "first" in row}
+            read_rows = read(args.read, args.commit, folder)
+            for row in read_rows:
+                row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
+            repositories = {row["source"].partition("@")[0] for row in read_rows}
+            others = [row for row in rows if row["source"].partition("@")[0] not in repositories]
+            rows = sorted((*others, *read_rows), key=lambda row: str(row["source"]))
+            write_rows(ROWS, rows)
+        for repository in REPOSITORIES:
+            of_it = [row for row in rows if row["source"].startswith(repository)]
+            league(repository, of_it, folder, dry=args.dry_run)
 
 
 if __name__ == "__main__":

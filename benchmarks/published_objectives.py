@@ -9,13 +9,12 @@ nothing). Half of the rows are held out of
 any fit (`held_out`, by the source's checksum); no constant has been fitted to any of them.
 """
 
-import json
 import statistics
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from benchmarks.image_models import configs
+from benchmarks.shared import DATA, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config
@@ -24,13 +23,7 @@ from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
 from planner.setup.interchange import setup_from_dict
 
-ROWS = Path(__file__).parent / "data" / "published_objectives.jsonl"
-GIB = 2**30
-
-
-def read() -> list[dict[str, Any]]:
-    """Every row."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()]
+UNITS = {"allocated_gb": 1e9, "reserved_gib": 2**30, "device_gib": 2**30}
 
 
 def model_of(row: dict[str, Any]) -> ModelSpec | None:
@@ -52,16 +45,13 @@ def error(row: dict[str, Any]) -> float | None:
     if model is None:
         return None
     breakdown = predict_memory(model, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
-    if "allocated_gb" in row:
-        return breakdown.peak_allocated_bytes / (row["allocated_gb"] * 1e9) - 1
-    if "reserved_gib" in row:
-        return breakdown.peak_reserved_bytes / (row["reserved_gib"] * GIB) - 1
-    return breakdown.peak_device_bytes / (row["device_gib"] * GIB) - 1
+    name, unit = next((name, unit) for name, unit in UNITS.items() if name in row)
+    size: int = getattr(breakdown, f"peak_{name.partition('_')[0]}_bytes")
+    return size / (row[name] * unit) - 1
 
 
 def main() -> None:
-    """Prints what is open, each error, and their median."""
-    rows = read()
+    rows = rows_of(DATA / "published_objectives.jsonl")
     errors = {row["source"]: deviation for row in rows if (deviation := error(row)) is not None}
     print(f"{len(rows)} rows, {sum(row['held_out'] for row in rows)} held out; {len(errors)} predicted")
     for why, number in Counter(row["open"] for row in rows if "open" in row).most_common():

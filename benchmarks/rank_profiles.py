@@ -100,7 +100,6 @@ class _Made:
 
 
 def frozen() -> str:
-    """The table of the frozen runs."""
     rows = [row for row in rows_of(FROZEN) if "allocated" in row and row["setup"]["parallel"] in SHARDED]
     named_errors: list[tuple[str, dict[str, Any]]] = []
     for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
@@ -140,7 +139,6 @@ def table(named_errors: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str
 
 
 def main() -> None:
-    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)

@@ -16,12 +16,14 @@ what a plan of no recomputing, no adapters and no elementwise kernels, on a card
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterable
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from benchmarks.shared import loaded
 from finetune_planner.app.levels import answered
 from planner.core.errors import PlannerError
 from planner.frameworks.readers import read_text
@@ -29,7 +31,6 @@ from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.planning.option_values import default_headroom_bytes
 from planner.planning.plan import Plan
@@ -78,7 +79,6 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Planned over theirs."""
         return self.planned / self.theirs
 
 
@@ -163,8 +163,7 @@ def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> lis
     """Every pair against every of these rivals that fits."""
     compared = []
     for name, key in PAIRS:
-        model, gpu = catalogue.load(name), find_gpu(key)
-        assert model is not None, name
+        model, gpu = loaded(name), find_gpu(key)
         for rival in rivals:
             setup, remarks = theirs(rival, model, gpu)
             if setup is None:
@@ -174,24 +173,15 @@ def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> lis
             if mine is None:
                 continue
             speed = speed_profile(model, gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1]
-            if setup.lora_targets != "all-linear":
-                remarks = (*remarks, f"adapts {setup.lora_targets}")
-            if mine[2].packing:
-                remarks = (*remarks, "packed")
-            if mine[2].method != setup.method:
-                remarks = (*remarks, f"planned as {mine[2].method}")
+            remarks += (f"adapts {setup.lora_targets}",) * (setup.lora_targets != "all-linear")
+            remarks += ("packed",) * mine[2].packing
+            remarks += (f"planned as {mine[2].method}",) * (mine[2].method != setup.method)
             most = bound(model, gpu, setup)
             compared.append(Row(name, key, rival, mine[0], mine[1], speed, most, remarks))
     return compared
 
 
-def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers."""
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def main() -> None:
-    """Prints the table, and the mean and worst ratio over each rival."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rival", choices=RIVALS, action="append", help="repeatable; default all")
@@ -210,9 +200,9 @@ def main() -> None:
     for rival in rivals:
         ratios = [row.ratio for row in compared if row.rival == rival]
         print(
-            f"over {rival}: {geometric_mean(ratios):.2f} (geometric mean of {len(ratios)} pairs, "
+            f"over {rival}: {statistics.geometric_mean(ratios):.2f} (geometric mean of {len(ratios)} pairs, "
             f"{min(ratios):.2f} to {max(ratios):.2f}); bound "
-            f"{geometric_mean([row.bound for row in compared if row.rival == rival]):.2f}"
+            f"{statistics.geometric_mean([row.bound for row in compared if row.rival == rival]):.2f}"
         )
     print("Speeds are the formula's predictions: no GPU has run these.", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import statistics
 import sys
 import time
@@ -52,6 +53,18 @@ def at_share(values: Iterable[float], share: float = 0.95) -> float:
     """The size that so large a share of the sizes stay below."""
     ordered = sorted(map(abs, values))
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def percentile(values: Iterable[float], fraction: float) -> float:
+    """Nearest rank: the smallest value with at least `fraction` of all at or below it.
+
+    Raises:
+        ValueError: no values.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("a percentile needs at least one value")
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def error_table(group: str, errors: Mapping[str, Sequence[float]]) -> list[str]:

@@ -6,21 +6,19 @@
 The dry run runs transformers' own class on meta tensors. Cases take turns, so that each method meets each of them.
 """
 
-import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.images import compared
+from benchmarks.shared import DATA, loaded, write_rows
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
 
-OUT = Path(__file__).parent / "data" / "sound.jsonl"
+OUT = DATA / "sound.jsonl"
 MODELS = (
     "openai/whisper-tiny", "openai/whisper-base", "openai/whisper-small", "openai/whisper-medium",
     "openai/whisper-large-v2", "openai/whisper-large-v3", "openai/whisper-large-v3-turbo",
@@ -71,8 +69,7 @@ COMMON_VOICE = 100
 def published() -> None:
     """Prints what the dry run says of each, at Common Voice's lengths and at twice."""
     for name, method, card, micro, fits, source in PUBLISHED:
-        model, gpu, peaks = catalogue.load(name), find_gpu(card), []
-        assert model is not None
+        model, gpu, peaks = loaded(name), find_gpu(card), []
         for tokens in (COMMON_VOICE, 2 * COMMON_VOICE):
             setup = setup_of(METHODS[method], ("", micro, 1, tokens, 1)).replace(**OLD)
             report = dry_run_report(model, gpu, setup)
@@ -94,15 +91,13 @@ def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> Tr
 
 
 def main() -> None:
-    """Prints a row for each case, then the median and the worst of each model and of all."""
     if "--published" in sys.argv:
         published()
         return
     named = [word for word in sys.argv[1:] if not word.startswith("-")] or MODELS
     rows, case_index = [], 0
     for name in named:
-        model = catalogue.load(name)
-        assert model is not None, name
+        model = loaded(name)
         for method, fields in METHODS.items():
             case = CASES[case_index % len(CASES)]
             case_index += 1
@@ -112,7 +107,7 @@ def main() -> None:
         errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows if row["model"] == name or not name)
         print(f"| {name or 'all'} | {len(errors)} | {statistics.median(errors):.2%} | {errors[-1]:.2%} |")
     if "--write" in sys.argv:
-        OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(OUT, rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import UNCERTAINTY, fit_constants
-from benchmarks.shared import DATA, DOCS, marked
+from benchmarks.shared import DATA, DOCS, marked, percentile
 from benchmarks.speed_baselines import boosted_regression, constant_mfu
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
@@ -44,12 +44,6 @@ SET_APART = ("compile_bytes", "compile_host")
 """Constants of torch.compile, set on compiled runs gathered since (docs/kernels.md): few of these points are compiled,
 so a fit on them keeps both as they ship."""
 FITTED = tuple(name for name in UNCERTAINTY if name not in SET_APART)
-
-
-def percentile(values: Iterable[float], fraction: float) -> float:
-    """The smallest value with at least `fraction` of the values at or below it."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(len(ordered) * fraction * 1000) // 1000) - 1))]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -165,7 +159,6 @@ def noise(points: Sequence[Point]) -> list[float]:
 
 
 def row(predictions: Sequence[Held]) -> dict[str, Any]:
-    """The figures of one table row."""
     errors = _absolute(prediction.error for prediction in predictions)
     cells: dict[tuple[str, str], list[Held]] = defaultdict(list)
     for prediction in predictions:
@@ -199,7 +192,6 @@ def row(predictions: Sequence[Held]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the splits and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write-calibration", action="store_true")
     arguments = parser.parse_args()
@@ -247,7 +239,6 @@ def main() -> None:
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """The tables of the page."""
     text = f"{report['date']}\n"
     unknown = {}
     for kind, title in SPLITS.items():

@@ -1,12 +1,12 @@
 """Loads `benchmarks/data/speed_points.jsonl` as fit points."""
 
-import gzip
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import DATA, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
@@ -17,25 +17,18 @@ from planner.setup.interchange import setup_from_dict
 from planner.speed.roofline.points import Point
 from planner.speed.roofline.types import Conditions
 
-FILE = Path(__file__).resolve().parent / "data" / "speed_points.jsonl"
-TREES = FILE.with_name("inline_trees.jsonl.gz")
+FILE, TREES = DATA / "speed_points.jsonl", DATA / "inline_trees.jsonl.gz"
 """Module trees of the configurations in rows of these files and of multi_gpu_points.jsonl (`tools.build_trees`)."""
 
 
 def load_points(file: Path = FILE) -> list[Point]:
-    """All points."""
-    return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    return [_point(row) for row in rows_of(file)]
 
 
 def _point(row: dict[str, Any]) -> Point:
     return Point(
-        model=_model(
-            row["model"],
-            json.dumps(row.get("config"), sort_keys=True),
-            row.get("experts", ""),
-            row.get("fused_qkv", False),
-        ),
-        gpu=_gpu(row["gpu"]),
+        model=model_of(row),
+        gpu=find_gpu(row["gpu"]),
         setup=setup_from_dict(row["setup"]),
         tokens_per_s=row["tokens_per_s"],
         group=row["source"],
@@ -47,15 +40,9 @@ def _point(row: dict[str, Any]) -> Point:
 
 
 @cache
-def _gpu(key: str) -> Any:
-    return find_gpu(key)
-
-
-@cache
 def _kept_trees() -> dict[str, Any]:
     """Digest -> spec as JSON."""
-    lines = map(json.loads, gzip.decompress(TREES.read_bytes()).splitlines())
-    return {digest: line["spec"] for line in lines for digest in line["digests"]}
+    return {digest: line["spec"] for line in rows_of(TREES) for digest in line["digests"]}
 
 
 def inline_model(config: dict[str, Any], model_id: str) -> ModelSpec:
@@ -66,6 +53,12 @@ def inline_model(config: dict[str, Any], model_id: str) -> ModelSpec:
         return spec_from_config(config, model_id=model_id, source="inline")
     spec = decode(ModelSpec, stored, TREES.name)
     return replace(spec, model_id=model_id, model_type=config["model_type"], config=config, config_source="inline")
+
+
+def model_of(row: dict[str, Any]) -> ModelSpec:
+    """The model of a row of either file."""
+    config = json.dumps(row.get("config"), sort_keys=True)
+    return _model(row["model"], config, row.get("experts", ""), row.get("fused_qkv", False))
 
 
 @cache

@@ -15,23 +15,21 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import gathered
 from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
 from benchmarks.measured import MeasuredRow, Quantity, load_rows
+from benchmarks.shared import DATA, DOCS, rows_of, write_rows
 from planner.core.errors import PlannerError
 from planner.planning.evidence.bands import Cell, band_stack, gpu_count_kind
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 
-ROOT = Path(__file__).resolve().parent.parent
-ERRORS = ROOT / "benchmarks" / "data" / "stack_errors.jsonl"
-BANDS = ROOT / "planner" / "data" / "bands.json"
-PAGE = ROOT / "docs" / "accuracy" / "bands.md"
-METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
+ERRORS, PAGE = DATA / "stack_errors.jsonl", DOCS / "accuracy" / "bands.md"
+BANDS = DOCS.parent / "planner" / "data" / "bands.json"
+METRICS = gathered.METRICS
 VARYING = frozenset({"ms_swift_benchmark"})
 """Runs whose lengths vary up to the one that their setup says, on fixed segments: their reserved peak is no setup's."""
 TARGET = (0.85, 0.95)
@@ -51,9 +49,7 @@ def _said(row: MeasuredRow, what: Quantity) -> bool:
     """Whether a figure says enough to be compared; the other files hold no others."""
     if row.group not in GATHERED:
         return True
-    if what == "tokens_per_s":
-        return row.speed_confidence in ("A", "B")
-    return row.memory_confidence in ("A", "B")
+    return (row.speed_confidence if what == "tokens_per_s" else row.memory_confidence) in ("A", "B")
 
 
 def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
@@ -61,11 +57,7 @@ def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
     files: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         files[row.source.partition("#")[0].partition(" ")[0]].add(row.id)
-    by_id = {}
-    for file, ids in files.items():
-        for row_id in ids:
-            by_id[row_id] = file if len(ids) > 1 else file.rpartition("/")[0]
-    return by_id
+    return {row_id: file if len(ids) > 1 else file.rpartition("/")[0] for file, ids in files.items() for row_id in ids}
 
 
 def kind_of(row: MeasuredRow) -> str:
@@ -120,10 +112,8 @@ def formula_errors(rows: Sequence[MeasuredRow]) -> list[Error]:
                 continue
             each = errors_of(row, answer, "formula", of[row.id])
             errors += [error for error in each if (error["metric"] != "tokens_per_s") == memory]
-    for error in errors:  # a recorded speed is that of one GPU
-        if error["metric"] == "tokens_per_s" and error["gpus"] == "several":
-            error["ratio"] = 0.0
-    return [error for error in errors if error["ratio"]]
+    # a recorded speed is that of one GPU
+    return [error for error in errors if (error["metric"], error["gpus"]) != ("tokens_per_s", "several")]
 
 
 def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: int) -> list[Error]:
@@ -255,7 +245,6 @@ PyTorch's cache after every step (README.md beside this page).
 
 
 def page(errors: Sequence[Error]) -> str:
-    """The Markdown table."""
     cells, each = fitted(errors), judged(errors)
     verdicts = [verdict for verdict in each if not verdict[0].get("otherwise")]
     counts = _counted((key, inside) for _, key, inside in verdicts)
@@ -361,12 +350,11 @@ def _chance(rows: int) -> str:
 
 
 def main() -> None:
-    """Compares, fits and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-runs", type=int, default=0, help="so many dry runs that are not recorded yet")
     args = parser.parse_args()
     rows = comparable_rows()
-    recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
+    recorded = rows_of(ERRORS)
     today = {
         row.id: {"gpus": gpu_count_kind(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None
     }
@@ -378,13 +366,14 @@ def main() -> None:
     if args.dry_runs:
         dry += dry_run_errors(rows, dry, args.dry_runs)
     errors = formula_errors(rows) + dry
-    ERRORS.write_text("\n".join(json.dumps(error) for error in errors) + "\n", encoding="utf-8")
+    write_rows(ERRORS, errors)
     cells = fitted(errors)
     names = ("level", "metric", "gpus", "stack")
     values = [{**dict(zip(names, key, strict=True)), **as_row(cell)} for key, cell in sorted(cells.items())]
     BANDS.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(errors), encoding="utf-8")
-    sys.stdout.write(page(errors))
+    text = page(errors)
+    PAGE.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Draws and judges, or sums up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)

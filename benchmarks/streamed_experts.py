@@ -54,7 +54,6 @@ ROWS = (
 
 
 def setup_of(row: Row) -> TrainSetup:
-    """Its setup."""
     return TrainSetup(
         precision="bf16-pure",
         quantize_experts=True,
@@ -68,7 +67,6 @@ def setup_of(row: Row) -> TrainSetup:
 
 
 def main() -> None:
-    """Prints every run."""
     for row in ROWS:
         prediction = predict(resolve_model(row.model), find_gpu(row.gpu), setup_of(row))
         figures = [("allocated", prediction.peak_allocated_bytes / GIB, row.allocated)]

@@ -23,7 +23,7 @@ software versions: 2.4 % median, 12 % 90th percentile; kernels 1.3 to 5 times in
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import exp, log2, pi, sin
@@ -113,63 +113,49 @@ class Machine:
     fsdp2_breaks_quantized: bool = False
 
 
+_MOVED = {
+    "bandwidth_bytes_per_s": 0.12, "matmul_efficiency": 0.20, "half_rate_tokens": 0.5, "attention_efficiency": 0.35,
+    "dequantization": 0.45, "loss_passes": 0.35, "optimizer_passes": 0.35, "recompute": 0.12, "pointwise_passes": 0.30,
+    "compile_gain": 0.20, "lora_pointwise": 0.5,
+}  # fmt: skip
+_FACTORS = {"activation_factor": 0.06, "logits_factor": 0.10}
+_OF_LAYOUTS = {"link_bytes_per_s": 0.4, "link_share": 0.25, "hidden": 0.35, "collective_s": 0.5, "transit_factor": 0.15}
+"""Constant -> standard deviation of its logarithm, in the order of the draws."""
+_MOST = {"matmul_efficiency": 0.95, "compile_gain": 1.1, "link_share": 1.0, "hidden": 0.95}
+
+
+def _draw(random: np.random.Generator, nominal: Machine, deviations: Mapping[str, float]) -> dict[str, Any]:
+    """The constants moved, each entry of a table by itself."""
+    drawn: dict[str, Any] = {}
+    for name, sd in deviations.items():
+        value, most = getattr(nominal, name), _MOST.get(name, float("inf"))
+        table = value if isinstance(value, dict) else {"": value}
+        moved = {key: min(number * exp(random.normal(0.0, sd)), most) for key, number in table.items()}
+        drawn[name] = moved if isinstance(value, dict) else moved[""]
+    return drawn
+
+
 def perturbed(nominal: Machine, seed: int) -> Machine:
     """The truth that a seed stands for."""
     random = np.random.default_rng([seed, 7])
-
-    def moved(value: float, sd: float) -> float:
-        return value * exp(random.normal(0.0, sd))
-
-    def each(table: dict, sd: float) -> dict:  # type: ignore[type-arg]
-        return {key: moved(value, sd) for key, value in table.items()}
-
-    return Machine(
-        flops_per_s=nominal.flops_per_s,
-        bandwidth_bytes_per_s=moved(nominal.bandwidth_bytes_per_s, 0.12),
-        memory_bytes=nominal.memory_bytes,
-        matmul_efficiency=min(moved(nominal.matmul_efficiency, 0.20), 0.95),
-        half_rate_tokens=moved(nominal.half_rate_tokens, 0.5),
-        attention_efficiency=each(nominal.attention_efficiency, 0.35),
-        dequantization=each(nominal.dequantization, 0.45),
-        loss_passes=each(nominal.loss_passes, 0.35),
-        optimizer_passes=each(nominal.optimizer_passes, 0.35),
-        recompute=moved(nominal.recompute, 0.12),
-        pointwise_passes=moved(nominal.pointwise_passes, 0.30),
-        compile_gain=min(moved(nominal.compile_gain, 0.20), 1.1),
-        lora_pointwise=moved(nominal.lora_pointwise, 0.5),
-        launch_s=float(random.uniform(2e-6, 14e-6)),
-        activation_factor=each(nominal.activation_factor, 0.06),
-        logits_factor=each(nominal.logits_factor, 0.10),
-        math_kernel=bool(random.random() < 0.3),
-        fragmentation=float(random.uniform(0.0, 0.08)),
-        context_bytes=float(random.uniform(0.3, 1.2)) * GIB,
-        retry_slowdown=float(random.uniform(0.05, 0.40)),
-        ripple=float(random.uniform(0.0, 0.03)),
-        jitter=0.005,
-        no_flash=bool(random.random() < 0.1),
-        compile_breaks_quantized=bool(random.random() < 0.1),
-        seed=seed,
-        **(_perturbed_layout(nominal, seed) if nominal.link_bytes_per_s else {}),
-    )
-
-
-def _perturbed_layout(nominal: Machine, seed: int) -> dict[str, Any]:
-    """What the seed moves of several GPUs; draws of its own, so that one GPU's machines stay what they are."""
-    random = np.random.default_rng([seed, 11])
-
-    def moved(value: float, sd: float) -> float:
-        return value * exp(random.normal(0.0, sd))
-
-    return {
-        "link_bytes_per_s": moved(nominal.link_bytes_per_s, 0.4),
-        "link_share": {name: min(moved(value, 0.25), 1.0) for name, value in nominal.link_share.items()},
-        "hidden": {name: min(moved(value, 0.35), 0.95) for name, value in nominal.hidden.items()},
-        "collective_s": moved(nominal.collective_s, 0.5),
-        "transit_factor": {name: moved(value, 0.15) for name, value in nominal.transit_factor.items()},
-        "straggling": float(random.uniform(0.0, 0.04)),
-        "no_deepspeed": bool(random.random() < 0.1),
-        "fsdp2_breaks_quantized": bool(random.random() < 0.1),
+    moved = _draw(random, nominal, _MOVED) | {"launch_s": float(random.uniform(2e-6, 14e-6))}
+    moved |= _draw(random, nominal, _FACTORS) | {
+        "math_kernel": bool(random.random() < 0.3),
+        "fragmentation": float(random.uniform(0.0, 0.08)),
+        "context_bytes": float(random.uniform(0.3, 1.2)) * GIB,
+        "retry_slowdown": float(random.uniform(0.05, 0.40)),
+        "ripple": float(random.uniform(0.0, 0.03)),
+        "no_flash": bool(random.random() < 0.1),
+        "compile_breaks_quantized": bool(random.random() < 0.1),
     }
+    if nominal.link_bytes_per_s:
+        random = np.random.default_rng([seed, 11])  # of its own, so that one GPU's machines stay what they are
+        moved |= _draw(random, nominal, _OF_LAYOUTS) | {
+            "straggling": float(random.uniform(0.0, 0.04)),
+            "no_deepspeed": bool(random.random() < 0.1),
+            "fsdp2_breaks_quantized": bool(random.random() < 0.1),
+        }
+    return replace(nominal, jitter=0.005, seed=seed, **moved)
 
 
 def time_parts_s(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> dict[str, float]:
@@ -231,7 +217,6 @@ def _communication_s(model: SyntheticModel, machine: Machine, setup: TrainSetup,
 
 
 def step_time_s(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> float:
-    """Seconds of one optimizer step."""
     ripple = 1.0 + machine.ripple * sin(2.0 * pi * setup.micro_batch_seqs / 7.0 + machine.seed)
     jitter = exp(machine.jitter * _noise(machine, setup)) if machine.jitter else 1.0
     jitter *= 1.0 + machine.straggling * log2(setup.num_gpus)
@@ -344,11 +329,8 @@ class Scenario:
         attentions = ("eager", "sdpa", "flash-attention-2")
         losses, booleans = ("full", "chunked", "liger"), (False, True)
         space = product(methods, precisions, optimizers, targets, attentions, (0, 1, 2), losses, booleans, batches)
-        for (
-            method,
-            quantization,
-            rank,
-        ), precision, optimizer, target, attention, every, loss, compile_, batch in space:
+        for recipe, precision, optimizer, target, attention, every, loss, compile_, batch in space:
+            method, quantization, rank = recipe
             if method == "full" and target != targets[0]:
                 continue
             try:
@@ -390,13 +372,11 @@ class Scenario:
             peak_device_bytes=int(device),
             peak_phase="backward",
             phase_peaks_bytes={"backward": int(allocated)},
-            terms=(
-                *(
-                    MemoryTerm(category=category, name=category, size_bytes=int(size))
-                    for category, size in memory_parts_bytes(self.model, machine, setup).items()
-                ),
-                *_transit_terms(transit_bytes(self.model, machine, setup)),
-            ),
+            terms=tuple(
+                MemoryTerm(category=category, name=category, size_bytes=int(size))
+                for category, size in memory_parts_bytes(self.model, machine, setup).items()
+            )
+            + _transit_terms(transit_bytes(self.model, machine, setup)),
             time_parts_s=time_parts_s(self.model, machine, setup),
             memory_band_fraction=0.10,
             step_time_s=time_s,
@@ -446,15 +426,7 @@ class SyntheticGpu:
             step_times_s=(time_s * exp(self.noise * run),),
             tokens_per_step=setup.tokens_per_step,
             layers_measured=(2, 4),
-            environment=Environment(
-                gpu_name="synthetic",
-                gpu_key="synthetic",
-                driver="0",
-                cuda="0",
-                python="3",
-                platform="none",
-                libraries={},
-            ),
+            environment=_NOWHERE,
         )
 
     def time_s(self, setup: TrainSetup) -> float:
@@ -465,6 +437,11 @@ class SyntheticGpu:
         if fullness > 0.95:
             time_s *= 1.0 + self.machine.retry_slowdown * min((fullness - 0.95) / 0.03, 1.0)
         return time_s
+
+
+_NOWHERE = Environment(
+    gpu_name="synthetic", gpu_key="synthetic", driver="0", cuda="0", python="3", platform="none", libraries={}
+)
 
 
 def _failure(kind: FailureKind, message: str) -> ProbeFailure:
@@ -490,36 +467,32 @@ M1B = SyntheticModel(num_params=1.24e9, num_layers=16, hidden=2048, num_heads=32
 M8B = SyntheticModel(num_params=8.03e9, num_layers=32, hidden=4096, num_heads=32, vocab=128256)
 M32B = SyntheticModel(num_params=32.8e9, num_layers=64, hidden=5120, num_heads=40, vocab=151936)
 
-SCENARIOS = tuple(
-    Scenario(name=name, model=model, nominal=_machine(*machine), seq_len_tokens=seq, global_batch_seqs=batch)
-    for name, model, machine, seq, batch in (
-        ("1b-24g", M1B, (165.0, 1008.0, 23.5), 2048, 64),
-        ("8b-24g", M8B, (165.0, 1008.0, 23.5), 2048, 64),
-        ("8b-80g", M8B, (312.0, 2039.0, 79.1), 4096, 32),
-        ("32b-80g", M32B, (312.0, 2039.0, 79.1), 2048, 64),
-        ("8b-16g", M8B, (65.0, 320.0, 14.6), 1024, 64),
-        ("32b-140g", M32B, (989.0, 4800.0, 139.8), 4096, 64),
-    )
+
+def _scenarios(*rows: tuple[str, SyntheticModel, tuple[float, ...], int, int, int]) -> tuple[Scenario, ...]:
+    """Of names, models, rates, lengths, batches and numbers of GPUs."""
+    scenarios = []
+    for name, model, machine, seq_len, batch, num_gpus in rows:
+        sizes = {"seq_len_tokens": seq_len, "global_batch_seqs": batch, "num_gpus": num_gpus}
+        scenarios.append(Scenario(name=name, model=model, nominal=_machine(*machine), full="full" in name, **sizes))
+    return tuple(scenarios)
+
+
+SCENARIOS = _scenarios(
+    ("1b-24g", M1B, (165.0, 1008.0, 23.5), 2048, 64, 1),
+    ("8b-24g", M8B, (165.0, 1008.0, 23.5), 2048, 64, 1),
+    ("8b-80g", M8B, (312.0, 2039.0, 79.1), 4096, 32, 1),
+    ("32b-80g", M32B, (312.0, 2039.0, 79.1), 2048, 64, 1),
+    ("8b-16g", M8B, (65.0, 320.0, 14.6), 1024, 64, 1),
+    ("32b-140g", M32B, (989.0, 4800.0, 139.8), 4096, 64, 1),
 )
 """Models of 1, 8 and 32 billion parameters on cards of 16 to 140 GiB; rates are datasheet figures."""
 
-LAYOUT_SCENARIOS = tuple(
-    Scenario(
-        name=name,
-        model=model,
-        nominal=_machine(*machine),
-        seq_len_tokens=seq,
-        global_batch_seqs=batch,
-        num_gpus=num_gpus,
-        full="full" in name,
-    )
-    for name, model, machine, seq, batch, num_gpus in (
-        ("1b-full-4x24g-pcie", M1B, (165.0, 1008.0, 23.5, 25.0), 2048, 128, 4),
-        ("8b-2x24g-pcie", M8B, (165.0, 1008.0, 23.5, 25.0), 2048, 64, 2),
-        ("8b-full-8x80g-nvlink", M8B, (312.0, 2039.0, 79.1, 300.0), 4096, 256, 8),
-        ("8b-full-8x80g-pcie", M8B, (312.0, 2039.0, 79.1, 25.0), 2048, 256, 8),
-        ("32b-8x80g-nvlink", M32B, (312.0, 2039.0, 79.1, 300.0), 2048, 64, 8),
-        ("32b-4x24g-pcie", M32B, (165.0, 1008.0, 23.5, 25.0), 1024, 32, 4),
-    )
+LAYOUT_SCENARIOS = _scenarios(
+    ("1b-full-4x24g-pcie", M1B, (165.0, 1008.0, 23.5, 25.0), 2048, 128, 4),
+    ("8b-2x24g-pcie", M8B, (165.0, 1008.0, 23.5, 25.0), 2048, 64, 2),
+    ("8b-full-8x80g-nvlink", M8B, (312.0, 2039.0, 79.1, 300.0), 4096, 256, 8),
+    ("8b-full-8x80g-pcie", M8B, (312.0, 2039.0, 79.1, 25.0), 2048, 256, 8),
+    ("32b-8x80g-nvlink", M32B, (312.0, 2039.0, 79.1, 300.0), 2048, 64, 8),
+    ("32b-4x24g-pcie", M32B, (165.0, 1008.0, 23.5, 25.0), 1024, 32, 4),
 )
 """Two to eight such cards, over NVLink or PCIe (GB/s each way for one GPU, nominal)."""

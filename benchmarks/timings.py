@@ -113,7 +113,6 @@ def between_probes_ms(num_probes: int = 20) -> list[float]:
 
 
 def main() -> None:
-    """Runs what was named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("startup", "dryrun", "search"))
     parser.add_argument("--rounds", type=int, default=5)

@@ -15,11 +15,14 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import shared
+from benchmarks.shared import at_share
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
 from planner.models.adapters import spec_from_config
@@ -35,7 +38,7 @@ from planner.setup.interchange import setup_to_dict
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 
-OUT = Path(__file__).parent / "data" / "trace_objectives.json"
+OUT = shared.DATA / "trace_objectives.json"
 MODELS = {"1b": "meta-llama/Llama-3.2-1B", "8b": "meta-llama/Llama-3.1-8B"}
 GPUS = ("rtx-4090", "a100-80gb")
 SEQ_LEN = 1024
@@ -43,47 +46,26 @@ GLOBAL_BATCH = 16
 
 
 def pair(num: int) -> dict[str, Any]:
-    """A preference whose halves are cut at the length; of the prompt there is one letter."""
     return {"prompt": "a", "chosen": "b" * num, "rejected": "c" * num}
 
 
-def completion(num: int) -> dict[str, Any]:
-    """A single answer that is cut at the length."""
-    return {"prompt": "a", "completion": "b" * num, "label": True}
-
-
-def whole_pair(num: int) -> dict[str, Any]:
-    """A preference for the trainer of rewards, which leaves out what is too long instead of cutting it."""
-    return {"chosen": "b" * (num // 2 - 1), "rejected": "c" * (num // 2 - 1)}  # and the token that ends it
-
-
 def prompt(num: int) -> dict[str, Any]:
-    """A prompt that leaves room for TRL's longest completion; prompts are not cut."""
+    """Room for TRL's longest completion is left; prompts are not cut."""
     return {"prompt": "a" * (num // 2 - Rollout.usual(num // 2).completion_tokens), "answer": "b"}
 
 
-def labelled(num: int) -> dict[str, Any]:
-    """A text of one class."""
-    return {"text": "a" * num, "label": "b"}
-
-
-def related(num: int) -> dict[str, Any]:
-    """A pair whose texts are cut at the length, with a text for who takes hard negatives."""
-    return {"anchor": "a" * num, "positive": "b" * num, "negative": "c" * num}
-
-
-DATA = {
+DATA: dict[str, Callable[[int], dict[str, Any]]] = {
     **ROWS,
     "dpo": pair,
-    "kto": completion,
-    "reward": whole_pair,
+    "kto": lambda num: {"prompt": "a", "completion": "b" * num, "label": True},
+    # its trainer leaves out what is too long instead of cutting it; a token ends each
+    "reward": lambda num: {"chosen": "b" * (num // 2 - 1), "rejected": "c" * (num // 2 - 1)},
     "orpo": pair,
     "grpo": prompt,
-    "classification": labelled,
-    "embedding": related,
+    "classification": lambda num: {"text": "a" * num, "label": "b"},
+    "embedding": lambda num: {"anchor": "a" * num, "positive": "b" * num, "negative": "c" * num},
 }
-
-
+"""Objective -> a row of its data, cut at so many letters."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding cached": ("embedding", {"cached_seqs": (4,), "hard_negatives": (1,)}),
 }
@@ -154,18 +136,16 @@ def summary(rows: dict[str, Any]) -> list[str]:
     """One line for each pair that was compared."""
     lines = []
     for name, words in PAIRS.items():
-        errors = sorted(abs(row[name]) for row in rows.values() if name in row)
+        errors = [abs(row[name]) for row in rows.values() if name in row]
         if errors:
-            at_95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
             lines.append(
                 f"{words}: {len(errors)} cells, median {100 * statistics.median(errors):.2f} %, "
-                f"95th percentile {100 * at_95:.2f} %, worst {100 * errors[-1]:.2f} %"
+                f"95th percentile {100 * at_share(errors):.2f} %, worst {100 * max(errors):.2f} %"
             )
     return lines
 
 
 def main() -> None:
-    """Runs the grid, or the part of it that was named, and prints each difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*(name for name, row in OBJECTIVES.items() if not row.supervised), *VARIANTS]
     parser.add_argument("--objective", action="append", choices=names)

@@ -48,7 +48,6 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
         off = "" if self.checkpointing else ", no checkpointing"
         return f"Qwen2.5-{self.size} {self.method} {self.num_seqs} x {self.num_tokens}{off}"
 
@@ -108,7 +107,6 @@ def plain_loop(run: Run) -> None:
 
 
 def traced(run: Run) -> TraceResult:
-    """The loop on a phantom RTX 4080."""
     from probes.phantom.session import phantom_gpu
     from probes.phantom.summary import summary
 
@@ -118,7 +116,6 @@ def traced(run: Run) -> TraceResult:
 
 
 def main() -> None:
-    """Traces every run and prints both figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table")
     arguments = parser.parse_args()

@@ -25,16 +25,16 @@ from typing import Any
 
 from benchmarks import trace_published
 from benchmarks.accuracy_summary import FOLDER
-from benchmarks.measured import MeasuredRow, own_rows, read_rows
+from benchmarks.measured import MeasuredRow, own_rows, row_of
+from benchmarks.shared import DATA, rows_of
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
 from planner.planning.trace_result import TraceResult
 from planner.speed.traced import traced_speed
 
 FORKS = get_context("fork")
-OUT = Path(__file__).parent / "data" / "trace_speeds.json"
+OUT = DATA / "trace_speeds.json"
 PAGE = FOLDER / "trace-speeds.md"
-PUBLISHED = Path(__file__).parent / "data" / "measured_published.jsonl"
 HEAD = """# Speeds of traced programs
 
 Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its
@@ -49,7 +49,8 @@ were read off the H100. Of the H100 six rows shared their CPU with another proce
 
 def loops() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
     """Name, card, measured tokens/s and trace of each published loop."""
-    rows = [row for row in read_rows(PUBLISHED.read_text()) if row.group.startswith("canifinetune")]
+    published = map(row_of, rows_of(DATA / "measured_published.jsonl"))
+    rows = [row for row in published if row.group.startswith("canifinetune")]
     for run in trace_published.RUNS:
         model = trace_published.QWEN.format(run.size).removesuffix("-Instruct")
         matches = [
@@ -119,7 +120,6 @@ def _send(giving: Connection, gpu: str, measured: float, trace: Callable[[], Tra
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """The page, from what was traced."""
     text = HEAD
     for name, row in rows.items():
         if "error" in row:
@@ -137,7 +137,6 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Traces what is not in the file yet and prints every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="programs whose name has these words")
     parser.add_argument("--write", action="store_true", help="write the page")

@@ -71,7 +71,6 @@ def variants(method: str) -> Iterator[dict[str, Any]]:
 
 
 def setups(kernels: str) -> Iterator[tuple[str, TrainSetup]]:
-    """Name and setup of every point."""
     for method, loss, checkpointing in product(METHODS, LOSSES, (1, 0)):
         for variant in variants(method):
             quantization = variant.pop("quantization", "none")
@@ -192,7 +191,6 @@ def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the grid and prints each difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--layers", type=int, default=4)

@@ -7,21 +7,19 @@ An out-of-memory is *stated* where its source says so, *inferred* where a table 
 
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
 from benchmarks import gathered
 from benchmarks.accuracy import _lookup
 from benchmarks.measured import MeasuredRow, load_rows
+from benchmarks.shared import DOCS
 from planner.core.errors import PlannerError
 from planner.planning.check import Verdict, band_of, judge
 from planner.planning.predict import predict
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "verdicts.md"
 KINDS = ("went through", "out of memory, stated", "out of memory, inferred")
 
 
 def kind_of(row: MeasuredRow) -> str:
-    """One of KINDS."""
     if row.status == "ok":
         return KINDS[0]
     return KINDS[2] if row.inferred else KINDS[1]
@@ -31,12 +29,9 @@ def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
     """(kind, verdict) -> rows, each with its predicted device peak as a share of the card."""
     by_verdict = defaultdict(list)
     for row in (*load_rows(), *load_rows("multi"), *gathered.rows()):
-        is_complete = (
-            row.setup is not None and row.gpu is not None and (row.model is not None or row.config is not None)
-        )
-        if not is_complete or row.unmapped or row.unmapped_memory:
+        known = row.gpu is not None and (row.model is not None or row.config is not None)
+        if row.setup is None or not known or row.unmapped or row.unmapped_memory:
             continue
-        assert row.setup is not None
         try:
             model, gpu = _lookup(row)
             answer = predict(model, gpu, row.setup)
@@ -48,7 +43,6 @@ def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
 
 
 def page() -> str:
-    """The Markdown table."""
     by_verdict = verdicts()
     lines = [
         "# Verdicts on published runs",
@@ -73,9 +67,8 @@ def page() -> str:
 
 
 def main() -> None:
-    """Writes the page."""
     text = page()
-    PAGE.write_text(text, encoding="utf-8")
+    (DOCS / "accuracy" / "verdicts.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
 
 

@@ -41,7 +41,6 @@ def convert(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read, name, sort, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

@@ -66,7 +66,6 @@ def current(path: Path | None) -> bool:
 
 
 def profiled(name: str) -> bool:
-    """Whether a model ships profiles."""
     model = catalogue.load(name)
     return model is not None and path_of(model) is not None
 
@@ -299,7 +298,6 @@ def confirm(names: list[str], num: int, seed: int) -> None:
 
 
 def main() -> int:
-    """Builds or checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")

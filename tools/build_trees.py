@@ -32,7 +32,6 @@ _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
 
 
 def main() -> None:
-    """Builds every such model on meta tensors and keeps what it holds."""
     listed = [entry.config for entry in catalogue.entries()]
     types = {config["model_type"] for config in listed}
     write(SHIPPED, listed + [config for config in configs().values() if config["model_type"] not in types])

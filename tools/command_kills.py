@@ -37,7 +37,6 @@ COMMANDS = (
 
 
 def start(words: list[str], out: Path) -> "subprocess.Popen[bytes]":
-    """The command, writing to `out`."""
     place = "--static" if words[0] == "ui" else "--out"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", RUN, *words, place, out.name],

@@ -67,7 +67,6 @@ def every_name() -> dict[str, list[str]]:
 
 
 def missing(names: dict[str, list[str]]) -> Iterator[str]:
-    """What of it does not exist here."""
     import importlib
 
     for name, files in sorted(names.items()):
@@ -133,7 +132,6 @@ def without_driver() -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints what was looked at and what is wrong."""
     import torch
 
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")

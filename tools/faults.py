@@ -2,7 +2,7 @@
 
     python tools/faults.py                     everything: 200 kills, full disks, a read-only home, restarted servers
     python tools/faults.py --kills 20 --only folder --only "full disk"
-    python tools/faults.py --record FILE --seconds 240      in slices: each study's outcome is a line of FILE and stands
+    python tools/faults.py --record FILE --cpu-seconds 240  in slices: each study's outcome is a line of FILE and stands
 
 Every run is the command `plan tune` in a process of its own on a model of two layers; its probes are real children
 (`probes.gpu.worker`) that answer from a table instead of training, so that the undisturbed answer is known. Killed with
@@ -157,7 +157,6 @@ def probe() -> int:
 
 
 def note(word: str, text: str) -> None:
-    """One line of the log, in one write."""
     handle = os.open(os.environ[LOG], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, f"{word} {hashlib.sha256(text.encode()).hexdigest()[:12]}\n".encode())
     os.close(handle)
@@ -179,26 +178,23 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
     def add(self, part: "Row") -> None:
-        """Adds what one study of it showed."""
         for name in ("kills", "resumes", "lost", "twice", "wrong", "notes"):
             setattr(self, name, getattr(self, name) + getattr(part, name))
 
-    def fault(self, text: str) -> None:
-        """A search that ended without an answer."""
+    def fault(self, code: int, errors: str, where: str = "") -> None:
         self.wrong += 1
-        self.notes.append(f"{self.name}: {text}")
+        self.notes.append(f"{self.name}: {where}exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
 class Record:
     """What every study showed, a line each; what stands in the file is not run again.
 
     Args:
-        seconds, cpu_seconds: after so many no new study begins.
+        cpu_seconds: after so many no new study begins.
     """
 
-    def __init__(self, path: Path | None, seconds: float | None, cpu_seconds: float | None) -> None:
-        self._path, self._end = path, None if seconds is None else time.monotonic() + seconds
-        self._cpu_seconds = cpu_seconds
+    def __init__(self, path: Path | None, cpu_seconds: float) -> None:
+        self._path, self._cpu_seconds = path, cpu_seconds
         self._known: dict[tuple[str, int], Row] = {}
         if path is not None and path.exists():
             for line in map(json.loads, path.read_text().splitlines()):
@@ -211,8 +207,7 @@ class Record:
         while go_on(whole, number):
             part = self._known.get((name, number))
             if part is None:
-                over = self._end is not None and time.monotonic() > self._end
-                if over or (self._cpu_seconds is not None and sum(os.times()[:4]) > self._cpu_seconds):
+                if sum(os.times()[:4]) > self._cpu_seconds:
                     raise TimeoutError(f"left out: {name} from study {number} on, and the rows below; --record goes on")
                 study(part := Row(name), number)
                 if self._path is not None:
@@ -247,7 +242,6 @@ class Search:
         self.number = 0
 
     def start(self, **environment: str) -> "subprocess.Popen[str]":
-        """One more `plan tune` on this study."""
         self.number += 1
         with self._said("out", self.number).open("w") as out, self._said("errors", self.number).open("w") as errors:
             process = subprocess.Popen(  # files: nobody reads a pipe while it is waited for, and a plan fills one
@@ -317,7 +311,6 @@ class Search:
         return process.returncode, self._said("out", number).read_text(), self._said("errors", number).read_text()
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
-        """SIGKILL, nothing else."""
         process.send_signal(signal.SIGKILL)
         process.wait()
         del self.running[process]
@@ -335,14 +328,12 @@ class Search:
         return sum(num - 1 for num in Counter(record.key for record in Store(self.store).records()).values())
 
     def close(self) -> None:
-        """Nothing of it is left."""
         for process in list(self.running):
             self.kill(process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def answer_of(out: str) -> Answer:
-    """The answer in a plan's JSON."""
     plan = json.loads(out)
     trials = plan["search"]["trials"]
     done = [trial for trial in trials if trial.get("tokens_per_s") and trial["level"] == "probe"]
@@ -380,13 +371,9 @@ def judge(row: Row, search: Search, out: str, calm: Answer, *, same: bool) -> No
 def imports() -> None:
     """What `Search.run`'s forks would import, each."""
     for name in (
-        "finetune_planner.cli.tune",
-        "finetune_planner.app.tuning",
-        "search.run",
-        "probes.gpu.executors",
-    ):
-        importlib.import_module(name)
-    for name in ("sqlalchemy.dialects.sqlite", "alembic.command", "optuna.storages._rdb.storage", "reports.terminal"):
+        "finetune_planner.cli.tune", "finetune_planner.app.tuning", "search.run", "probes.gpu.executors",
+        "sqlalchemy.dialects.sqlite", "alembic.command", "optuna.storages._rdb.storage", "reports.terminal",
+    ):  # fmt: skip
         importlib.import_module(name)
 
 
@@ -426,7 +413,7 @@ def killed(row: Row, search: Search, calm: Answer, start_s: float, most: int, di
     if code == 0:
         judge(row, search, out, calm, same=False)
     else:
-        row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
+        row.fault(code, errors)
 
 
 def refused(row: Row, search: Search, number: int, disk: str, calm: Answer) -> None:
@@ -434,14 +421,14 @@ def refused(row: Row, search: Search, number: int, disk: str, calm: Answer) -> N
     code, out, errors = search.run(**{FAULT_AT: str(number), FAULT: disk})
     row.kills += 1
     if code not in (0, 3):
-        row.fault(f"at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+        row.fault(code, errors, f"at write {number}: ")
     if code != 0:
         row.resumes += 1
         code, out, errors = search.run()
     if code == 0:
         judge(row, search, out, calm, same=False)
     else:
-        row.fault(f"after write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+        row.fault(code, errors, f"after write {number}: ")
 
 
 def read_only_home(row: Row, search: Search, calm: Answer) -> None:
@@ -452,7 +439,7 @@ def read_only_home(row: Row, search: Search, calm: Answer) -> None:
     if code == 0:
         judge(row, search, out, calm, same=True)
     else:
-        row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
+        row.fault(code, errors)
 
 
 class Postgres:
@@ -502,7 +489,6 @@ class Postgres:
         return f"postgresql://{self.owner}@/{database}?host={self.folder}"
 
     def fresh(self) -> str:
-        """The URL of a new, empty database."""
         import psycopg
 
         self.number += 1
@@ -531,16 +517,15 @@ def restarted(row: Row, search: Search, server: Postgres, calm: Answer, dice: ra
             row.resumes += 1
             code, out, errors = search.end(search.start())
         if code != 0:
-            row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
+            row.fault(code, errors)
         elif process is processes[-1]:
             judge(row, search, out, calm, same=False)
 
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
-    """The table, line by line."""
     calm, start_s, writes = undisturbed(base)
     each = -(-options.kills // 2)
-    record = Record(options.record, options.seconds, options.cpu_seconds)
+    record = Record(options.record, options.cpu_seconds)
 
     @contextlib.contextmanager
     def search(row: Row, number: int, storage: str | None = None) -> Iterator[tuple[Search, random.Random]]:
@@ -569,7 +554,7 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
             with search(row, number) as (disturbed, _):
                 refused(row, disturbed, 1 + number * options.every, name.removesuffix(" disk"), calm)
 
-        return record.each(name, study, lambda row, number: number * options.every < (options.writes or writes))
+        return record.each(name, study, lambda row, number: number * options.every < writes)
 
     def read_only(row: Row, number: int) -> None:
         with search(row, number) as (disturbed, _):
@@ -595,13 +580,11 @@ def main() -> int:
     """0 when the last three columns are 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over a folder and PostgreSQL")
-    parser.add_argument("--writes", type=int, default=0, help="only the first so many find the disk full")
     parser.add_argument("--every", type=int, default=1, help="only every so many writes find it full (or read-only)")
     parser.add_argument("--restarts", type=int, default=5, help="of the database")
     parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
     parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")
-    parser.add_argument("--seconds", type=float, default=None, help="begin no study after so many seconds")
-    parser.add_argument("--cpu-seconds", type=float, default=None, help="the same, CPU seconds")
+    parser.add_argument("--cpu-seconds", type=float, default=1e9, help="begin no study after so many CPU seconds")
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="faults-"))
     total = 0

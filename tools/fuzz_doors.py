@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fuzz import GPU, MODEL, NASTY, Case, as_json, as_yaml, damage, mutate, notebook, put, seeds, shell_script
+from tools.fuzz import GPU, MODEL, NASTY, Case, as_json, as_yaml, damage, mutate, notebook, put, seeds, shell_script
 
 MARK = "what-lies-outside"
 """Stands in every file that an agent may not read."""

@@ -91,7 +91,6 @@ def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions:
 
 
 def main() -> None:
-    """Reads the runs and writes the file, the groups in order of name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--gpu", required=True)

@@ -28,7 +28,6 @@ SIGNALS = (signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
 
 def killed(folder: Path, dice: random.Random) -> list[str]:
-    """What was wrong after one kill."""
     harm = dict(list(HARM.items())[:8])
     for name in ("homes", "homes-tmp"):
         (folder / name).mkdir()

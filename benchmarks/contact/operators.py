@@ -22,7 +22,6 @@ Event = dict[str, Any]
 
 
 def condensed(events: list[Event]) -> dict[str, Any]:
-    """The tables of one trace."""
     complete = [event for event in events if event.get("ph") == "X"]
     operators = [event for event in complete if event.get("cat") == "cpu_op"]
     device = [event for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -105,7 +104,6 @@ def covered(events: list[Event]) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """Condenses one trace and removes it."""
     trace, table, name = Path(arguments[0]), Path(arguments[1]), arguments[2]
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     part_file = table.with_suffix(".part")

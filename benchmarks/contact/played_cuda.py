@@ -82,7 +82,6 @@ class Recorded(PlayedCuda):
     row: dict[str, int]
 
     def at(self, row: Stats) -> None:
-        """The next moment."""
         self.row = {key: row[key] for key in KEYS}
 
     def stats(self) -> Stats:
@@ -125,7 +124,6 @@ class Modelled(PlayedCuda):
         return self._allocator.num_driver_calls
 
     def events(self) -> list[Event]:
-        """Every allocation and release so far."""
         return [event for event in self._tracker.events if isinstance(event, (Alloc, Free))]
 
     def _settle(self) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from benchmarks.contact.forks import begin, end, run_each, warm_up
 from planner.core.units import GIB, MIB
 from planner.hardware.driver import device_handle, nvml
@@ -61,9 +63,6 @@ def driver_view() -> Reading:
 
 
 def torch_view() -> Reading:
-    """What PyTorch says of the device."""
-    import torch
-
     free, total = torch.cuda.mem_get_info()
     return {
         "allocated_bytes": torch.cuda.memory_allocated(),
@@ -76,8 +75,6 @@ def torch_view() -> Reading:
 def known() -> Iterator[Reading]:
     """Allocations of known size against the driver's view: before CUDA, with a context, with libraries, and grown."""
     yield {"step": "before torch", **driver_view()}
-    import torch
-
     torch.cuda.init()
     torch.zeros(1, device=DEVICE)
     yield {"step": "context", **driver_view(), **torch_view()}
@@ -96,8 +93,6 @@ def known() -> Iterator[Reading]:
 
 def hold() -> Iterator[Reading]:
     """Takes 4 GiB, says so and waits to be killed: whoever asks for more than the first line waits for ever."""
-    import torch
-
     block = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
     yield {"step": "holding", "bytes": block.numel()}
@@ -141,8 +136,6 @@ def changes(samples: list[list[Any]]) -> list[list[Any]]:
 
 def _fill() -> list[Any]:
     """Takes nearly all that is free, in blocks that halve."""
-    import torch
-
     blocks, size = [], 8 * GIB
     while size >= LEFT_FREE_BYTES:
         try:
@@ -152,59 +145,43 @@ def _fill() -> list[Any]:
     return blocks
 
 
-def _oom_torch() -> None:
-    import torch
+def _on_full(prepare: Callable[[], Any], use: Callable[[Any], Any]) -> Callable[[], None]:
+    """Uses what was prepared once nothing else is free."""
 
-    torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE)
+    def refused() -> None:
+        prepared, blocks = prepare(), _fill()
+        use(prepared)
+        torch.cuda.synchronize()
+        del blocks
 
-
-def _oom_cublas() -> None:
-    import torch
-
-    left = torch.ones(512, 512, device=DEVICE, dtype=torch.bfloat16)
-    blocks = _fill()
-    (left @ left).sum().item()
-    del blocks
+    return refused
 
 
-def _oom_attention() -> None:
-    import torch
-
-    q = torch.randn(1, 8, 512, 128, device=DEVICE, dtype=torch.bfloat16)
-    blocks = _fill()
-    torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
-    del blocks
+def _random(*shape: int) -> Any:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
-def _oom_triton() -> None:
-    import torch
-
+def _doubled(values: Any) -> None:
     from probes.doctor_kernel import double
 
-    values = torch.ones(64, device=DEVICE)
-    blocks = _fill()
     double[(1,)](values, torch.empty_like(values), size=64)
-    torch.cuda.synchronize()
-    del blocks
 
 
-def _oom_bitsandbytes() -> None:
+def _quantized(weight: Any) -> None:
     import bitsandbytes as bnb
-    import torch
 
-    weight = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-    blocks = _fill()
     bnb.functional.quantize_4bit(weight, quant_type="nf4")
-    torch.cuda.synchronize()
-    del blocks
 
 
-REFUSALS: dict[str, Callable[[], None]] = {
-    "torch": _oom_torch,
-    "cublas": _oom_cublas,
-    "attention": _oom_attention,
-    "triton": _oom_triton,
-    "bitsandbytes": _oom_bitsandbytes,
+REFUSALS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE),
+    "cublas": _on_full(lambda: _random(512, 512), lambda left: left @ left),
+    "attention": _on_full(
+        lambda: _random(1, 8, 512, 128),
+        lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True),
+    ),
+    "triton": _on_full(lambda: torch.ones(64, device=DEVICE), _doubled),
+    "bitsandbytes": _on_full(lambda: _random(4096, 4096), _quantized),
 }
 
 
@@ -264,12 +241,8 @@ def traces() -> Iterator[Reading]:
 def sustained() -> Iterator[Reading]:
     """An 8B's matrix products for half a minute: rate, watts, clocks and degrees twice a second. Prices are of
     seconds, jobs of hours."""
-    import torch
-
     tokens, inner, outer = SUSTAINED_SHAPE
-    left, right = (
-        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer))
-    )
+    left, right = _random(tokens, inner), _random(inner, outer)
     with nvml() as module:
         handle = device_handle(module, DEVICE) if module is not None else None
         began, calls = time.monotonic(), 0

@@ -90,7 +90,6 @@ def encode(events: Iterable[Event]) -> str:
 
 
 def decode(text: str) -> list[Event]:
-    """The events that `encode` wrote."""
     events: list[Event] = []
     count = 0
     for word in text.split():
@@ -199,7 +198,6 @@ def replay_meter(line: Line) -> dict[str, Any]:
 
 
 def meter_result(meter: Any) -> dict[str, Any]:
-    """A meter's answers as JSON values."""
     return {
         "phase_peaks_bytes": meter.phase_peaks(),
         "reserved_bytes": meter.reserved_peak(),
@@ -238,11 +236,9 @@ class _Clock:
     now_s = 0.0
 
     def monotonic(self) -> float:
-        """Seconds."""
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        """Passes them."""
         self.now_s += seconds
 
 

@@ -141,7 +141,6 @@ def base_model(config: Mapping[str, Any], setup: Any, device: str, layers: int |
 
 
 def arguments_of(case: Mapping[str, Any], setup: Any, out: Path, device: str) -> dict[str, Any]:
-    """TRL's settings of a case."""
     rows = setup.accumulation_steps * (TIMED_STEPS + 1 + bool(case["profile"]))
     settings: dict[str, Any] = {
         "output_dir": str(out), "per_device_train_batch_size": setup.micro_batch_seqs,
@@ -178,7 +177,6 @@ def tokenizer(folder: Path) -> Any:
 
 
 def words(num: int, seed: int) -> str:
-    """So many words, each one token."""
     return " ".join(f"w{(seed * 31 + index * 7) % WORDS}" for index in range(num))
 
 
@@ -273,7 +271,6 @@ def watching(profiled: int | None, trace: Path, seen: dict[str, Any]) -> Any:
 
 
 def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
-    """What one case showed."""
     import torch
 
     from benchmarks.contact.readings import driver_view

@@ -13,7 +13,7 @@ FIRST = 8
 PATIENCE_S = 1800
 """What takes this long hangs."""
 
-LOAD = f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); import fuzz; from pathlib import Path\n"
+LOAD = f"import sys; sys.path.insert(0, {str(TOOL.parents[1])!r}); from tools import fuzz; from pathlib import Path\n"
 
 
 def _python(python: Path, code: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "LLAMAFACTORY_VERBOSITY": "ERROR"}
 
+import stand_ins
 import torch
 import transformers
 import yaml
@@ -87,8 +88,7 @@ def axolotl() -> Load:
     import axolotl.cli.config as config
     from axolotl.loaders.model import ModelLoader
 
-    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
-    config.gpu_capabilities = lambda: (capabilities, {"torch_version": "2.13.0"})
+    config.gpu_capabilities = lambda: (stand_ins.CAPABILITIES, stand_ins.AXOLOTL["env_capabilities"])
 
     def load(file: Path, kind: str) -> Any:
         if not Path(kind).exists():
@@ -100,15 +100,11 @@ def axolotl() -> Load:
 
 def llamafactory() -> Load:
     """Its parser and loader, from the configuration alone."""
-    import llamafactory.hparams.parser as parser
-    import transformers.training_args as arguments
+    get_train_args = stand_ins.llamafactory()
     from llamafactory.model import loader
 
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    parser.is_torch_bf16_gpu_available = lambda: True
-
     def load(file: Path, kind: str) -> Any:
-        model_args, _, _, tuning, _ = parser.get_train_args(yaml.safe_load(file.read_text()))
+        model_args, _, _, tuning, _ = get_train_args(yaml.safe_load(file.read_text()))
         config = transformers.AutoConfig.for_model(**tiny_config(TYPES[kind]))
         loader.load_config = lambda _: config
         model_args.train_from_scratch = True

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -21,31 +22,12 @@ def write(folder: Path) -> None:
     def has(scheduler: Scheduler, card: str, gpus: int) -> bool:
         return bool(scheduler.card(find_gpu(card), min(gpus, 8))) and (scheduler.several_nodes or gpus <= 8)
 
-    for model in MODELS:
-        for card in CARDS:
-            for gpus in GPUS:
-                out = folder / f"{model.split('/')[1]}-{card}-{gpus}"
-                words = [
-                    model,
-                    "--gpu",
-                    card,
-                    "--gpus",
-                    str(gpus),
-                    "--no-dry-run",
-                    "--target",
-                    "trl",
-                    "--out",
-                    str(out),
-                ]
-                run(
-                    words
-                    + [
-                        word
-                        for scheduler in SCHEDULERS.values()
-                        if has(scheduler, card, gpus)
-                        for word in ("--job", scheduler.name)
-                    ]
-                )
+    for model, card, gpus in product(MODELS, CARDS, GPUS):
+        words = [model, "--gpu", card, "--gpus", str(gpus), "--no-dry-run", "--target", "trl"]
+        words += ["--out", str(folder / f"{model.split('/')[1]}-{card}-{gpus}")]
+        for scheduler in SCHEDULERS.values():
+            words += ["--job", scheduler.name] * has(scheduler, card, gpus)
+        run(words)
 
 
 def skypilot(text: str) -> None:

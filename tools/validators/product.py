@@ -16,8 +16,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import stand_ins
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +32,9 @@ STEP = 1 if os.environ.get("TESTS_WHOLE") else 8
 
 def llamafactory(file: Path) -> None:
     """`llamafactory-cli train FILE` in this process."""
-    import transformers.training_args as arguments
-
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    sys.modules.setdefault("torchaudio", ModuleType("torchaudio"))  # imported with the templates, for sound alone
-    import llamafactory.hparams.parser as parser
+    stand_ins.llamafactory()
     from llamafactory.train.tuner import run_exp
 
-    parser.is_torch_bf16_gpu_available = lambda: True
     run_exp(yaml.safe_load(file.read_text()))
 
 

@@ -88,7 +88,7 @@ def torchtitan() -> tuple[str, list[str]]:
 
     import stand_ins
 
-    stand_ins.install()
+    stand_ins.torchtitan()
     from torchtitan.config import JobConfig
 
     tables = {table.name: table.default_factory() for table in fields(JobConfig)}

@@ -11,11 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import chdir, contextmanager
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -55,11 +54,8 @@ def axolotl() -> Check:
         fields = set(merge_input_args()[1].model_fields)
         unknown = set(values) - fields - {"liger_fused_linear_cross_entropy"}
         assert not unknown, f"unknown settings {unknown}"
-        capabilities = {
-            "bf16": True, "fp8": False, "tf32": True, "n_gpu": setup.num_gpus, "n_node": 1,
-            "compute_capability": "sm_90",
-        }  # fmt: skip
-        read = validate_config(config, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
+        capabilities = stand_ins.CAPABILITIES | {"n_gpu": setup.num_gpus}
+        read = validate_config(config, **{**stand_ins.AXOLOTL, "capabilities": capabilities})
         assert read.micro_batch_size == setup.micro_batch_seqs
         assert read.gradient_accumulation_steps == setup.accumulation_steps
         assert read.sequence_len == setup.seq_len_tokens
@@ -84,29 +80,17 @@ def data_of(name: str, target: str, loss_on: str = "answers") -> Iterator[tuple[
     """A target's files for one form of data, in the folder where they are launched, with the rows that
     `prepare_data.py` makes and a tiny model whose tokens are bytes."""
     with tempfile.TemporaryDirectory() as where:
-        folder = Path(where)
+        data_formats.FORMATS[name](Path(where) / name)
+        dataset = DatasetChoice(path=name, columns=measure(Path(where) / name).columns, local=True)
+    setup = TrainSetup(seq_len_tokens=256, loss="full")
+    export_request = request(setup, model_id="./model", dataset=dataset, loss_on=loss_on)
+    launch = EXPORTERS[target](export_request)
+    with folder_with((*launch.files, prepare.file(export_request))) as folder:
         data_formats.FORMATS[name](folder / name)
-        path = folder / name
-        kind = measure(path).columns
-        export_request = request(
-            TrainSetup(seq_len_tokens=256, loss="full"),
-            model_id="./model",
-            dataset=DatasetChoice(path=name, columns=kind, local=True),
-            loss_on=loss_on,
-        )
-        launch = EXPORTERS[target](export_request)
-        for file in (*launch.files, prepare.file(export_request)):
-            (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "launch" / file.path).write_text(file.text)
         tiny_models.tokenizer().save_pretrained(folder / "model")
         (folder / "model" / "config.json").write_text(json.dumps(tiny_models.tiny_config(tiny_models.TYPES["llama"])))
         subprocess.run([sys.executable, *launch.prepare.split()[1:]], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        before = Path.cwd()
-        os.chdir(folder)
-        try:
-            yield launch, folder
-        finally:
-            os.chdir(before)
+        yield launch, folder
 
 
 LOCAL = [name for name in data_formats.FORMATS if name != "who/what"]
@@ -115,7 +99,6 @@ LOADED = LOCAL if os.environ.get("TESTS_WHOLE") else LOCAL[::6]
 
 
 def learned(rows: Any) -> list[str]:
-    """What the labels of rows say."""
     tokenizer = tiny_models.tokenizer()
     return sorted(tokenizer.decode([token for token in row["labels"] if token != -100]) for row in rows)
 
@@ -133,12 +116,10 @@ def shown(tool: str, name: str, loss_on: str, rows: Any) -> None:
     print(f"{tool}: {name}, loss on {loss_on}: {len(texts)} rows, the first teaches {texts[0]!r:.60}")
 
 
-def llamafactory_reads_the_data() -> None:
+def llamafactory_reads_the_data(get_train_args: Callable[[Any], Any]) -> None:
     """LLaMA-Factory's own loader and template, from the emitted files, on every form of data and with either loss."""
-    sys.modules["torchaudio"] = ModuleType("torchaudio")  # imported with the templates, used for sound alone
     from llamafactory.data import get_dataset
     from llamafactory.data.template import get_template_and_fix_tokenizer
-    from llamafactory.hparams import get_train_args
     from llamafactory.model import load_tokenizer
 
     for name, loss_on in product(LOADED, ("answers", "all")):
@@ -163,15 +144,10 @@ def axolotl_reads_the_data() -> None:
     from axolotl.utils.dict import DictDefault
 
     reading.save_preprocessed_dataset = lambda *_: None  # processes started for a copy that nothing here reads: 10 s
-    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
     for name, loss_on in product(LOADED, ("answers", "all")):
         with data_of(name, "axolotl", loss_on) as (launch, folder):
             values = yaml.safe_load(file_of(launch, folder).read_text())
-            config = validate_config(
-                DictDefault(values | {"base_model": "model"}),
-                capabilities=capabilities,
-                env_capabilities={"torch_version": "2.13.0"},
-            )
+            config = validate_config(DictDefault(values | {"base_model": "model"}), **stand_ins.AXOLOTL)
             normalize_config(config)
             rows, held_out, _, _ = reading.prepare_datasets(config, load_tokenizer(config))
             assert len(held_out) >= 1
@@ -179,15 +155,8 @@ def axolotl_reads_the_data() -> None:
 
 
 def llamafactory() -> Check:
-    import transformers.training_args as arguments
-
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    arguments.is_torch_tf32_available = lambda: True
-    import llamafactory.hparams.parser as parser
-    from llamafactory.hparams import get_train_args
-
-    parser.is_torch_bf16_gpu_available = lambda: True
-    llamafactory_reads_the_data()
+    get_train_args = stand_ins.llamafactory()
+    llamafactory_reads_the_data(get_train_args)
 
     def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
         values = yaml.safe_load(file_of(launch, folder).read_text())
@@ -209,7 +178,7 @@ def llamafactory() -> Check:
         dtype = str(model.compute_dtype or model.infer_dtype).removeprefix("torch.")
         assert dtype == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[runs.compute_dtype], dtype
 
-    return inside(check)
+    return check
 
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -225,13 +194,7 @@ def starts(values: dict[str, object]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-        }
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "LOCAL_RANK": "0"}
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # for ranks on one CPU, and compiled
         deepspeed.init_distributed(dist_backend="gloo")
     model = torch.nn.Linear(8, 8)
@@ -278,14 +241,13 @@ def deepspeed() -> Check:
 def accelerate() -> Check:
     """Accelerate's launcher and its DeepSpeed plugin on the emitted pair of files, then the Trainer's comparison of
     DeepSpeed's settings with its own."""
-    import transformers.training_args as arguments
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    arguments.is_torch_bf16_gpu_available = lambda: True
+    stand_ins.half_precision()
 
     def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
         if not setup.parallel.startswith("zero"):
@@ -321,7 +283,7 @@ def accelerate() -> Check:
         compared.trainer_config_process(trainer)
         assert not compared.mismatches, compared.mismatches
 
-    return inside(check)
+    return check
 
 
 def same_models() -> None:
@@ -357,7 +319,7 @@ def same_models() -> None:
 
 def torchtitan() -> Check:
     """torchtitan's registry, its parser, its check of the degrees against the number of GPUs, its cut into stages."""
-    stand_ins.install()
+    stand_ins.torchtitan()
     same_models()
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.parallel_dims import ParallelDims
@@ -405,38 +367,18 @@ def torchtitan() -> Check:
     return check
 
 
-TOOLS = {
-    "axolotl": axolotl,
-    "llamafactory": llamafactory,
-    "deepspeed": deepspeed,
-    "accelerate": accelerate,
-    "torchtitan": torchtitan,
-}
+TOOLS = {tool.__name__: tool for tool in (axolotl, llamafactory, deepspeed, accelerate, torchtitan)}
 
 
 class NotForThis(Exception):
     """A file that this tool has nothing to say about."""
 
 
-def inside(check: Check) -> Check:
-    """`check` in the folder from which the launch command runs."""
-
-    def guarded(launch: Launch, setup: TrainSetup, folder: Path) -> None:
-        here = Path.cwd()
-        os.chdir(folder)
-        try:
-            check(launch, setup, folder)
-        finally:
-            os.chdir(here)
-
-    return guarded
-
-
 @contextmanager
-def folder_with(launch: Launch) -> Iterator[Path]:
-    """The folder from which the launch command runs."""
-    with tempfile.TemporaryDirectory() as name:
-        for file in launch.files:
+def folder_with(files: Iterable[Any]) -> Iterator[Path]:
+    """A folder from which a launch command runs, current meanwhile."""
+    with tempfile.TemporaryDirectory() as name, chdir(name):
+        for file in files:
             path = Path(name, "launch", file.path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text)
@@ -463,7 +405,7 @@ def main(tool: str, *only: str) -> int:
         if launch.refused:
             refused_by_us += 1
             continue
-        with folder_with(launch) as folder:
+        with folder_with(launch.files) as folder:
             try:
                 check(launch, setup, folder)
                 accepted += 1

@@ -11,12 +11,15 @@ a wrapper with settings of its own. Exit 1 where one is refused for what was wri
 import ast
 import inspect
 import json
+import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import stand_ins
 import yaml
 
 Check = Callable[[str], None]
@@ -31,12 +34,7 @@ ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments")
 
 
 def trl() -> Check:
-    import transformers.training_args as arguments
-
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    arguments.is_torch_tf32_available = lambda: True
-    import tempfile
-
+    stand_ins.half_precision()
     from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
     from trl.scripts.utils import DatasetMixtureConfig
 
@@ -63,25 +61,13 @@ def axolotl() -> Check:
         values = yaml.safe_load(text)
         config = DictDefault(values)
         prepare_plugins(config)
-        capabilities = {
-            "bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_89",
-        }  # fmt: skip
-        validate_config(config, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
+        validate_config(config, **stand_ins.AXOLOTL)
 
     return check
 
 
 def llamafactory() -> Check:
-    import os
-
-    import transformers.training_args as arguments
-
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    arguments.is_torch_tf32_available = lambda: True
-    import llamafactory.hparams.parser as parser
-    from llamafactory.hparams import get_train_args
-
-    parser.is_torch_bf16_gpu_available = lambda: True
+    get_train_args = stand_ins.llamafactory()
 
     def check(text: str) -> None:
         values = yaml.safe_load(text)
@@ -110,9 +96,7 @@ def python() -> Check:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                fields = (
-                    keywords(name) if name in ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments") else set()
-                )
+                fields = keywords(name) if name in ARGUMENTS else set()
                 strangers = {keyword.arg for keyword in node.keywords if keyword.arg} - fields if fields else set()
                 if strangers:
                     raise TypeError(f"{name} takes no {sorted(strangers)}")
