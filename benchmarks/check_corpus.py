@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import DATA, rows_of, write_rows
 from finetune_planner.cli.checking import CheckRequest, load, predictor
 from finetune_planner.cli.fixing import fixed_files
 from finetune_planner.improvement import improve
@@ -26,7 +27,6 @@ from planner.frameworks.readers.read import MAKEFILES, SUFFIXES
 from planner.planning.check import Verdict, check
 from planner.planning.predict import predict
 
-EXPECTED = Path(__file__).parent / "data" / "check_expected.jsonl"
 HEADROOM_FRACTION = 0.04
 
 
@@ -74,22 +74,14 @@ def differences(name: str, config: Any, expected: dict[str, dict[str, Any]]) -> 
 
 
 def one(
-    path: Path,
-    gpu: str,
-    model: str | None,
-    expected: dict[str, dict[str, Any]],
-    name: str,
-    *,
-    fix: bool,
-    keep: Path | None = None,
+    path: Path, name: str, model: str | None, expected: dict[str, dict[str, Any]], args: argparse.Namespace
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    line: dict[str, Any] = {}
     try:
-        config, spec, card = load(path, gpu, CheckRequest(model=model))
+        config, spec, card = load(path, args.gpu, CheckRequest(model=model))
         predict(spec, card, config.setup, None)
         setup = config.setup
-        line = {
+        line: dict[str, Any] = {
             "outcome": "read",
             "format": config.format,
             "model": config.model_id,
@@ -99,7 +91,7 @@ def one(
             "assumed": list(config.assumptions),
         }
         line |= {"differs": wrong} if (wrong := differences(name, config, expected)) else {}
-        line |= {"fix": fixed(path, config, spec, card, keep)} if fix else {}
+        line |= {"fix": fixed(path, config, spec, card, args.fixed)} if args.fix else {}
     except UnknownModelError as error:
         line = {"outcome": "model not at hand", "said": error.message}
     except Undetermined as error:
@@ -136,30 +128,25 @@ def main() -> None:
     else:
         every = [path for path in args.directory.rglob("*") if path.suffix in SUFFIXES or path.name in MAKEFILES]
     files = sorted(path for path in every if path.is_file() and args.only in str(path))
-    counts: Counter[str] = Counter()
+    expected = {str(place(reading["file"])): reading for reading in rows_of(DATA / "check_expected.jsonl")}
     lines = []
-    readings = [json.loads(line) for line in EXPECTED.read_text().splitlines()]
-    expected = {str(place(reading["file"])): reading for reading in readings}
-    fixes: Counter[str] = Counter()
     for path in files:
         name = str(path.relative_to(args.directory))
-        row = one(path, args.gpu, None, expected, name, fix=args.fix, keep=args.fixed)
+        row = one(path, name, None, expected, args)
         if row["outcome"] == "model not at hand" and args.model:
-            row = {
-                **one(path, args.gpu, args.model, expected, name, fix=args.fix, keep=args.fixed),
-                "stand_in": args.model,
-            }
-        counts[row["outcome"]] += 1
-        fixes[row.get("fix", "").partition(" (")[0]] += 1
-        lines.append({"file": str(path.relative_to(args.directory)), **row})
+            row = one(path, name, args.model, expected, args) | {"stand_in": args.model}
+        lines.append({"file": name, **row})
         print(json.dumps(lines[-1]), flush=True)
     if args.out:
-        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(args.out, lines)
     compared = [line for line in lines if line["file"] in expected and line["outcome"] == "read"]
-    wrong = [line for line in compared if "differs" in line]
-    print(f"{len(compared)} readings compared with a person's: {len(wrong)} differ {[line['file'] for line in wrong]}")
+    wrong = [line["file"] for line in compared if "differs" in line]
+    print(f"{len(compared)} readings compared with a person's: {len(wrong)} differ {wrong}")
     if args.fix:
-        print(f"--fix: { ({end: count for end, count in fixes.most_common() if end}) }")
+        print(
+            f"--fix: {dict(Counter(line['fix'].partition(' (')[0] for line in lines if 'fix' in line).most_common())}"
+        )
+    counts = Counter(line["outcome"] for line in lines)
     times = sorted(line["seconds"] for line in lines)
     print(f"{len(files)} files: {dict(counts.most_common())}; median {times[len(times) // 2]} s, worst {times[-1]} s")
 

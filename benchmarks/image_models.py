@@ -5,54 +5,32 @@ from typing import Any
 
 from planner.models import catalogue
 
+
+def _config(model_type: str, built_class: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [built_class], "dtype": "bfloat16", **fields}
+
+
 CONFIGS = {  # each class's defaults are the published model's, but for what stands here
-    "llava-1.5-7b-hf": {  # llava-hf/llava-1.5-7b-hf: the class's vision encoder, and Vicuna 7B
-        "model_type": "llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
-        "dtype": "float16",
-    },
-    "Qwen2.5-VL-3B-Instruct": {
-        "model_type": "qwen2_5_vl",
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2048,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "intermediate_size": 11008,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
-        "vision_config": {"intermediate_size": 3420, "hidden_size": 1280, "out_hidden_size": 2048},
-    },
-    "Qwen3-VL-4B-Instruct": {
-        "model_type": "qwen3_vl",
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2560,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 9728,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-        },
-        "vision_config": {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "out_hidden_size": 2560,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-    },
-}
+    "llava-1.5-7b-hf": _config(  # llava-hf/llava-1.5-7b-hf: the class's vision encoder, and Vicuna 7B
+        "llava", "LlavaForConditionalGeneration", dtype="float16",
+        text_config={"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+    ),
+    "Qwen2.5-VL-3B-Instruct": _config(
+        "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", tie_word_embeddings=True,
+        text_config={"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+                     "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+        vision_config={"intermediate_size": 3420, "hidden_size": 1280, "out_hidden_size": 2048},
+    ),
+    "Qwen3-VL-4B-Instruct": _config(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", tie_word_embeddings=True,
+        text_config={"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                     "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}},
+        vision_config={"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+                       "deepstack_visual_indexes": [5, 11, 17]},
+    ),
+}  # fmt: skip
 _SO400M = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16,
@@ -67,102 +45,58 @@ _GEMMA_3N = {
 """With timm alone does transformers build them: the dry run needs it."""
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "Mistral-Small-3.1-24B-Instruct-2503": {  # the class's defaults
-        "model_type": "mistral3",
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "vision_feature_layer": -1,
-        "text_config": {
-            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
-            "sliding_window": None, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-        },
-        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
-    },
-    "SmolVLM-Instruct": {
-        "model_type": "idefics3",
-        "architectures": ["Idefics3ForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 49153,
-        "scale_factor": 3,
-        "text_config": {
-            "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155,
-            "max_position_embeddings": 16384, "pad_token_id": 2,
-        },
-        "vision_config": {
-            "model_type": "idefics3_vision", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-            "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
-        },
-    },
-    "SmolVLM2-500M-Video-Instruct": {
-        "model_type": "smolvlm",
-        "architectures": ["SmolVLMForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 49190,
-        "scale_factor": 4,
-        "text_config": {
-            "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
-            "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49280,
-            "max_position_embeddings": 8192, "pad_token_id": 2,
-        },
-        "vision_config": {
-            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-            "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
-        },
-    },
-    "InternVL3-2B-hf": {
-        "model_type": "internvl",
-        "architectures": ["InternVLForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 151667,
-        "tie_word_embeddings": False,
-        "text_config": {
-            "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-            "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151674,
-            "max_position_embeddings": 32768, "tie_word_embeddings": False,
-        },
-        "vision_config": {"model_type": "internvl_vision", "attention_bias": True},
-    },
-    "Qwen2-VL-7B-Instruct": {
-        "model_type": "qwen2_vl",
-        "architectures": ["Qwen2VLForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 151655,
-        "tie_word_embeddings": False,
-        "text_config": {
-            "model_type": "qwen2_vl_text", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-            "max_position_embeddings": 32768, "tie_word_embeddings": False,
-        },
-        "vision_config": {"model_type": "qwen2_vl", "depth": 32, "embed_dim": 1280, "hidden_size": 3584},
-    },
-    "Ministral-3-3B-Instruct-2512": {
-        "model_type": "mistral3",
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": True,
-        "vision_feature_layer": -1,
-        "text_config": {
-            "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
-            "max_position_embeddings": 262144, "tie_word_embeddings": True,
-        },
-        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
-    },
-    "Llama-3.2-11B-Vision-Instruct": {  # the class's defaults
-        "model_type": "mllama",
-        "architectures": ["MllamaForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_index": 128256,
-        "text_config": {
-            "model_type": "mllama_text_model", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-            "max_position_embeddings": 131072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
-        },
-        "vision_config": {"model_type": "mllama_vision_model", "image_size": 560},
-    },
+    "Mistral-Small-3.1-24B-Instruct-2503": _config(  # the class's defaults
+        "mistral3", "Mistral3ForConditionalGeneration", tie_word_embeddings=False, vision_feature_layer=-1,
+        text_config={"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+                     "sliding_window": None, "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        vision_config={"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    ),
+    "SmolVLM-Instruct": _config(
+        "idefics3", "Idefics3ForConditionalGeneration", image_token_id=49153, scale_factor=3,
+        text_config={"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+                     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155,
+                     "max_position_embeddings": 16384, "pad_token_id": 2},
+        vision_config={"model_type": "idefics3_vision", "hidden_size": 1152, "intermediate_size": 4304,
+                       "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 384, "patch_size": 14},
+    ),
+    "SmolVLM2-500M-Video-Instruct": _config(
+        "smolvlm", "SmolVLMForConditionalGeneration", image_token_id=49190, scale_factor=4,
+        text_config={"model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+                     "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49280,
+                     "max_position_embeddings": 8192, "pad_token_id": 2},
+        vision_config={"model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072,
+                       "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 512, "patch_size": 16},
+    ),
+    "InternVL3-2B-hf": _config(
+        "internvl", "InternVLForConditionalGeneration", image_token_id=151667, tie_word_embeddings=False,
+        text_config={"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151674,
+                     "max_position_embeddings": 32768, "tie_word_embeddings": False},
+        vision_config={"model_type": "internvl_vision", "attention_bias": True},
+    ),
+    "Qwen2-VL-7B-Instruct": _config(
+        "qwen2_vl", "Qwen2VLForConditionalGeneration", image_token_id=151655, tie_word_embeddings=False,
+        text_config={"model_type": "qwen2_vl_text", "hidden_size": 3584, "intermediate_size": 18944,
+                     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                     "vocab_size": 152064, "max_position_embeddings": 32768, "tie_word_embeddings": False},
+        vision_config={"model_type": "qwen2_vl", "depth": 32, "embed_dim": 1280, "hidden_size": 3584},
+    ),
+    "Ministral-3-3B-Instruct-2512": _config(
+        "mistral3", "Mistral3ForConditionalGeneration", tie_word_embeddings=True, vision_feature_layer=-1,
+        text_config={"model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216,
+                     "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                     "vocab_size": 131072, "max_position_embeddings": 262144, "tie_word_embeddings": True},
+        vision_config={"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    ),
+    "Llama-3.2-11B-Vision-Instruct": _config(  # the class's defaults
+        "mllama", "MllamaForConditionalGeneration", image_token_index=128256,
+        text_config={"model_type": "mllama_text_model", "hidden_size": 4096, "intermediate_size": 14336,
+                     "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+                     "vocab_size": 128256, "max_position_embeddings": 131072,
+                     "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
+        vision_config={"model_type": "mllama_vision_model", "image_size": 560},
+    ),
     "gemma-3n-E2B-it": {
         **_GEMMA_3N,
         "text_config": {

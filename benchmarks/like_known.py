@@ -21,14 +21,11 @@ from planner.planning.predict import predict
 from planner.setup import TrainSetup
 
 CARD = "h200"
+LORA = TrainSetup(method="lora", lora_rank=16, micro_batch_seqs=2, seq_len_tokens=2048, checkpointing=1)
 SETUPS = {
-    "LoRA": TrainSetup(method="lora", lora_rank=16, micro_batch_seqs=2, seq_len_tokens=2048, checkpointing=1),
-    "LoRA, no checkpointing": TrainSetup(
-        method="lora", lora_rank=16, micro_batch_seqs=2, seq_len_tokens=2048, checkpointing=0
-    ),
-    "full": TrainSetup(
-        method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=1, seq_len_tokens=2048, checkpointing=1
-    ),
+    "LoRA": LORA,
+    "LoRA, no checkpointing": LORA.replace(checkpointing=0),
+    "full": LORA.replace(method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=1),
 }
 
 

@@ -99,24 +99,18 @@ def rising(
     return steps
 
 
-def slower(steps: list[Step]) -> Iterator[tuple[Step, float]]:
-    """The steps that lose more against a smaller one in the same class than a preference may cost, and that speed."""
+def after(steps: list[Step]) -> Iterator[tuple[Step, float]]:
+    """Every step and the best speed that less of it gave in the same class, 0 where it is the first."""
     best: dict[str, float] = {}
     for step in steps:
         before = best.get(step.node, 0.0)
-        if step.tokens_per_s < before * (1 - GIVEN_FRACTION):
-            yield step, before
+        yield step, before
         best[step.node] = max(before, step.tokens_per_s)
 
 
-def worst_drop(steps: list[Step]) -> float:
-    """The smallest speed over the best that less of it gave in the same class; 1 where none is slower."""
-    best: dict[str, float] = {}
-    least = 1.0
-    for step in steps:
-        best[step.node] = max(best.get(step.node, 0.0), step.tokens_per_s)
-        least = min(least, step.tokens_per_s / best[step.node])
-    return least
+def slower(steps: list[Step]) -> list[tuple[Step, float]]:
+    """The steps that lose more against a smaller one in the same class than a preference may cost, and that speed."""
+    return [(step, before) for step, before in after(steps) if step.tokens_per_s < before * (1 - GIVEN_FRACTION)]
 
 
 def main() -> None:
@@ -132,7 +126,7 @@ def main() -> None:
     for name, key in PAIRS[: args.pairs]:
         steps = rising(name, key, args.budgets, args.gpus, along=args.along)
         every += steps
-        least = min(least, worst_drop(steps))
+        least = min([least, *(step.tokens_per_s / before for step, before in after(steps) if before)])
         for step, before in slower(steps):
             num_slower += 1
             print(f"SLOWER {name} {key} at {step.at}: {step.node} {step.tokens_per_s:,.0f} after {before:,.0f}")

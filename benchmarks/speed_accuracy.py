@@ -163,17 +163,11 @@ def row(predictions: Sequence[Held]) -> dict[str, Any]:
     cells: dict[tuple[str, str], list[Held]] = defaultdict(list)
     for prediction in predictions:
         cells[prediction.point.labels["model"], prediction.point.gpu.key].append(prediction)
-    ranks = [
-        (
-            spearman(
-                [prediction.point.tokens_per_s for prediction in cell],
-                [prediction.point.tokens_per_s * exp(prediction.error) for prediction in cell],
-            ),
-            len(cell),
-        )
-        for cell in cells.values()
-        if len(cell) >= 4
-    ]
+    ranks = []
+    for cell in (cell for cell in cells.values() if len(cell) >= 4):
+        measured = [held.point.tokens_per_s for held in cell]
+        predicted = [held.point.tokens_per_s * exp(held.error) for held in cell]
+        ranks.append((spearman(measured, predicted), len(cell)))
     floor = noise([prediction.point for prediction in predictions])
     return {
         "n": len(predictions),
@@ -200,28 +194,21 @@ def main() -> None:
     shipped = load_calibration()
     start = replace(shipped, constants=kept_apart(shipped), date="", bands={}, points={})
     answers = predict_held(points, start)
-    usable = {
-        kind: [prediction for prediction in predictions if prediction.point.group not in NOT_FITTED]
-        for kind, predictions in answers.items()
-    }
-    every = [prediction for predictions in usable.values() for prediction in predictions]
-    predicted = {
-        prediction.point.key: prediction.point.tokens_per_s * exp(prediction.error) for prediction in answers["source"]
-    }
-    single = [prediction for prediction in usable["source"] if prediction.point.labels["num_gpus"] == "1"]
+    usable = {kind: [held for held in every if held.point.group not in NOT_FITTED] for kind, every in answers.items()}
+    every = [held for predictions in usable.values() for held in predictions]
+    predicted = {held.point.key: held.point.tokens_per_s * exp(held.error) for held in answers["source"]}
+    single = [held for held in usable["source"] if held.point.labels["num_gpus"] == "1"]
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
         "rows": {
             kind: {
-                source: row([prediction for prediction in predictions if prediction.point.group == source])
-                for source in sorted({prediction.point.group for prediction in predictions})
+                source: row([held for held in predictions if held.point.group == source])
+                for source in sorted({held.point.group for held in predictions})
             }
             for kind, predictions in answers.items()
         },
         "single_gpu": row(single),
-        "single_gpu_confidence_a": row(
-            [prediction for prediction in single if prediction.point.labels["confidence"] == "A"]
-        ),
+        "single_gpu_confidence_a": row([held for held in single if held.point.labels["confidence"] == "A"]),
         "ratios": {},
         "bands": bands_of(usable["source"]),
         "coverage": coverage(every, usable["source"]),

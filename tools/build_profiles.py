@@ -70,37 +70,27 @@ def profiled(name: str) -> bool:
     return model is not None and path_of(model) is not None
 
 
-def build(names: list[str], minutes: float, *, ranks: bool) -> None:
-    """Builds what is not current, in order, until the time is up."""
-    end, shipped = time.monotonic() + 60 * minutes, OF_RANKS if ranks else SHIPPED
+def build(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
+    """Builds the profiles that are not current, or programs, in order, until the time is up."""
+    end, shipped = time.monotonic() + 60 * minutes, PROGRAMS if programs else OF_RANKS if ranks else SHIPPED
     for name in names:
         model = catalogue.load(name)
-        if model is None or current(path_of(model, shipped)):
+        if model is None or (not programs and current(path_of(model, shipped))):
             continue
         if time.monotonic() > end:
             return
-        started = time.process_time()
-        profiles, failures = build_profiles(model, ranks=ranks)
-        path = shipped / f"{config_digest(model.config)}.json.gz"
-        if profiles:
-            save_profiles(path, profiles, versions())
-        print(f"{name}: {_said(path, profiles, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
-
-
-def build_programs(names: list[str], minutes: float) -> None:
-    """Builds the programs of models, in order, until the time is up."""
-    end = time.monotonic() + 60 * minutes
-    for name in names:
-        model = catalogue.load(name)
-        if model is None or time.monotonic() > end:
-            continue
-        started, builder = time.process_time(), ProgramBuilder(model)
-        programs = builder.all(program_structures(model))
-        path = PROGRAMS / f"{config_digest(model.config)}.json.gz"
+        started, path = time.process_time(), shipped / f"{config_digest(model.config)}.json.gz"
+        built: Mapping[str, Any]
         if programs:
-            save_programs(path, builder.tables, programs, versions())
-        spent = time.process_time() - started
-        print(f"{name}: {_said(path, programs, builder.failures)}, {spent:.0f} CPU s", flush=True)
+            builder = ProgramBuilder(model)
+            built, failures = builder.all(program_structures(model)), builder.failures
+            if built:
+                save_programs(path, builder.tables, built, versions())
+        else:
+            built, failures = build_profiles(model, ranks=ranks)
+            if built:
+                save_profiles(path, built, versions())
+        print(f"{name}: {_said(path, built, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
 
 
 def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
@@ -174,12 +164,8 @@ def _as_people_write(
     or none."""
     additions = {}
     for setup, gpu in requested.values():
-        if (
-            setup.checkpointing > 1
-            or setup.activation_offload
-            or setup.selective_checkpointing
-            or setup.loss == "liger"
-        ):
+        other = setup.activation_offload or setup.selective_checkpointing or setup.loss == "liger"
+        if setup.checkpointing > 1 or other:
             continue
         eager = setup.replace(kernels="eager")
         for variant in (eager, eager.replace(lora_dropout=0.05)) if setup.method != "full" else (eager,):
@@ -315,10 +301,9 @@ def main() -> int:
         confirm(names, args.confirm, args.seed)
     elif args.structures:
         build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks)
-    elif args.programs:
-        build_programs([name for name in names if args.names or profiled(name)], args.minutes)
     else:
-        build(names, args.minutes, ranks=args.ranks)
+        names = [name for name in names if args.names or not args.programs or profiled(name)]
+        build(names, args.minutes, programs=args.programs, ranks=args.ranks)
     return 0
 
 

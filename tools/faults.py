@@ -524,56 +524,49 @@ def restarted(row: Row, search: Search, server: Postgres, calm: Answer, dice: ra
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     calm, start_s, writes = undisturbed(base)
-    each = -(-options.kills // 2)
+    each: int = -(-options.kills // 2)
     record = Record(options.record, options.cpu_seconds)
-
-    @contextlib.contextmanager
-    def search(row: Row, number: int, storage: str | None = None) -> Iterator[tuple[Search, random.Random]]:
-        disturbed = Search(base / f"{row.name.replace(' ', '-')}-{number}", storage)
-        try:
-            yield disturbed, random.Random(f"{SEED} {row.name} {number}")
-        finally:
-            disturbed.close()
-
-    def kills(name: str, storage: Callable[[int], str | None]) -> Row:
-        def study(row: Row, number: int) -> None:
-            with search(row, number, storage(number)) as (disturbed, dice):
-                killed(row, disturbed, calm, start_s, MOST_KILLS, dice)
-
-        return record.each(name, study, lambda row, number: row.kills < each)
-
-    def restarts(name: str, server: Postgres) -> Row:
-        def study(row: Row, number: int) -> None:
-            with search(row, number, server.fresh()) as (disturbed, dice):
-                restarted(row, disturbed, server, calm, dice)
-
-        return record.each(name, study, lambda row, number: number < options.restarts)
-
-    def sweep(name: str) -> Row:
-        def study(row: Row, number: int) -> None:
-            with search(row, number) as (disturbed, _):
-                refused(row, disturbed, 1 + number * options.every, name.removesuffix(" disk"), calm)
-
-        return record.each(name, study, lambda row, number: number * options.every < writes)
-
-    def read_only(row: Row, number: int) -> None:
-        with search(row, number) as (disturbed, _):
-            read_only_home(row, disturbed, calm)
-
     wanted = set(options.only or ROWS)
+    Study = Callable[[Row, Search, int, random.Random], None]
+    GoOn = Callable[[Row, int], bool]
+
+    def of(name: str, study: Study, go_on: GoOn, storage: Callable[[], str] | None = None) -> Row:
+        """The row of one name; each study has a folder, or a database, and dice of its own."""
+
+        def one(row: Row, number: int) -> None:
+            search = Search(base / f"{name.replace(' ', '-')}-{number}", storage() if storage else None)
+            with contextlib.closing(search):
+                study(row, search, number, random.Random(f"{SEED} {name} {number}"))
+
+        return record.each(name, one, go_on)
+
+    def kill(row: Row, search: Search, number: int, dice: random.Random) -> None:
+        killed(row, search, calm, start_s, MOST_KILLS, dice)
+
+    def until(most: int, every: int = 1) -> GoOn:
+        return lambda row, number: number * every < most
+
+    def refusing(disk: str) -> Study:
+        return lambda row, search, number, dice: refused(row, search, 1 + number * options.every, disk, calm)
+
     if "folder" in wanted:
-        yield kills("folder", lambda number: None)
+        yield of("folder", kill, lambda row, number: row.kills < each)
     if wanted & {"postgresql", "database restarted"}:
-        with contextlib.closing(Postgres()) as postgres:
+        with contextlib.closing(Postgres()) as server:
             if "postgresql" in wanted:
-                yield kills("postgresql", lambda number: postgres.fresh())
+                yield of("postgresql", kill, lambda row, number: row.kills < each, server.fresh)
             if "database restarted" in wanted:
-                yield restarts("database restarted", postgres)
-    for name in ROWS:
-        if " disk" in name and name in wanted:
-            yield sweep(name)
+                yield of(
+                    "database restarted",
+                    lambda row, search, number, dice: restarted(row, search, server, calm, dice),
+                    until(options.restarts),
+                    server.fresh,
+                )
+    for disk in DISKS:
+        if f"{disk} disk" in wanted:
+            yield of(f"{disk} disk", refusing(disk), until(writes, options.every))
     if "read-only home" in wanted:
-        yield record.each("read-only home", read_only, lambda row, number: number < 1)
+        yield of("read-only home", lambda row, search, number, dice: read_only_home(row, search, calm), until(1))
 
 
 def main() -> int:

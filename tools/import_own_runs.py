@@ -8,7 +8,6 @@ of the same process had left on the device (taken off already). A group that is 
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -17,10 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.shared import DATA, rows_of, write_rows  # noqa: E402
 from planner.core.errors import SetupError  # noqa: E402
 from planner.setup.interchange import setup_from_request  # noqa: E402
 
-OUT = ROOT / "benchmarks" / "data" / "measured_own.jsonl"
+OUT = DATA / "measured_own.jsonl"
 WARM_UP_STEPS = 1
 DIFFERS = {
     "h100-q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of "
@@ -100,13 +100,11 @@ def main() -> None:
     parser.add_argument("--shared-device", action="store_true", help="device memory holds other processes' too")
     args = parser.parse_args()
     versions = dict(pair.split("=", 1) for pair in args.versions.split(","))
-    runs = [json.loads(line) for line in args.runs.read_text(encoding="utf-8").splitlines() if line]
-    there = [json.loads(line) for line in OUT.read_text(encoding="utf-8").splitlines()] if OUT.exists() else []
-    rows = [row for row in there if row["group"] != args.group]
+    runs, rows = rows_of(args.runs), [row for row in rows_of(OUT) if row["group"] != args.group]
     shared = {"shared_device": args.shared_device}
     rows += [measured_row(run | shared, args.gpu, args.group, args.date, versions) for run in runs]
     rows.sort(key=lambda row: row["group"])
-    OUT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(OUT, rows)
     print(f"{len(runs)} rows of {args.group} in {OUT.relative_to(ROOT)}")
 
 

@@ -188,18 +188,9 @@ def attention() -> Iterator[Line]:
 
     shapes = [(4, 32, 8, 2048, 128), (1, 32, 8, 512, 128), (1, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)]
     shapes += [(1, 32, 8, 16384, 128), (1, 32, 8, 32768, 128), (8, 32, 8, 2048, 64), (1, 32, 8, 8192, 64)]
-    shapes += [
-        (16, 14, 2, 2048, 64),
-        (4, 4, 1, 2048, 256),
-        (1, 8, 4, 8192, 256),
-        (4, 32, 32, 2048, 96),
-        (8, 16, 16, 4096, 128),
-    ]
-    backends = {
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
+    shapes += [(16, 14, 2, 2048, 64), (4, 4, 1, 2048, 256), (1, 8, 4, 8192, 256), (4, 32, 32, 2048, 96)]
+    shapes += [(8, 16, 16, 4096, 128)]
+    backends = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("cudnn", "flash", "efficient")}
     for seqs, heads, kv_heads, tokens, size in shapes:
         shape = {"seqs": seqs, "heads": heads, "kv_heads": kv_heads, "tokens": tokens, "head_size": size}
         for label, backend in backends.items():
@@ -283,12 +274,8 @@ def optimizers() -> Iterator[Line]:
             parameters = [torch.nn.Parameter(rand(*shape, dtype=dtype)) for shape in shapes]
             for parameter in parameters:
                 parameter.grad = torch.randn_like(parameter)
-            shape = {
-                "parameters": label,
-                "numel": sum(p.numel() for p in parameters),
-                "tensors": len(parameters),
-                "dtype": name(dtype),
-            }
+            shape = {"parameters": label, "numel": sum(p.numel() for p in parameters)}
+            shape |= {"tensors": len(parameters), "dtype": name(dtype)}
             yield both_times("clip", lambda p=parameters: torch.nn.utils.clip_grad_norm_(p, 1.0), **shape)
             for kind, make in kinds.items():
                 optimizer = make(parameters)
@@ -438,17 +425,17 @@ def main(arguments: list[str]) -> int:
     wait_for_turn()
     properties = torch.cuda.get_device_properties(DEVICE)
     torch.backends.cuda.matmul.allow_tf32 = False
+    wanted = arguments[1].split(",") if len(arguments) > 1 else [part.__name__ for part in PARTS]
     with open(Path(arguments[0]), "a", encoding="utf-8") as out:
-        header = {
-            "op": "device",
-            "name": properties.name,
-            "sm": properties.multi_processor_count,
-            "torch": torch.__version__,
-        }
-        out.write(
-            json.dumps({**header, "memory_bytes": properties.total_memory, "l2_bytes": properties.L2_cache_size}) + "\n"
-        )
-        wanted = arguments[1].split(",") if len(arguments) > 1 else [part.__name__ for part in PARTS]
+
+        def say(**line: Any) -> None:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+
+        say(
+            op="device", name=properties.name, sm=properties.multi_processor_count, torch=torch.__version__,
+            memory_bytes=properties.total_memory, l2_bytes=properties.L2_cache_size,
+        )  # fmt: skip
         for part in PARTS:
             if part.__name__ not in wanted:
                 continue
@@ -456,16 +443,10 @@ def main(arguments: list[str]) -> int:
             began = time.perf_counter()
             try:
                 for line in part():
-                    out.write(json.dumps(line) + "\n")
-                    out.flush()
+                    say(**line)
             except Exception as error:
-                out.write(
-                    json.dumps({"op": part.__name__, "problem": f"{type(error).__name__}: {str(error)[:300]}"}) + "\n"
-                )
-            out.write(
-                json.dumps({"op": "part", "part": part.__name__, "seconds": round(time.perf_counter() - began, 2)})
-                + "\n"
-            )
+                say(op=part.__name__, problem=f"{type(error).__name__}: {str(error)[:300]}")
+            say(op="part", part=part.__name__, seconds=round(time.perf_counter() - began, 2))
             torch.cuda.empty_cache()
     return 0
 

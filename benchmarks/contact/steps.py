@@ -10,6 +10,7 @@ next are timed with a synchronisation at each end, and one more runs under PyTor
 `CASES` says what is run; a case's `setup` is in the interchange form, so that predictions can be held against it.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -41,14 +42,8 @@ def _case(model: str, base: Mapping[str, Any], micro_batch: int, **fields: Any) 
         "accumulation_steps": 1, "kernels": "eager", "checkpointing": 0, "expandable_segments": True,
         **base, "micro_batch_seqs": micro_batch, **fields,
     }  # fmt: skip
-    return {
-        "model": model,
-        "setup": setup,
-        "trainer": "sft",
-        "arguments": {},
-        "profile": True,
-        "limit_s": 60.0,
-    } | around
+    usual = {"model": model, "setup": setup, "trainer": "sft", "arguments": {}, "profile": True, "limit_s": 60.0}
+    return usual | around
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -98,19 +93,17 @@ OPTIMIZERS = {"adamw-fused": "adamw_torch_fused", "adamw": "adamw_torch", "adamw
 
 def import_all(trainer: str) -> None:
     """What a case needs but bitsandbytes, whose import initialises CUDA."""
-    import accelerate  # noqa: F401
-    import datasets  # noqa: F401
-    import peft  # noqa: F401
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-    from transformers import Trainer  # noqa: F401
+    for name in ("accelerate", "datasets", "peft", "torch", "transformers", "trl"):
+        importlib.import_module(name)
+    import transformers
+    import trl
 
-    if trainer == "sft":
-        from trl import SFTConfig, SFTTrainer  # noqa: F401
-    elif trainer == "dpo":
-        from trl import DPOConfig, DPOTrainer  # noqa: F401
-    else:
-        from trl import GRPOConfig, GRPOTrainer  # noqa: F401
+    for module, name in (
+        (transformers, "Trainer"),
+        (trl, f"{trainer.upper()}Config"),
+        (trl, f"{trainer.upper()}Trainer"),
+    ):
+        getattr(module, name)  # both load their modules when they are asked for
 
 
 def base_model(config: Mapping[str, Any], setup: Any, device: str, layers: int | None) -> Any:
@@ -281,23 +274,15 @@ def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
     gpu = device != "cpu"
     fields = dict(case["setup"])
     if not gpu:
-        fields |= {
-            "seq_len_tokens": max(32, fields["seq_len_tokens"] // 32),
-            "quantization": "none",
-            "kernels": "eager",
-        }
+        fields |= {"seq_len_tokens": max(32, fields["seq_len_tokens"] // 32), "quantization": "none"}
+        fields |= {"kernels": "eager", "compile": False}
         fields |= {"method": "lora"} if fields["method"] == "qlora" else {}
         fields |= {"optimizer": "adamw"} if "8bit" in fields["optimizer"] else {}
         case = {**case, "arguments": {k: v for k, v in case["arguments"].items() if k != "torch_compile"}}
-        fields["compile"] = False
     fields.pop("objective", None)  # the model below is the policy alone
     setup = TrainSetup(**fields)
-    record: dict[str, Any] = {
-        "case": name,
-        "trainer": case["trainer"],
-        "setup": {"model": case["model"], **case["setup"]},
-    }
-    record["cuda_by_import"] = torch.cuda.is_initialized()
+    record: dict[str, Any] = {"case": name, "trainer": case["trainer"]}
+    record |= {"setup": {"model": case["model"], **case["setup"]}, "cuda_by_import": torch.cuda.is_initialized()}
     before = driver_view() if gpu else {}
     work = out / f"work-{name}"
     work.mkdir(parents=True, exist_ok=True)

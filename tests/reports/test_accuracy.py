@@ -7,20 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy import _lookup
 from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
 from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 from benchmarks.measured import MeasuredRow
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.gpus import all_gpus
-from planner.models import catalogue
-from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 
-CARDS = {card.key: card for card in all_gpus()}
 SETUP = TrainSetup(method="lora", lora_rank=16)
 MODEL = "Qwen/Qwen2.5-0.5B"
 
@@ -46,16 +43,6 @@ def oom_row(**changes: object) -> MeasuredRow:
     return a_row(**({"status": "oom", "allocated_bytes": None} | changes))
 
 
-def lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
-    assert row.gpu is not None
-    if row.model is None:
-        assert row.config is not None
-        return spec_from_config(row.config, model_id=row.model_name, source=row.source), CARDS[row.gpu]
-    spec = catalogue.load(row.model)
-    assert spec is not None
-    return spec, CARDS[row.gpu]
-
-
 def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Prediction:
     return Prediction(
         level=Fidelity.FORMULA,
@@ -72,7 +59,7 @@ def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Predict
 
 def table_of(rows: list[MeasuredRow], allocated_gib: float = 11.0) -> AccuracyTable:
     return accuracy_table(
-        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=lookup, level="constant"
+        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=_lookup, level="constant"
     )
 
 
@@ -115,7 +102,7 @@ def test_failures_are_listed_not_hidden() -> None:
         )
 
     rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]
-    table = accuracy_table(rows, fail, what="allocated", lookup=lookup, level="dry run")
+    table = accuracy_table(rows, fail, what="allocated", lookup=_lookup, level="dry run")
     assert table.overall is None
     assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))
     text = accuracy_markdown([table], title="T", command="c")
