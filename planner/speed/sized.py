@@ -488,6 +488,9 @@ class ProgramSpeed:
         )
 
 
+_USUAL_RANK = 16
+
+
 class ScaledSpeed:
     """A formula's speeds where a structure has no program, and another that differs little has: so many times as fast
     as that one's program is beside its formula."""
@@ -546,7 +549,10 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     if setup.trainer.trainer_overhead and setup.trainer.traces_masks:  # around transformers' own models
         changed |= {"stack": DEFAULT, "adapter_dtype": "auto"}
     if setup.method != "full":
-        changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
+        others = {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
+        # what a rank adds to other matrices is not what it adds to these
+        rank = {"lora_rank": _USUAL_RANK} if setup.lora_targets != "all-linear" or setup.adapter != "lora" else {}
+        changed |= others | rank
     for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
         own_type = {"adapter_dtype": "fp32"} if kernels == "fused" else {}  # as its programs were run
         like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed | own_type))
