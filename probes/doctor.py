@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,12 +54,10 @@ class Finding:
 def _judged(
     name: str, good: bool, text: str, mend: str, *, level: Level = "warning", details: dict[str, Any] | None = None
 ) -> Finding:
-    """In order, or to be mended."""
     return Finding(name=name, level="ok" if good else level, text=text, mend="" if good else mend, facts=details or {})
 
 
 def _ok(name: str, text: str, **details: Any) -> Finding:
-    """In order."""
     return Finding(name=name, level="ok", text=text, facts=details)
 
 
@@ -108,27 +107,18 @@ def _driver() -> Iterator[Finding]:
             )
             return
         if isinstance(module, AmdSmi):
-            yield _amd_driver(module)
+            try:
+                driver = module.nvmlSystemGetDriverVersion()
+            except module.NVMLError:
+                driver = "version unknown"
+            coverage = "memory, neighbours and power limit are read; why clocks are held down and how GPUs are linked"
+            yield _ok("AMD driver", f"{driver} (amdsmi): {coverage} are not", driver=driver)
         else:
-            yield _nvidia_driver(module)
+            driver, cuda = text_of(module.nvmlSystemGetDriverVersion()), int(module.nvmlSystemGetCudaDriverVersion())
+            cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
+            yield _ok("NVIDIA driver", f"{driver}, for CUDA up to {cuda_text}", driver=driver, cuda=cuda_text)
     for device in local_devices():
         yield _gpu(device)
-
-
-def _nvidia_driver(module: Any) -> Finding:
-    driver, cuda = text_of(module.nvmlSystemGetDriverVersion()), int(module.nvmlSystemGetCudaDriverVersion())
-    cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
-    return _ok("NVIDIA driver", f"{driver}, for CUDA up to {cuda_text}", driver=driver, cuda=cuda_text)
-
-
-def _amd_driver(module: AmdSmi) -> Finding:
-    """What is read through amdsmi, and what is not."""
-    try:
-        driver = module.nvmlSystemGetDriverVersion()
-    except module.NVMLError:
-        driver = "version unknown"
-    coverage = "memory, neighbours and power limit are read; why clocks are held down and how GPUs are linked are not"
-    return _ok("AMD driver", f"{driver} (amdsmi): {coverage}", driver=driver)
 
 
 def _gpu(device: str) -> Finding:
@@ -175,17 +165,8 @@ def _versions() -> Iterator[Finding]:
 
 def at_least(version: str, bound: str) -> bool:
     """Whether a version is not older than a bound, compared number by number."""
-    return _numbers(version) >= _numbers(bound)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(char for char in part if char.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    mine, least = ([int(part) for part in re.findall(r"\d+", text.split("+")[0])] for text in (version, bound))
+    return mine >= least
 
 
 def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
@@ -252,7 +233,6 @@ def torch_findings(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _gpus_finding(report: dict[str, Any], problems: dict[str, str]) -> Finding:
-    """Which GPUs torch sees, or why it sees none."""
     if gpus := report.get("gpus"):
         text = "; ".join(
             f"{gpu['name']}, capability {gpu['capability'][0]}.{gpu['capability'][1]}, {gib(gpu['memory_bytes'])}"
@@ -284,7 +264,6 @@ KERNELS = (
 
 
 def _kernel_findings(report: dict[str, Any], problems: dict[str, str]) -> Iterator[Finding]:
-    """Whether the kernels that some setups need work on the GPU."""
     gpus = report.get("gpus")
     for key, name, mend in KERNELS:
         works = bool(report.get(key))

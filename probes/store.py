@@ -194,18 +194,14 @@ class Store:
             self._keep_damaged(damaged)
 
     def _unread(self) -> bytes:
-        """What was added since the last look.
-
-        Raises:
-            EnvironmentProblem: the file cannot be read, or is too large.
-        """
+        """What was added since the last look."""
         try:
             # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
             with open(os.open(self.path, os.O_RDONLY | OPEN_FLAGS), "rb") as handle:
                 _refuse_special(handle.fileno(), self.path)
                 size = os.fstat(handle.fileno()).st_size
                 if size < self._offset:  # replaced or cut by a person: read it anew
-                    self._forget()
+                    self._records, self._by_key, self._offset, self._seen_lines, self._torn = [], {}, 0, set(), b""
                 if size == self._offset:
                     return b""
                 handle.seek(self._offset)
@@ -220,9 +216,6 @@ class Store:
             raise EnvironmentProblem(
                 f"cannot read the store {self.path}: {error.strerror}", hint="give another file with --store"
             ) from error
-
-    def _forget(self) -> None:
-        self._records, self._by_key, self._offset, self._seen_lines, self._torn = [], {}, 0, set(), b""
 
     def _remember(self, record: Record, line: bytes | None = None) -> None:
         if line is not None:  # on disk; what only memory holds may still be brought back by `merge`
@@ -280,11 +273,7 @@ class _Source(Store):
 
 
 def _append_bytes(path: Path, lines: bytes) -> None:
-    """Appends whole lines or nothing. A torn last line of a dead writer is closed first.
-
-    Raises:
-        OSError: no space, no permission, a special file.
-    """
+    """Appends whole lines or nothing. A torn last line of a dead writer is closed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A link of that name is not followed: somebody else may have placed it, to a file that a shell runs.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK | OPEN_FLAGS
@@ -293,7 +282,10 @@ def _append_bytes(path: Path, lines: bytes) -> None:
         _refuse_special(descriptor, path)
         with _locked(descriptor):
             size = os.fstat(descriptor).st_size
-            if size and not _ends_line(descriptor, size):
+            os.lseek(
+                descriptor, max(0, size - 1), os.SEEK_SET
+            )  # O_APPEND: what is written goes to the end all the same
+            if os.read(descriptor, 1) not in (b"", b"\n"):
                 lines = b"\n" + lines
             try:
                 written = os.write(descriptor, lines)
@@ -305,11 +297,6 @@ def _append_bytes(path: Path, lines: bytes) -> None:
                 raise
     finally:
         os.close(descriptor)
-
-
-def _ends_line(descriptor: int, size: int) -> bool:
-    os.lseek(descriptor, size - 1, os.SEEK_SET)  # O_APPEND: what is written goes to the end all the same
-    return os.read(descriptor, 1) == b"\n"
 
 
 def _content(path: Path) -> bytes:

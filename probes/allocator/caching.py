@@ -19,6 +19,7 @@ from probes.allocator.blocks import (
     Pool,
 )
 
+_FIRST_ADDRESS = 1 << 21
 _ADDRESS_SPACE_BYTES = 1 << 46  # of one expandable segment: more than any card, so a second is never needed
 
 
@@ -53,7 +54,7 @@ class CachingAllocator:
         self.num_driver_calls = 0
         self.small = Pool(small=True)
         self.large = Pool(small=False)
-        self._next_address = 1 << 21
+        self._next_address = _FIRST_ADDRESS
         if expandable_segments:
             for pool in (self.small, self.large):
                 segment = Block(self._next_address, _ADDRESS_SPACE_BYTES)
@@ -76,7 +77,11 @@ class CachingAllocator:
         expandable = self.expandable_segments
         block = pool.take_best_fit_expandable(size) if expandable else pool.take_best_fit(size)
         if block is None:
-            block = self._from_driver(pool, size) or self._tried_again(pool, size)
+            block = self._from_driver(pool, size)
+            if block is None:
+                self.num_retries += 1
+                self.empty_cache()
+                block = self._from_driver(pool, size)
             if block is None:
                 raise OutOfDeviceMemory(size_bytes)
         remaining = block.size - size
@@ -131,11 +136,6 @@ class CachingAllocator:
                 last.prev = block
 
     # What the driver is asked for.
-
-    def _tried_again(self, pool: Pool, size: int) -> Block | None:
-        self.num_retries += 1
-        self.empty_cache()
-        return self._from_driver(pool, size)
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:
         if self.expandable_segments:
@@ -205,7 +205,7 @@ class CachingAllocator:
     def _unmap(self, block: Block, pool: Pool) -> None:
         """Give the whole pages inside a free block back; what is left at either end stays free."""
         page = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
-        base = self._segment_base(pool)
+        base = _FIRST_ADDRESS if pool.small else _FIRST_ADDRESS + _ADDRESS_SPACE_BYTES  # of its segment
         begin = base + -(-(block.address - base) // page) * page
         end = base + (block.address + block.size - base) // page * page
         if begin >= end:
@@ -221,10 +221,6 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
         self._merge_neighbours(block, pool)
         pool.insert_unmapped(block)
-
-    def _segment_base(self, pool: Pool) -> int:
-        first = 1 << 21
-        return first if pool.small else first + _ADDRESS_SPACE_BYTES
 
 
 def segment_size(size_bytes: int) -> int:

@@ -40,6 +40,15 @@ def spec_of(model: Any) -> ModelSpec:
     return spec_from_config(raw, **names) if supported else spec_of_model(model, raw, **names)
 
 
+_RANK_ARGUMENTS = {
+    "shared": "r",
+    "rotations": "oft_block_size",
+    "prompt": "num_virtual_tokens",
+    "prefix": "num_virtual_tokens",
+}
+"""Form of an adapter -> peft's name of its size."""
+
+
 def peft_config(model: Any, setup: TrainSetup) -> Any:
     """The configuration of the setup's adapter.
 
@@ -56,7 +65,7 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
         settings["target_modules"] = target_modules(model, setup.lora_targets, seeing=setup.builds_encoders)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
         if setup.trained_layers:
-            settings["layers_to_transform"] = trained_layers(model.config, setup)
+            settings["layers_to_transform"] = _trained_layers(model, setup)
             if isinstance(settings["target_modules"], str):  # which peft refuses beside the layers' numbers
                 linears = [linear for kind in spec_of(model).layer_kinds for linear in kind.linears]
                 settings["target_modules"] = sorted({linear.name.rpartition(".")[2] for linear in linears})
@@ -65,43 +74,34 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     if row.form == "low-rank":
         size = {"init_r": setup.lora_rank} if row.name == "adalora" else {"r": setup.lora_rank}
         settings |= {**size, "lora_alpha": 2 * setup.lora_rank, "lora_dropout": setup.lora_dropout, "bias": "none"}
-    elif row.form == "shared":
-        settings["r"] = setup.lora_rank
-    elif row.form == "rotations":
-        settings["oft_block_size"] = setup.lora_rank
+    elif row.form in _RANK_ARGUMENTS:
+        settings[_RANK_ARGUMENTS[row.form]] = setup.lora_rank
     elif row.form == "scales":
         settings["feedforward_modules"] = scaled_inputs(spec_of(model), settings["target_modules"])
-    elif row.form in ("prompt", "prefix"):
-        settings["num_virtual_tokens"] = setup.lora_rank
     elif row.form == "norms":
-        spec = spec_of(model)
-        settings["target_modules"] = norm_modules(model, spec)
+        settings["target_modules"] = _norm_modules(model)
     elif row.form == "rows":
         settings["token_indices"] = list(range(setup.lora_rank))
     return getattr(peft, row.config)(**settings)
 
 
-def trained_layers(config: Any, setup: TrainSetup) -> list[int]:
-    """Numbers of the layers that train."""
-    return list(layer_numbers(setup.trained_layers, num_layers(config)))
+def _trained_layers(model: Any, setup: TrainSetup) -> list[int]:
+    return list(layer_numbers(setup.trained_layers, num_layers(model.config)))
 
 
 def freeze_others(model: Any, setup: TrainSetup) -> None:
     """Freezes whatever is no trained layer's (LLaMA-Factory 0.9 `_setup_freeze_tuning`)."""
     named = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-    trained = set(trained_layers(model.config, setup))
+    trained = set(_trained_layers(model, setup))
     for name, parameter in model.named_parameters():
         match = named.search(f".{name}")
         parameter.requires_grad_(match is not None and int(match[1]) in trained)
         if parameter.requires_grad and setup.widens_trained:
             parameter.data = parameter.data.to(torch.float32)
-    if setup.checkpointing and setup.trainer.checkpoints_trained:
-        _checkpoint_trained(model)
-
-
-def _checkpoint_trained(model: Any) -> None:
-    """Checkpoints the trained layers alone and makes their input, not the embeddings, ask for gradients (LLaMA-Factory
-    0.9.5 `get_custom_gradient_checkpointing_func`)."""
+    if not (setup.checkpointing and setup.trainer.checkpoints_trained):
+        return
+    # the trained layers alone are checkpointed, and their input, not the embeddings, asks for gradients (LLaMA-Factory
+    # 0.9.5 `get_custom_gradient_checkpointing_func`)
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.disable_input_require_grads()
@@ -116,8 +116,9 @@ def _ask(_: Any, inputs: tuple[Any, ...]) -> None:
     inputs[0].requires_grad_(True)
 
 
-def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
+def _norm_modules(model: Any) -> list[str]:
     """Full names of the norms that LN-tuning trains."""
+    spec = spec_of(model)
     inside = {norm.name for layer in spec.layer_kinds for norm in layer.norms if of_tokens(norm)}
     names = [name for name, _ in model.named_modules()]
     layers = [name for name in names if any(name.endswith(f".{norm_name}") for norm_name in inside)]

@@ -9,8 +9,8 @@ Source: PyTorch 2.13, aten/src/ATen/autocast_mode.h (AT_FORALL_*) and autocast_m
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, wraps
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -152,14 +152,8 @@ def _register() -> tuple[Any, ...]:
     fallback.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
     library = torch.library.Library("aten", "IMPL", _KEY_NAME)
     key_set = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY_NAME))
-    policies = (
-        (LOWER_PRECISION, "lower"),
-        (FP32, "fp32"),
-        (FP32_SET_OPT_DTYPE, "set"),
-        (FP32_APPEND_DTYPE, "append"),
-        (PROMOTE, "promote"),
-    )
-    for names, policy in policies:
+    lists = (LOWER_PRECISION, FP32, FP32_SET_OPT_DTYPE, FP32_APPEND_DTYPE, PROMOTE)
+    for policy, names in zip(("lower", "fp32", "set", "append", "promote"), lists, strict=True):
         for name in names:
             base, _, overload = name.partition(".")
             packet = getattr(torch.ops.aten, base, None)
@@ -203,7 +197,7 @@ def without_casts() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY_NAME)))
 
 
-class _Autocast:
+class _Autocast(ContextDecorator):
     """Stands in for `torch.autocast` while the emulation is installed: libraries switch autocast off around rotary
     tables, and checkpointing switches it on again for the recomputation."""
 
@@ -214,27 +208,17 @@ class _Autocast:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        self._args = (dtype or _State.dtype, enabled, _State.cache_enabled if cache_enabled is None else cache_enabled)
+        caches = _State.cache_enabled if cache_enabled is None else cache_enabled
+        self._make = partial(emulated_autocast, dtype or _State.dtype, enabled=enabled, cache_enabled=caches)
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> "_Autocast":
-        dtype, enabled, cache_enabled = self._args
-        self._context = emulated_autocast(dtype, enabled=enabled, cache_enabled=cache_enabled)
-        self._context.__enter__()
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._context.__exit__(*exc)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As a decorator, which is how Accelerate wraps a model's forward."""
-        dtype, enabled, cache_enabled = self._args
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with emulated_autocast(dtype, enabled=enabled, cache_enabled=cache_enabled):
-                return function(*args, **kwargs)
-
-        return call
+        self._entered.pop().__exit__(*exc)
 
 
 def emulation_installed() -> AbstractContextManager[None]:

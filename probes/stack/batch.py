@@ -8,7 +8,7 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.configs import has_audio
 from probes.stack.dtypes import DTYPES
-from probes.stack.images import image_inputs, waiting_pixels
+from probes.stack.images import encoder_for, image_inputs, pixels
 
 SAMPLES_PER_SEQUENCE = 4
 """A packed sequence is filled with this many samples of equal length."""
@@ -47,13 +47,7 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     labels = ids.clone()
     if has_audio(config):
         return Batch(model_inputs={"input_features": clips(setup, config, device)}, labels=labels)
-    if config.is_encoder_decoder:
-        mask = torch.ones(shape, dtype=torch.int64, device=device)
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if device.type != "meta":
-            inputs["attention_mask"] = mask
-        return Batch(model_inputs=inputs, labels=labels, held=(mask,))
-    if setup.packing and setup.trainer.masks_samples:
+    if setup.packing and setup.trainer.masks_samples and not config.is_encoder_decoder:
         sample = max(1, tokens // SAMPLES_PER_SEQUENCE)
         positions = (torch.arange(tokens, device=device) % sample).repeat(seqs).reshape(shape)
         if not flat:
@@ -61,8 +55,8 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
             return Batch(model_inputs={"input_ids": ids, "attention_mask": apart}, labels=labels)
         return Batch(model_inputs={"input_ids": ids, "position_ids": positions}, labels=labels)
     mask = torch.ones(shape, dtype=torch.int64, device=device)
-    inputs = {"input_ids": ids}
-    if setup.images is not None:
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if setup.images is not None and not config.is_encoder_decoder:
         inputs |= image_inputs(setup, config, ids)
     if device.type != "meta":
         inputs["attention_mask"] = mask
@@ -85,6 +79,10 @@ def waiting_inputs(setup: TrainSetup, config: Any, device: torch.device | str, *
 
     Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
     """
+    more = range(setup.accumulation_steps - num_made)
     if has_audio(config):
-        return [clips(setup, config, device) for _ in range(setup.accumulation_steps - num_made)]
-    return waiting_pixels(setup, config, device, num_made=num_made)
+        return [clips(setup, config, device) for _ in more]
+    if setup.images is None:
+        return []
+    encoder = encoder_for(setup, config)
+    return [tensor for _ in more for tensor in pixels(setup, encoder, device).values()]

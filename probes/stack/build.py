@@ -3,9 +3,8 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from planner.memory.attention_kernels import left_unnamed
 from planner.options.objectives import Head
 from planner.setup import TrainSetup
+from probes.patching import replaced
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import has_audio, load_config, truncated_config
 from probes.stack.dtypes import DTYPES
@@ -50,7 +50,6 @@ def build_model(
 
 
 def _quantize(model: Any, setup: TrainSetup) -> None:
-    """Puts quantized modules, and where they are asked for experts, into the place of the base's."""
     dtype = DTYPES[setup.weight_dtype]
     packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8  # shardable like the rest
     quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
@@ -85,31 +84,24 @@ def build_from_config(
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if setup.checkpointing:
             enable_checkpointing(model, setup)
-        model = _trainable(model, setup, device)
+        if setup.method != "full":
+            # on meta new modules are not initialised, which takes as long as making them
+            initialisers = _INITIALISERS if device.type == "meta" else ()
+            uninitialised = replaced((torch.nn.init, name, lambda tensor, *_, **__: tensor) for name in initialisers)
+            with torch.device(device), uninitialised:
+                model = add_adapters(model, setup)
+            if setup.checkpointing:
+                model.enable_input_require_grads()
+        elif setup.trained_layers:
+            freeze_others(model, setup)
+        elif setup.frozen_encoder:
+            model.freeze_encoder()
     apply_kernels(model, setup)
     model.train()
     return model
 
 
-def _trainable(model: Any, setup: TrainSetup, device: torch.device) -> Any:
-    """The model with the setup's adapters, or with what it does not train frozen."""
-    if setup.method != "full":
-        with torch.device(device), _without_values() if device.type == "meta" else nullcontext():
-            model = add_adapters(model, setup)
-        if setup.checkpointing:
-            model.enable_input_require_grads()
-    elif setup.trained_layers:
-        freeze_others(model, setup)
-    elif setup.frozen_encoder:
-        model.freeze_encoder()
-    return model
-
-
-def _without_values() -> Any:
-    """Within it new modules on meta are not initialised, which takes as long as making them."""
-    names = ("kaiming_uniform_", "normal_", "uniform_", "zeros_")
-    left_alone: dict[str, Any] = dict.fromkeys(names, lambda tensor, *_, **__: tensor)
-    return mock.patch.multiple(torch.nn.init, **left_alone)
+_INITIALISERS = ("kaiming_uniform_", "normal_", "uniform_", "zeros_")
 
 
 def build_reference(
@@ -152,10 +144,14 @@ def bare_model(
     if head == "score":
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
-    name = None if left_unnamed(config.to_dict(), attention) else attention
+    named = None if left_unnamed(config.to_dict(), attention) else attention
     with timm_encoders(config.model_type), torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, attn_implementation=name)
-    _all_on_meta(model, dtype)
+        model = auto.from_config(config, dtype=dtype, attn_implementation=named)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type != "meta":  # old classes ask for the host (`torch.FloatTensor(...)` in XLNet)
+                made = torch.empty_like(parameter, dtype=dtype, device="meta")
+                setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
     if dtype is torch.float16:
         keep += list(getattr(model, "_keep_in_fp32_modules", None) or [])
@@ -164,16 +160,6 @@ def bare_model(
             if any(part in name.split(".") for part in keep):
                 parameter.data = parameter.data.to(torch.float32)
     return model
-
-
-def _all_on_meta(model: Any, dtype: torch.dtype) -> None:
-    """Puts on meta, in the model's type, what old classes make on the host whatever device is asked for
-    (`torch.FloatTensor(...)` in XLNet)."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.device.type != "meta":
-                made = torch.empty_like(parameter, dtype=dtype, device="meta")
-                setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
 def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
@@ -227,22 +213,14 @@ def fill_random(tensor: torch.Tensor, name: str, class_name: str, generator: tor
         tensor.normal_(0.0, 0.02, generator=generator)
 
 
-class _OnHost:
-    """A meta tensor as the host keeps it: its shape and type, no bytes on the device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
-
-    def back(self) -> torch.Tensor:
-        """A new tensor on the device."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-
 def _offloaded(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' checkpoint under `save_on_cpu`, for meta tensors."""
+    """transformers' checkpoint under `save_on_cpu`, for meta tensors: the host keeps their shape and type alone."""
     from torch.utils.checkpoint import checkpoint
 
-    with torch.autograd.graph.saved_tensors_hooks(_OnHost, lambda saved: saved.back()):
+    def to_host(tensor: torch.Tensor) -> Any:
+        return partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    with torch.autograd.graph.saved_tensors_hooks(to_host, lambda saved: saved()):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

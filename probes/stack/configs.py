@@ -143,13 +143,12 @@ def layers_of(model: Any) -> list[Any]:
     """The decoder layers of a built model in order; for an encoder-decoder, encoder then decoder."""
     from torch import nn
 
-    base = model
     if model.config.is_encoder_decoder:
         halves = (model.get_encoder(), model.get_decoder())
         return [layer for half in halves for layer in getattr(half, "layers", None) or half.block]
     lists: list[tuple[str, Any]] = [
         (name, module)
-        for name, module in base.named_modules()
+        for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and not any(part in name for part in _NO_TEXT)
     ]
     with suppress(ValueError):

@@ -24,7 +24,12 @@ def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
     """
     inner = inner_model(model)
     if setup.before_transformers(4, 43):
-        _add_rotary_tables(inner, DTYPES[setup.weight_dtype])
+        text, dtype = inner.config.get_text_config(), DTYPES[setup.weight_dtype]
+        fraction = (text.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        width = int((getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) * fraction)
+        for layer in layers_of(inner):
+            table = torch.empty(2, text.max_position_embeddings, width, dtype=dtype, device=inner.device)
+            layer.register_buffer("positions_table", table, persistent=False)
     if setup.trainer.one_kernel_gelu:  # another's own model code, not an older one
         for module in inner.modules():
             if type(module).__name__ == "NewGELUActivation":
@@ -37,26 +42,13 @@ def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
             stack.enter_context(mock.patch.object(MatMul4Bit, "forward", forward))
         if setup.repeats_keys:
             place = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
-            stack.enter_context(mock.patch(place, _repeating))
+            stack.enter_context(mock.patch(place, lambda *_: False))  # noqa: PT008 - a Mock would keep its calls
         if setup.copies_logits:
             inner.loss_function = _shifting_loss
             if setup.before_transformers(4, 46):
                 head = inner.get_output_embeddings()
                 stack.callback(head.register_forward_hook(lambda _head, _inputs, logits: logits.float()).remove)
         yield
-
-
-def _repeating(*_: Any) -> bool:  # a Mock would keep what it is called with
-    return False
-
-
-def _add_rotary_tables(inner: Any, dtype: torch.dtype) -> None:
-    text = inner.config.get_text_config()
-    fraction = (text.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    width = int((getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) * fraction)
-    for layer in layers_of(inner):
-        table = torch.empty(2, text.max_position_embeddings, width, dtype=dtype, device=inner.device)
-        layer.register_buffer("positions_table", table, persistent=False)
 
 
 def _keeping_input(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """The head of a model in its trainer's own form: from the last hidden states to a loss, or to log-probabilities."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -48,21 +49,12 @@ def head_loss(
     return {"loss": (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, padded.view(-1))}
 
 
-@contextmanager
-def _running(inner: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    inner.forward = forward
-    try:
-        yield
-    finally:
-        del inner.forward
-
-
-def headless(inner: Any, head_loss: Callable[..., Any]) -> AbstractContextManager[None]:
+def headless(inner: Any, head_loss: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
 
     backbone = inner.base_model
     if backbone is inner:  # Llama 4's text class names its parts otherwise than its prefix says
-        backbone = owner_of(inner, layers_of(inner)[0])
+        backbone = backbone_of(inner)
 
     def forward(*args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
         if inner.config.is_encoder_decoder:
@@ -71,10 +63,10 @@ def headless(inner: Any, head_loss: Callable[..., Any]) -> AbstractContextManage
         outputs = backbone(*args, **kwargs)
         return head_loss(outputs[0], labels)
 
-    return _running(inner, forward)
+    return mock.patch.object(inner, "forward", forward)
 
 
-def pooled(inner: Any) -> AbstractContextManager[None]:
+def pooled(inner: Any) -> AbstractContextManager[Any]:
     """Within it, a model without a head returns its hidden states and their mean over each sequence.
 
     Source: sentence-transformers 6.2 `Transformer.forward`, `Pooling._forward_padded`: the product with the mask in the
@@ -89,10 +81,11 @@ def pooled(inner: Any) -> AbstractContextManager[None]:
         mean = ((hidden * mask).sum(dim=1, dtype=torch.float32) / num).to(hidden.dtype)
         return {"token_embeddings": hidden, "sentence_embedding": mean}
 
-    return _running(inner, forward)
+    return mock.patch.object(inner, "forward", forward)
 
 
-def owner_of(model: Any, layer: Any) -> Any:
-    """The module that holds the list of layers and runs it: the decoder, whatever wraps it."""
-    path = next(name for name, module in model.named_modules() if module is layer)
+def backbone_of(model: Any) -> Any:
+    """The module that holds the list of (the decoder's) layers and runs it, whatever wraps it."""
+    last = layers_of(model)[-1]
+    path = next(name for name, module in model.named_modules() if module is last)
     return model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])

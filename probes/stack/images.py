@@ -1,7 +1,7 @@
 """The pictures of a micro-batch as the model's forward takes them, and what lets an encoder run on meta tensors."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ def encoder_for(setup: TrainSetup, config: Any) -> Encoder:
     """The encoder of a built model's configuration for the setup's pictures."""
     assert setup.images is not None
     text = config.get_text_config()
-    raw = config.to_dict()
     spec = ModelSpec(
         model_id=config.model_type,
         model_type=config.model_type,
@@ -37,21 +36,9 @@ def encoder_for(setup: TrainSetup, config: Any) -> Encoder:
         embeddings=(),
         head=None,
         tied=False,
-        config=raw,
+        config=config.to_dict(),
     )
     return encoder_of(spec, setup.images)
-
-
-def pixel_shape(setup: TrainSetup, encoder: Encoder) -> tuple[int, ...]:
-    """Of `pixel_values` of one micro-batch."""
-    assert setup.images is not None
-    samples, frames = setup.micro_batch_seqs, setup.images.num * encoder.frames
-    if encoder.positions:
-        return (samples * frames, *encoder.shape)
-    if len(encoder.shape) == 2:
-        return samples * frames * encoder.shape[0], encoder.shape[1]
-    apart = encoder.masked_pixels or len(encoder.shape) == 4  # of tiles
-    return (samples, frames, *encoder.shape) if apart else (samples * frames, *encoder.shape)
 
 
 def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -63,7 +50,7 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     encoder, device = encoder_for(setup, config), ids.device
     num = setup.images.num * encoder.tokens
     ids[:, :num] = int(config.image_token_id)
-    inputs = _pixels(setup, encoder, device)
+    inputs = pixels(setup, encoder, device)
     all_images = setup.micro_batch_seqs * setup.images.num
     if config.model_type.startswith("qwen"):
         inputs["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
@@ -87,28 +74,23 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     return inputs
 
 
-def _pixels(setup: TrainSetup, encoder: Encoder, device: torch.device | str) -> dict[str, Any]:
+def pixels(setup: TrainSetup, encoder: Encoder, device: torch.device | str) -> dict[str, Any]:
     """The pixels of one micro-batch and, where the processor makes one, their mask. They are no zeros: frames of zeros
     are left out as padding (Idefics 3)."""
-    shape = pixel_shape(setup, encoder)
+    assert setup.images is not None
+    samples, frames = setup.micro_batch_seqs, setup.images.num * encoder.frames
+    apart = encoder.masked_pixels or len(encoder.shape) == 4  # of tiles
+    shape: tuple[int, ...] = (samples, frames, *encoder.shape) if apart else (samples * frames, *encoder.shape)
+    if encoder.positions:
+        shape = (samples * frames, *encoder.shape)
+    elif len(encoder.shape) == 2:
+        shape = (samples * frames * encoder.shape[0], encoder.shape[1])
     inputs = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
     if encoder.masked_pixels:
         inputs["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
     if encoder.positions:
         inputs["image_position_ids"] = torch.zeros((*shape[:2], 2), dtype=torch.int64, device=device)
     return inputs
-
-
-def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *, num_made: int) -> list[torch.Tensor]:
-    """The pixels of a step's further micro-batches, which lie on the device from its beginning on.
-
-    Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
-    """
-    if setup.images is None:
-        return []
-    encoder = encoder_for(setup, config)
-    more = setup.accumulation_steps - num_made
-    return [tensor for _ in range(more) for tensor in _pixels(setup, encoder, device).values()]
 
 
 @contextmanager
@@ -133,7 +115,7 @@ def _without_values(model: Any, module: Any, encoder: Encoder, rows: int) -> Ite
     """In the place of what looks at values that meta tensors have not."""
     for submodule in model.modules():
         if hasattr(submodule, "_deepstack_process"):
-            yield submodule, "_deepstack_process", _deepstack(rows)
+            yield submodule, "_deepstack_process", partial(_deepstack, rows)
         if encoder.masked_pixels and hasattr(submodule, "connector"):
             yield submodule, "get_image_features", partial(_idefics_features, submodule)
     if encoder.masked_pixels:
@@ -180,33 +162,26 @@ def _moved(function: Any, device: torch.device) -> Any:
     def on_device(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             outputs = function(*args, **kwargs)
-            if isinstance(outputs, tuple):
-                outputs = tuple(_ends(tensor) if tensor.dtype is torch.int32 else tensor for tensor in outputs)
+            if isinstance(outputs, tuple) and device.type == "meta":
+                # of windows the first and last edge: one call instead of hundreds takes as many bytes
+                outputs = tuple(tensor[[0, -1]] if tensor.dtype is torch.int32 else tensor for tensor in outputs)
         if isinstance(outputs, torch.Tensor):
             return outputs.to(device)
         return tuple(tensor if tensor.dtype is torch.int32 else tensor.to(device) for tensor in outputs)
 
-    def _ends(lengths: torch.Tensor) -> torch.Tensor:
-        """Of windows on meta the first and last edge: one call instead of hundreds takes as many bytes."""
-        return lengths[[0, -1]] if device.type == "meta" else lengths
-
     return on_device
 
 
-def _deepstack(rows: int) -> Any:
+def _deepstack(rows: int, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """Qwen3-VL's addition of inner features to the pictures' `rows`, without a look at where they are.
 
     Source: transformers 5.23 `Qwen3VLTextModel._deepstack_process`.
     """
-
-    def process(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        features = features.to(hidden.device, hidden.dtype)
-        hidden = hidden.clone()
-        local = hidden.view(-1, hidden.shape[-1])[:rows].clone() + features
-        hidden.view(-1, hidden.shape[-1])[:rows] = local
-        return hidden
-
-    return process
+    features = features.to(hidden.device, hidden.dtype)
+    hidden = hidden.clone()
+    local = hidden.view(-1, hidden.shape[-1])[:rows].clone() + features
+    hidden.view(-1, hidden.shape[-1])[:rows] = local
+    return hidden
 
 
 class _HostNumbers:
@@ -217,7 +192,6 @@ class _HostNumbers:
 
     @staticmethod
     def as_tensor(values: Any, device: Any = None) -> torch.Tensor:
-        """On the host whatever was asked."""
         with _disable_current_modes():
             return torch.as_tensor(values)
 
@@ -244,5 +218,4 @@ def deep_layers(setup: TrainSetup, config: Any) -> int:
     """Decoder layers at the start that are given features of the encoder's inner layers, and so behave otherwise."""
     if setup.images is None:
         return 0
-    vision: Mapping[str, Any] = config.vision_config.to_dict()
-    return len(vision.get("deepstack_visual_indexes") or ())
+    return len(config.vision_config.to_dict().get("deepstack_visual_indexes") or ())

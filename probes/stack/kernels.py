@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
@@ -64,8 +65,19 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
     if not parts:
         return
     device = next(model.parameters()).device.type
-    if device != "meta":
-        _apply_liger(inner, setup, device)
+    if device != "meta":  # Liger's own switch, as the Trainer throws it; the loss is the step's
+        if setup.kernels == "fused":
+            raise KernelsMissing("fused LoRA kernels run in Axolotl or Unsloth, not in a probe")
+        if any(find_spec(name) is None for name in NEEDS):
+            raise KernelsMissing(f"kernels 'liger' need liger-kernel and Triton: {packages_command('liger-kernel')}")
+        if device == "cpu":
+            raise KernelsMissing("kernels 'liger' are Triton's, which run on a GPU only")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        options = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        if "gated" not in parts:
+            options["swiglu"] = False
+        _apply_liger_kernel_to_instance(model=inner, **options)
         return
     kind = inner.config.model_type
     for name, module in inner.named_modules():
@@ -74,7 +86,7 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
             of_head = leaf in ("q_norm", "k_norm")
             if ("head-norm" if of_head else "norm") in parts:
                 last = name.count(".") < 2 and kind in IN_PLACE_FINAL
-                module.forward = MethodType(_norm_forward(kind not in OUT_OF_PLACE or last), module)
+                module.forward = MethodType(partial(_normed, kind not in OUT_OF_PLACE or last), module)
         elif "gated" in parts and hasattr(module, "down_proj") and leaf == "mlp":
             fused = "lora" in parts and all(_adapted(getattr(module, projection, None)) for projection in _MLP)
             module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
@@ -85,22 +97,6 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def _apply_liger(inner: Any, setup: TrainSetup, device: str) -> None:
-    """Liger's own switch, as the Trainer throws it; the loss is the step's."""
-    if setup.kernels == "fused":
-        raise KernelsMissing("fused LoRA kernels run in Axolotl or Unsloth, not in a probe")
-    if any(find_spec(name) is None for name in NEEDS):
-        raise KernelsMissing(f"kernels 'liger' need liger-kernel and Triton: {packages_command('liger-kernel')}")
-    if device == "cpu":
-        raise KernelsMissing("kernels 'liger' are Triton's, which run on a GPU only")
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    options = {"fused_linear_cross_entropy": False, "cross_entropy": False}
-    if "gated" not in parts_of("liger", inner.config.model_type):
-        options["swiglu"] = False
-    _apply_liger_kernel_to_instance(model=inner, **options)
-
-
 @contextmanager
 def running(inner: Any, setup: TrainSetup) -> Iterator[None]:
     """Within it the model class's module rotates queries and keys by the family's kernel (on meta)."""
@@ -109,7 +105,9 @@ def running(inner: Any, setup: TrainSetup) -> Iterator[None]:
     if not rotary or not hasattr(module, "apply_rotary_pos_emb") or next(inner.parameters()).device.type != "meta":
         yield
         return
-    with mock.patch.object(module, "apply_rotary_pos_emb", _rotate):
+    with mock.patch.object(
+        module, "apply_rotary_pos_emb", lambda q, k, cos, sin, *_, **__: _Rotary.apply(q, k, cos, sin)
+    ):
         yield
 
 
@@ -144,11 +142,8 @@ NUM_SMS = 132
 """Rows of the partial sums of a trained norm's gradient: a card's multiprocessors (an H100's; 2 MB at 4,096)."""
 
 
-def _norm_forward(in_place: bool) -> Any:
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return _Norm.apply(hidden_states, self.weight, in_place)
-
-    return forward
+def _normed(in_place: bool, self: Any, hidden_states: torch.Tensor) -> Any:
+    return _Norm.apply(hidden_states, self.weight, in_place)
 
 
 class _Rotary(torch.autograd.Function):  # type: ignore[misc]
@@ -166,10 +161,6 @@ class _Rotary(torch.autograd.Function):  # type: ignore[misc]
         dq, dk = (grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
         launched("liger.rope", [dq, dk, *ctx.saved_tensors], [dq, dk])
         return dq, dk, None, None
-
-
-def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _Rotary.apply(q, k, cos, sin)
 
 
 class _Gated(torch.autograd.Function):  # type: ignore[misc]
@@ -279,9 +270,9 @@ class _LoraLinears(torch.autograd.Function):  # type: ignore[misc]
         return into.view(x.shape), None, *adapter_grads
 
 
-def _apply_linears(modules: list[Any], x: torch.Tensor) -> Any:
+def _fused(function: Any, modules: list[Any], x: torch.Tensor) -> Any:
     parts = [_parts(module) for module in modules]
-    return _LoraLinears.apply(x, tuple(part[0] for part in parts), *(adapter for part in parts for adapter in part[1:]))
+    return function.apply(x, tuple(part[0] for part in parts), *(adapter for part in parts for adapter in part[1:]))
 
 
 def _fuse_attention(attention: Any) -> None:
@@ -291,7 +282,7 @@ def _fuse_attention(attention: Any) -> None:
     ready: dict[int, torch.Tensor] = {}
 
     def queries(self: Any, x: torch.Tensor) -> Any:
-        out, ready[1], ready[2] = _apply_linears(together, x)
+        out, ready[1], ready[2] = _fused(_LoraLinears, together, x)
         return out
 
     if all(map(_adapted, together)):
@@ -300,7 +291,7 @@ def _fuse_attention(attention: Any) -> None:
             projection.forward = MethodType(lambda self, x, place=place: ready.pop(place), projection)
     output: Any = getattr(attention, "o_proj", None)
     if _adapted(output):
-        output.forward = MethodType(lambda self, x: _apply_linears([self], x)[0], output)
+        output.forward = MethodType(lambda self, x: _fused(_LoraLinears, [self], x)[0], output)
 
 
 class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
@@ -330,5 +321,4 @@ class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _lora_mlp(self: Any, x: torch.Tensor) -> Any:
-    parts = [_parts(getattr(self, name)) for name in _MLP]
-    return _LoraMlp.apply(x, tuple(part[0] for part in parts), *(adapter for part in parts for adapter in part[1:]))
+    return _fused(_LoraMlp, [getattr(self, name) for name in _MLP], x)

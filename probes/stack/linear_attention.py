@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from planner.core.install import packages_command
 from planner.setup import TrainSetup
@@ -50,8 +51,8 @@ def gated_delta_rule(inner: Any, setup: TrainSetup) -> Iterator[None]:
 
 
 def chunk_gated_delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor, **_: Any
-) -> tuple[torch.Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
     """fla's function of this name in training: queries and keys normalized within, no state before or after.
 
     Shapes: query, key [seqs, tokens, key heads, key size]; value [seqs, tokens, value heads, value size]; g, beta
@@ -65,12 +66,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
     all chunks are made again in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        given = [
-            tensor.contiguous() for tensor in (q, k, v, g, beta)
-        ]  # copies live to the end, as in fla's `input_guard`
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        # copies live to the end, as in fla's `input_guard`
+        given = [tensor.contiguous() for tensor in (q, k, v, g, beta)]
         q, q_rows = _l2norm(given[0])
         k, k_rows = _l2norm(given[1])
         v, g, beta = given[2], _chunk_sums(given[3]), given[4]
@@ -84,7 +82,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
         return out.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         q, q_rows, k, k_rows, v, g, beta, inverse = ctx.saved_tensors
         do = grads[0].contiguous()
         dq, dk, dv, dg, dbeta = _gradients(q, k, v, g, beta, inverse, do)
@@ -93,7 +91,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.to(g.dtype), dbeta.to(beta.dtype)
 
 
-def _l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """(the rows normalized, one fp32 a row)."""
     out = torch.empty_like(x)
     rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -101,21 +99,19 @@ def _l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, rows
 
 
-def _l2norm_backward(normed: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _l2norm_backward(normed: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
     out = torch.empty_like(normed)
     launched("fla.l2norm_bwd", [normed, rows, gradient], [out])
     return out
 
 
-def _chunk_sums(g: torch.Tensor) -> torch.Tensor:
+def _chunk_sums(g: Tensor) -> Tensor:
     out = torch.empty_like(g, dtype=torch.float32)
     launched("fla.chunk_local_cumsum_scalar", [g], [out])
     return out
 
 
-def _weighted(
-    k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, inverse: torch.Tensor, g: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighted(k: Tensor, v: Tensor, beta: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The WY form's w and u: keys and values of every value head times the chunk's inverse."""
     w = k.new_empty(*beta.shape, k.shape[-1])
     u = torch.empty_like(v)
@@ -123,7 +119,7 @@ def _weighted(
     return w, u
 
 
-def _states(k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _states(k: Tensor, w: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """(the state before each chunk [seqs, chunks, heads, key size, value size], values less what it foretells)."""
     seqs, tokens, heads, size = u.shape
     h = k.new_empty(seqs, -(-tokens // CHUNK), heads, k.shape[-1], size)
@@ -133,14 +129,8 @@ def _states(k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g: torch.Tensor) 
 
 
 def _gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    inverse: torch.Tensor,
-    do: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Those of normalized queries and keys, values, decays and beta."""
     w, u = _weighted(k, v, beta, inverse, g)
     h, new_values = _states(k, w, u, g)
@@ -154,9 +144,7 @@ def _gradients(
     dk2, dv, dbeta, dg2 = _through_weighted(k, v, beta, g, inverse, dw, dv)
     dk.add_(dk2)
     dg.add_(dg2)
-    sums = torch.empty_like(dg)
-    launched("fla.chunk_local_cumsum_scalar", [dg], [sums])
-    return dq, dk, dv, sums, dbeta
+    return dq, dk, dv, _chunk_sums(dg), dbeta
 
 
 KEY_TILE = 64
@@ -165,16 +153,8 @@ KEY_TILE = 64
 
 
 def _through_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    new_values: torch.Tensor,
-    w: torch.Tensor,
-    g: torch.Tensor,
-    h: torch.Tensor,
-    dv: torch.Tensor,
-    do: torch.Tensor,
-    dh: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, new_values: Tensor, w: Tensor, g: Tensor, h: Tensor, dv: Tensor, do: Tensor, dh: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, w and decay by the output; key heads that share are summed over their value heads."""
     dq, dk = torch.empty_like(w), torch.empty_like(w)
     dg = torch.empty(-(-k.shape[-1] // KEY_TILE), *g.shape, dtype=torch.float32, device=g.device)
@@ -186,14 +166,8 @@ def _through_chunks(
 
 
 def _through_weighted(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g: torch.Tensor,
-    inverse: torch.Tensor,
-    dw: torch.Tensor,
-    du: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor, inverse: Tensor, dw: Tensor, du: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of keys, values, beta and decay by the WY form."""
     dk = torch.empty_like(dw)
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
@@ -201,7 +175,7 @@ def _through_weighted(
     return _to_key_heads(dk, k), dv, dbeta, dg
 
 
-def _to_key_heads(gradient: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _to_key_heads(gradient: Tensor, k: Tensor) -> Tensor:
     """A gradient of every value head, summed over those that share a key head."""
     heads = k.shape[2]
     if gradient.shape[2] == heads:

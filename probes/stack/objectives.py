@@ -1,7 +1,7 @@
 """The losses of other objectives than supervised training, as their trainers compute them: which tensors live when."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,12 +54,10 @@ class LossInputs(NamedTuple):
     @contextmanager
     def before_training(self) -> Iterator[tuple[Any, Any]]:
         """The reference's inner model and forward. Source: TRL 1.16 `use_adapter`, `disable_gradient_checkpointing`."""
-        with ExitStack() as stack:
-            if self.reference is not None:
-                yield self.reference
-                return
-            stack.enter_context(self.model.disable_adapter())
-            stack.enter_context(without_checkpointing(self.inner))
+        if self.reference is not None:
+            yield self.reference
+            return
+        with self.model.disable_adapter(), without_checkpointing(self.inner):
             yield self.inner, self.forward
 
 
@@ -69,16 +67,13 @@ def dpo(inputs: LossInputs) -> torch.Tensor:
         return _dpo_whole(inputs)
     outputs = inputs.outputs(inputs.inner, inputs.forward)  # alive to the end, as the trainer's are
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2)
-    ref_chosen, ref_rejected = inputs.precomputed(chosen) if inputs.setup.precomputed_reference else _reference(inputs)
+    if inputs.setup.precomputed_reference:
+        ref_chosen, ref_rejected = inputs.precomputed(chosen)
+    else:
+        inputs.begin_forward()
+        with inputs.before_training() as reference:
+            ref_chosen, ref_rejected = inputs.log_probs(*reference).chunk(2)
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
-
-
-def _reference(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's log-probabilities of both halves."""
-    inputs.begin_forward()
-    with inputs.before_training() as reference:
-        chosen, rejected = inputs.log_probs(*reference).chunk(2)
-    return chosen, rejected
 
 
 def _dpo_whole(inputs: LossInputs) -> torch.Tensor:
@@ -167,14 +162,8 @@ def kto(inputs: LossInputs) -> torch.Tensor:
     return _kto_loss(good, bad, policy_kl, ref_good, ref_bad, reference_kl)
 
 
-def _kto_loss(
-    good: torch.Tensor,
-    bad: torch.Tensor,
-    policy_kl: torch.Tensor,
-    ref_good: torch.Tensor,
-    ref_bad: torch.Tensor,
-    reference_kl: torch.Tensor,
-) -> torch.Tensor:
+def _kto_loss(*values: torch.Tensor) -> torch.Tensor:
+    good, bad, policy_kl, ref_good, ref_bad, reference_kl = values
     kl = (policy_kl - reference_kl).mean().clamp(min=0)
     losses = (1 - torch.sigmoid(BETA * (good - ref_good - kl)), 1 - torch.sigmoid(BETA * (kl - (bad - ref_bad))))
     return torch.cat(losses).mean()
@@ -225,7 +214,10 @@ def classification(inputs: LossInputs) -> torch.Tensor:
 def embedding(inputs: LossInputs) -> torch.Tensor:
     """The contrastive loss of pairs: a forward for the anchors, one for what belongs to them, and for each anchor the
     others' as negatives. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
-    columns = _columns(inputs)
+    num = inputs.setup.seqs_per_sample
+    columns = [  # the micro-batch's anchors, what belongs to them, and their hard negatives
+        {name: tensor.chunk(num)[place] for name, tensor in inputs.batch.model_inputs.items()} for place in range(num)
+    ]
     if inputs.setup.cached_seqs:
         return _cached(inputs, columns)
     vectors = []
@@ -235,14 +227,6 @@ def embedding(inputs: LossInputs) -> torch.Tensor:
                 inputs.begin_forward()
             vectors.append(inputs.forward(**column)["sentence_embedding"])
     return _contrast(vectors)
-
-
-def _columns(inputs: LossInputs) -> list[dict[str, torch.Tensor]]:
-    """The micro-batch's anchors, what belongs to them, and their hard negatives."""
-    num = inputs.setup.seqs_per_sample
-    return [
-        {name: tensor.chunk(num)[place] for name, tensor in inputs.batch.model_inputs.items()} for place in range(num)
-    ]
 
 
 def _contrast(vectors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -55,18 +55,14 @@ def make_optimizer(
     module, _, cls = row.class_path.rpartition(".")
     optimizer = getattr(import_module(module), cls)(trainable, lr=_LEARNING_RATE, **row.arguments)
     if row.bitsandbytes and row.states.eight_bit:
-        _keep_wide(optimizer, {id(parameter) for parameter in wide})
+        # as bitsandbytes' `GlobalOptimManager` overrides it, for this optimizer alone: the manager is one per process
+        configured, kept = optimizer.get_config, {id(parameter) for parameter in wide}
+
+        def get_config(group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = configured(group_index, index, group)
+            if id(optimizer.param_groups[group_index]["params"][index]) in kept:
+                config["optim_bits"] = 32
+            return config
+
+        optimizer.get_config = get_config
     return optimizer
-
-
-def _keep_wide(optimizer: Any, wide: set[int]) -> None:
-    """As bitsandbytes' `GlobalOptimManager` overrides it, for this optimizer alone: the manager is one per process."""
-    configured = optimizer.get_config
-
-    def get_config(group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        config: dict[str, Any] = configured(group_index, index, group)
-        if id(optimizer.param_groups[group_index]["params"][index]) in wide:
-            config["optim_bits"] = 32
-        return config
-
-    optimizer.get_config = get_config

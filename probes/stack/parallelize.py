@@ -56,24 +56,16 @@ def layout_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Layo
     if setup.sharded_at_loading:
         return _at_loading(model, setup, device)
     if setup.parallel == "ddp":
-        return _ddp(model, device)
+        # As accelerate 1.15 `Accelerator.prepare_model`: its defaults (buckets of 25 MiB apart from the gradients, no
+        # search for unused parameters). Rank 0's weights are not sent to the others while it is built: all have the
+        # same already, and the copies for it (at most 2 x 250 MiB, gone before the first step) may or may not outlive
+        # the making of the buckets.
+        ids = [device.index] if device.type == "cuda" else None
+        module = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, init_sync=False)
+        return Layout(module=module, no_sync=module.no_sync)
     if setup.parallel == "fsdp2":
         return _fsdp2(model, setup, device)
     raise ValueError(f"parallel {setup.parallel!r} has no wrapper of PyTorch's own")
-
-
-def _ddp(model: Any, device: torch.device) -> Layout:
-    """Source: accelerate 1.15 `Accelerator.prepare_model`: DistributedDataParallel with its defaults (buckets of 25 MiB
-    apart from the gradients, no search for unused parameters).
-
-    Rank 0's weights are not sent to the others while it is built: all have the same already, and the copies for it (of
-    at most 2 x 250 MiB, gone before the first step) may or may not outlive the making of the buckets.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    ids = [device.index] if device.type == "cuda" else None
-    module = DistributedDataParallel(model, device_ids=ids, init_sync=False)
-    return Layout(module=module, no_sync=module.no_sync)
 
 
 def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:

@@ -15,7 +15,7 @@ from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
-from probes.stack.heads import owner_of
+from probes.stack.heads import backbone_of
 from probes.stack.parallelize import Layout
 from probes.stack.step import Mark
 
@@ -36,18 +36,12 @@ class StageModule(nn.Module):  # type: ignore[misc]
         self.in_backward = False
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        """One micro-batch."""
         self.in_backward = False
         self.tell("forward", None)
         named = {"input_ids" if self.first else "inputs_embeds": inputs}
         if self.last:
             return self.model(**named, use_cache=False).logits
         return backbone_of(self.model)(**named, use_cache=False)[0]
-
-
-def backbone_of(model: Any) -> Any:
-    """The decoder that holds the layers."""
-    return owner_of(model, layers_of(model)[0])
 
 
 def cut_stage(model: Any, *, first: bool, last: bool) -> StageModule:
@@ -81,18 +75,12 @@ def pipeline_layout(model: Any, setup: TrainSetup, stage: int, *, device: torch.
 
     degree = setup.pipeline_degree
     module = cut_stage(model, first=stage == 0, last=stage == degree - 1)
-    group = None
-    if setup.data_degree > 1:
-        group = _sharded(module, setup, device)
-    runner = PipelineStage(
-        module,
-        stage,
-        degree,
-        device,
-        input_args=_example(setup, model, ids=stage == 0),
-        output_args=_example(setup, model, logits=stage == degree - 1),
-        group=group,
-    )
+    group = _sharded(module, setup, device) if setup.data_degree > 1 else None
+    boundaries = {
+        "input_args": _example(setup, model, ids=module.first),
+        "output_args": _example(setup, model, logits=module.last),
+    }
+    runner = PipelineStage(module, stage, degree, device, **boundaries, group=group)
     return Layout(module=module, autocast=False, run=_Run(module, runner, setup))
 
 
@@ -164,7 +152,6 @@ class _Run:
             backbone_of(module.model).register_forward_hook(self._backbone_ends)
 
     def __call__(self, batches: list[Batch], mark: Mark) -> None:
-        """Runs every micro-batch of `batches` forward and backward."""
         module, stage = self._module, self._stage
         module.tell = mark
         module.in_backward = False

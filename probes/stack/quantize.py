@@ -4,6 +4,7 @@ On meta the packed weight and its statistics are made by hand, with the sizes th
 `int8_vectorwise_quant` give; on a real device random weights are really quantized.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,24 +55,41 @@ def quantize_modules(
     storage_dtype: torch.dtype,
     *,
     packed_dtype: torch.dtype = torch.uint8,
-) -> int:
-    """Replaces every quantizable module of `model`, which is on meta; returns how many. The packed weights stay on
-    meta until `materialize`.
+) -> None:
+    """Replaces every quantizable module of `model`, which is on meta; the packed weights stay there (`materialize`).
 
     Args:
         packed_dtype: type in which NF4 codes lie (bitsandbytes' quant_storage): one of the weights' own types where
             FSDP2 or ZeRO-3 shall cut them.
     """
-    replaced = 0
+    import bitsandbytes as bnb
+
+    nested = quantization == "nf4-double"
     for name in quantizable(model):
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name) if parent_name else model
         old = getattr(parent, leaf)
+        rows, cols = _shape(old)
+        new: Any
         if quantization == "int8":
-            new = _int8(old)
+            with torch.device("meta"):
+                new = bnb.nn.Linear8bitLt(cols, rows, old.bias is not None, has_fp16_weights=False, threshold=6.0)
+                codes = torch.empty((rows, cols), dtype=torch.int8)
+                scales = torch.empty(rows, dtype=torch.float32)
+            new.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
         else:
-            nested = quantization == "nf4-double"
-            new = _nf4(old, nested=nested, compute_dtype=compute_dtype, storage=storage_dtype, packed=packed_dtype)
+            with torch.device("meta"):
+                new = bnb.nn.Linear4bit(
+                    cols,
+                    rows,
+                    old.bias is not None,
+                    DTYPES[compute_dtype],
+                    compress_statistics=nested,
+                    quant_type="nf4",
+                    quant_storage=packed_dtype,
+                )
+            options = {"dtype": storage_dtype, "module": new, "packed_dtype": packed_dtype}
+            new.weight = meta_params4bit(rows, cols, nested=nested, **options)
         if old.bias is not None:
             new.bias = old.bias
         for key in ("is_hf_initialized", "_is_hf_initialized"):
@@ -80,11 +98,8 @@ def quantize_modules(
         new.training = old.training
         new.requires_grad_(False)
         setattr(parent, leaf, new)
-        replaced += 1
-    flags = {"int8": "is_loaded_in_8bit"}.get(quantization, "is_loaded_in_4bit")
-    setattr(model, flags, True)
+    setattr(model, "is_loaded_in_8bit" if quantization == "int8" else "is_loaded_in_4bit", True)
     model.is_quantized = True
-    return replaced
 
 
 def expert_stacks(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -97,9 +112,9 @@ def expert_stacks(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def quantize_experts(model: nn.Module, *, nested: bool) -> int:
+def quantize_experts(model: nn.Module, *, nested: bool) -> None:
     """Puts every stacked expert parameter of `model`, which is on meta, into NF4 as bitsandbytes does, by its own
-    parametrization; returns how many.
+    parametrization.
 
     Source: Axolotl 0.21 `monkeypatch/moe_quant.py` (three dimensions and "expert" in the name); bitsandbytes 0.50
     `nn/parametrize.py` replace_parameter_4bit.
@@ -107,8 +122,7 @@ def quantize_experts(model: nn.Module, *, nested: bool) -> int:
     from bitsandbytes.nn.parametrize import Bnb4bitParametrization, _register_parametrization_hooks
     from torch.nn.utils import parametrize
 
-    stacks = expert_stacks(model)
-    for module, name in stacks:
+    for module, name in expert_stacks(model):
         old = getattr(module, name)
         packed = meta_params4bit(old.numel() // old.shape[-1], old.shape[-1], nested=nested, dtype=old.dtype)
         state = packed.quant_state
@@ -116,25 +130,6 @@ def quantize_experts(model: nn.Module, *, nested: bool) -> int:
         setattr(module, name, nn.Parameter(packed.data, requires_grad=False))
         parametrize.register_parametrization(module, name, Bnb4bitParametrization(state), unsafe=True)
         _register_parametrization_hooks(module, name)
-    return len(stacks)
-
-
-def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype, packed: torch.dtype) -> Any:
-    import bitsandbytes as bnb
-
-    rows, cols = _shape(old)
-    with torch.device("meta"):
-        new = bnb.nn.Linear4bit(
-            cols,
-            rows,
-            old.bias is not None,
-            DTYPES[compute_dtype],
-            compress_statistics=nested,
-            quant_type="nf4",
-            quant_storage=packed,
-        )
-    new.weight = meta_params4bit(rows, cols, nested=nested, dtype=storage, module=new, packed_dtype=packed)
-    return new
 
 
 def meta_params4bit(
@@ -154,9 +149,25 @@ def meta_params4bit(
     Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
     (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.
     """
+    from bitsandbytes.functional import QuantState
+
+    blocks, floats, second = -(-rows * cols // _BLOCK), partial(torch.empty, dtype=torch.float32), None
     with torch.device(device):
         packed = torch.empty(((rows * cols + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
-        state = _quant_state(rows, cols, nested=nested, dtype=dtype, quant_type=quant_type)
+        code = floats(16)
+        if nested:
+            absmax = floats(-(-blocks // _NESTED_BLOCK))
+            second = QuantState(absmax=absmax, code=floats(256), blocksize=_NESTED_BLOCK, dtype=torch.float32)
+        state = QuantState(
+            absmax=torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+            shape=torch.Size((rows, cols)),
+            code=code,
+            blocksize=_BLOCK,
+            quant_type=quant_type,
+            dtype=dtype,
+            offset=floats(()) if nested else None,
+            state2=second,
+        )
     return _params4bit(packed, state, module)
 
 
@@ -177,44 +188,6 @@ def _params4bit(packed: torch.Tensor, state: Any, module: Any) -> Any:
         module=module,
         bnb_quantized=True,
     )
-
-
-def _quant_state(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, quant_type: str) -> Any:
-    """The statistics of a 4-bit weight on the current device."""
-    from bitsandbytes.functional import QuantState
-
-    blocks = -(-rows * cols // _BLOCK)
-    code = torch.empty(16, dtype=torch.float32)
-    second = None
-    if nested:
-        second = QuantState(
-            absmax=torch.empty(-(-blocks // _NESTED_BLOCK), dtype=torch.float32),
-            code=torch.empty(256, dtype=torch.float32),
-            blocksize=_NESTED_BLOCK,
-            dtype=torch.float32,
-        )
-    return QuantState(
-        absmax=torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
-        shape=torch.Size((rows, cols)),
-        code=code,
-        blocksize=_BLOCK,
-        quant_type=quant_type,
-        dtype=dtype,
-        offset=torch.empty((), dtype=torch.float32) if nested else None,
-        state2=second,
-    )
-
-
-def _int8(old: Any) -> Any:
-    import bitsandbytes as bnb
-
-    rows, cols = _shape(old)
-    with torch.device("meta"):
-        new = bnb.nn.Linear8bitLt(cols, rows, old.bias is not None, has_fp16_weights=False, threshold=6.0)
-        codes = torch.empty((rows, cols), dtype=torch.int8)
-        scales = torch.empty(rows, dtype=torch.float32)
-    new.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
-    return new
 
 
 def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -247,10 +220,10 @@ def random_nf4(
     import bitsandbytes as bnb
 
     plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
-    packed, real = bnb.functional.quantize_4bit(
+    made: tuple[torch.Tensor, Any] = bnb.functional.quantize_4bit(
         plain, blocksize=_BLOCK, compress_statistics=state.nested, quant_type="nf4", quant_storage=module.quant_storage
     )
-    return packed, real
+    return made
 
 
 def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> bool:

@@ -32,27 +32,20 @@ def real_loss(kind: str) -> Any | None:
     if any(find_spec(name) is None for name in _MODULES[kind]):
         return None
     try:
-        return _chunked() if kind == "chunked" else _liger()
+        if kind == "chunked":
+            from trl.kernels import ChunkedLogProbFunction
+        else:
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError:  # an older or newer library that keeps its kernel elsewhere
         return None
-
-
-def _chunked() -> Any:
-    from trl.kernels import ChunkedLogProbFunction
 
     def chunked(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
         outputs = ("entropy", "is_top1")
         values = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
         return values[0], values[1], values[4]
 
-    return chunked
-
-
-def _liger() -> Any:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
     def liger(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
         loss = liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias)
         return loss[0] if isinstance(loss, tuple) else loss
 
-    return liger
+    return chunked if kind == "chunked" else liger

@@ -28,21 +28,20 @@ def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: in
     inner.tie_weights()
     generator = torch.Generator(device=parameter_device).manual_seed(seed)
     for module in model.modules():
-        packed = is_nf4(module) and _fill_packed(module, device, generator)
+        if packed := is_nf4(module):
+            _fill_packed(module, device, generator)
         for name, parameter in module.named_parameters(recurse=False):
-            if packed and name == "weight":
-                parameter._is_hf_initialized = True
-                continue
-            part = getattr(parameter, "_local_tensor", parameter)
-            with torch.no_grad():
-                fill_random(part, name, type(module).__name__, generator)
+            if not (packed and name == "weight"):
+                part = getattr(parameter, "_local_tensor", parameter)
+                with torch.no_grad():
+                    fill_random(part, name, type(module).__name__, generator)
             parameter._is_hf_initialized = True
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(device)
     compute_buffers(inner)
 
 
-def _fill_packed(module: Any, device: torch.device, generator: torch.Generator) -> bool:
+def _fill_packed(module: Any, device: torch.device, generator: torch.Generator) -> None:
     """Quantizes one random matrix whole, keeps this rank's part of its codes, and its statistics whole, as the trainer
     does (the codes alone are a parameter that FSDP2 cuts). Every rank makes the same matrix."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -57,7 +56,6 @@ def _fill_packed(module: Any, device: torch.device, generator: torch.Generator) 
         else:
             shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
             part.copy_(packed[offset[0] : offset[0] + shape[0]])
-    return True
 
 
 def whole_quantized_bytes(model: Any) -> int:

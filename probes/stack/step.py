@@ -17,7 +17,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
-from probes.stack.heads import head_loss, headless, owner_of
+from probes.stack.heads import backbone_of, head_loss, headless
 from probes.stack.images import seeing
 from probes.stack.kernels import running as kernels_running
 from probes.stack.linear_attention import gated_delta_rule
@@ -69,23 +69,21 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = No
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """
     device_type = next(model.parameters()).device.type
-    forward: Callable[..., Any] = model.__call__ if layout is None else layout.module.__call__
-    reference_forward = None if reference is None else reference.__call__
-    if layout is None or layout.autocast:
-        forward = _under_autocast(forward, setup, device_type)
-        reference_forward = (
-            None if reference_forward is None else _under_autocast(reference_forward, setup, device_type)
-        )
+
+    def called(module: Any) -> Callable[..., Any]:
+        plain: Callable[..., Any] = module.__call__
+        return _under_autocast(plain, setup, device_type) if layout is None or layout.autocast else plain
+
     return Trainer(
         model=model,
         inner=inner_model(model),
         setup=setup,
         optimizer=optimizer,
-        forward=forward,
+        forward=called(model if layout is None else layout.module),
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
         no_sync=nullcontext if layout is None else layout.no_sync,
-        reference=None if reference is None else (reference, reference_forward),
+        reference=None if reference is None else (reference, called(reference)),
     )
 
 
@@ -97,8 +95,8 @@ def _under_autocast(plain: Callable[..., Any], setup: TrainSetup, device_type: s
         return plain
     dtype = DTYPES[setup.autocast_dtype]
 
-    def under_autocast(**inputs: Any) -> Any:
-        with autocast_context(device_type, dtype):
+    def under_autocast(**inputs: Any) -> Any:  # real on a GPU, CUDA's lists emulated elsewhere
+        with torch.autocast(device_type, dtype=dtype) if device_type == "cuda" else emulated_autocast(dtype):
             return plain(**inputs)
 
     return ConvertOutputsToFp32(under_autocast) if setup.trainer.widens_outputs else under_autocast
@@ -109,11 +107,6 @@ def make_scaler(setup: TrainSetup, device_type: str) -> Any:
     if setup.autocast_dtype != "fp16":
         return None
     return torch.amp.GradScaler("cuda") if device_type == "cuda" else EmulatedScaler(device_type)
-
-
-def autocast_context(device_type: str, dtype: torch.dtype) -> Any:
-    """Real autocast on a GPU, CUDA's lists emulated elsewhere."""
-    return torch.autocast(device_type, dtype=dtype) if device_type == "cuda" else emulated_autocast(dtype)
 
 
 class EmulatedScaler:
@@ -128,7 +121,6 @@ class EmulatedScaler:
         self._growth = torch.full((), 0, dtype=torch.int32, device=device_type)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale."""
         return loss * self._scale
 
     def unscale_(self, optimizer: Any) -> None:
@@ -141,11 +133,9 @@ class EmulatedScaler:
                     parameter.grad.mul_(inverse)
 
     def step(self, optimizer: Any) -> None:
-        """The optimizer's step (nothing overflows here)."""
         optimizer.step()
 
-    def update(self) -> None:
-        """Nothing to adapt."""
+    update = staticmethod(nothing)
 
 
 def train_step(
@@ -211,23 +201,16 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
     if (own_loss := OBJECTIVE_LOSSES.get(setup.objective)) is not None:
-        loss_inputs = LossInputs(
-            setup,
-            batch,
-            trainer.model,
-            trainer.inner,
-            trainer.forward,
-            trainer.reference,
-            partial(tell, "forward", None),
-        )
-        return own_loss(loss_inputs)
+        asked = trainer.model, trainer.inner, trainer.forward, trainer.reference
+        return own_loss(LossInputs(setup, batch, *asked, partial(tell, "forward", None)))
     if setup.loss == "full":
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:
             inputs["use_cache"] = False
         if not setup.trainer.transformers_loss:
             return _own_loss(trainer, inputs)
-        if _accepts_loss_kwargs(trainer.inner):
+        parameters = inspect.signature(type(trainer.inner).forward).parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             inputs["num_items_in_batch"] = items
         outputs = trainer.forward(**inputs)
         if setup.trainer.keeps_outputs:
@@ -277,23 +260,17 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
     return torch.stack(parts).sum() / targets.ne(-100).sum()
 
 
-def _accepts_loss_kwargs(inner: Any) -> bool:
-    parameters = inspect.signature(type(inner).forward).parameters
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
 @contextmanager
 def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
     """Hooks on the layers and the backbone that report the phases."""
     phases = _Phases(tell)
     handles = []
     for inner in (trainer.inner,) if trainer.reference is None else (trainer.inner, trainer.reference[0]):
-        layers = layers_of(inner)
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers_of(inner)):
             # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
             handles.append(layer.register_forward_pre_hook(partial(phases.before, index), prepend=True))
             handles.append(layer.register_forward_hook(partial(phases.after, index), prepend=True))
-        backbone = owner_of(inner, layers[-1])
+        backbone = backbone_of(inner)
         first = inner.get_encoder() if inner.config.is_encoder_decoder else backbone
         handles.append(first.register_forward_pre_hook(phases.backbone_starts))
         handles.append(backbone.register_forward_hook(phases.backbone_ends))
@@ -312,17 +289,14 @@ class _Phases:
         self._in_backward = False
 
     def before(self, layer: int, module: Any, inputs: Any) -> None:
-        """A layer's forward begins; in the backward it is a recomputation."""
         if not self._in_backward:
             self._tell("forward", layer)
 
     def after(self, layer: int, module: Any, inputs: Any, output: Any) -> None:
-        """A layer's forward ends."""
         if not self._in_backward:
             self._follow(output[0] if isinstance(output, tuple) else output, layer)
 
     def backbone_starts(self, module: Any, inputs: Any) -> None:
-        """A forward begins."""
         self._in_backward = False
 
     def backbone_ends(self, module: Any, inputs: Any, output: Any) -> None:

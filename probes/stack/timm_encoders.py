@@ -35,11 +35,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _timm() -> ModuleType:
-    """timm, imported beside an empty torchvision that is gone afterwards.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """timm, imported beside an empty torchvision that is gone afterwards."""
     if find_spec("timm") is None:
         raise ImportError("its tower is built by timm, which is not installed (pip install timm)")
     finder = _Finder()

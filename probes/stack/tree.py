@@ -65,7 +65,9 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     text = config.get_text_config()
     stacks, halves = _stacks(model), bool(config.is_encoder_decoder)
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules()) or _first(text, "rotary_dim")
-    head, table = _ends(model)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
+        raise ValueError("no token embedding and linear head")
     hidden = int(_first(text, "hidden_size") or table.embedding_dim)
     kinds, order, unseen = _kinds(config, stacks, text, hidden, bool(rotary))
     front_end = _front_end(model.get_encoder(), stacks[0][0]) if halves else None
@@ -103,11 +105,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
 
 
 def _stacks(model: nn.Module) -> list[tuple[str, list[Any]]]:
-    """The list of layers with its name, or those of both halves.
-
-    Raises:
-        ValueError: no such list, or more than MAX_LAYERS of them.
-    """
+    """The list of layers with its name, or those of both halves."""
     layers = layers_of(model)
     if len(layers) > MAX_LAYERS:
         raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
@@ -151,18 +149,6 @@ def _half_layer(layer: LayerSpec, encoders: str, front_end: FrontEnd | None) -> 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     return str(next(name for name, submodule in model.named_modules() if submodule is module))
-
-
-def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
-    """The output head and the table of token embeddings.
-
-    Raises:
-        ValueError: either is something else.
-    """
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
-        raise ValueError("no token embedding and linear head")
-    return head, table
 
 
 def _kinds(
@@ -220,9 +206,8 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
     head_ids = {id(parameter) for parameter in head.parameters()}
     within = around is not model and any(id(parameter) not in head_ids for parameter in around.parameters())
     inner = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
-    projected = any(
-        (linear.in_features, linear.out_features) == (hidden, head.in_features) for linear in inner
-    )  # OPT's last
+    last = (hidden, head.in_features)  # OPT's
+    projected = any((linear.in_features, linear.out_features) == last for linear in inner)
     if within or (head.in_features != hidden and not projected):
         yield "bare-head"
     if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
@@ -284,7 +269,9 @@ def _outside(
             continue
         seen |= {id(parameter) for parameter in parameters.values()}
         size = sum(parameter.numel() for parameter in parameters.values())
-        place, number, inner = _numbered(name)
+        # around the first number: ("visual.blocks", "3", "attn.qkv"); without one ("embed_vision", "", its own name)
+        match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+        place, number, inner = match.groups() if match else (name.rpartition(".")[0], "", name.rpartition(".")[2])
         if isinstance(module, nn.Linear) and parameters and idle:
             encoders[place, number][0].append(_linear(inner, module, "other"))
         elif idle and number and parameters and _is_norm(module):
@@ -298,26 +285,11 @@ def _outside(
             parts = [linear.out_features // width for linear in linears if width and linear.out_features % width == 0]
             norms.append(_norm(leaf, module, (width, parts[0] if parts and width != hidden else 1)))
     outer = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
-    return {**outer, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
-
-
-def _numbered(name: str) -> tuple[str, str, str]:
-    """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one its parent and its own:
-    ("embed_vision", "", "embedding_projection")."""
-    match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
-    return (match[1], match[2], match[3]) if match else (name.rpartition(".")[0], "", name.rpartition(".")[2])
-
-
-def _alike(
-    encoders: Mapping[tuple[str, str], tuple[Sequence[LinearSpec], Sequence[NormSpec]]],
-) -> tuple[tuple[LayerSpec, int], ...]:
-    """The matrices and norms of layers that see no text token, alike layers of one list counted together."""
-    counts: dict[LayerSpec, int] = {}
-    for (place, number), (linears, norms) in encoders.items():
+    counts: Counter[LayerSpec] = Counter()  # alike layers of one list together
+    for (place, number), (matrices, inner_norms) in encoders.items():
         kind = "idle" if number else "idle-part"
-        layer = LayerSpec(kind=kind, linears=tuple(linears), norms=tuple(norms), path=place)
-        counts[layer] = counts.get(layer, 0) + 1
-    return tuple(counts.items())
+        counts[LayerSpec(kind=kind, linears=tuple(matrices), norms=tuple(inner_norms), path=place)] += 1
+    return {**outer, "idle_layers": (*counts.items(), *unseen.items()), **sizes}
 
 
 def _layer(
@@ -333,10 +305,11 @@ def _layer(
         _norm(name, modules[name], _of_rows(name, modules[name], attention, hidden), seen_ids) for name in own_first
     )
     counted = sum(linear.num_weights + linear.num_bias for linear in linears) + sum(norm.num_params for norm in norms)
-    holders = {
-        norm: norm.name.rpartition(".")[0].rpartition(".")[2] for norm in norms
-    }  # of a norm, the module around it
-    whole = [norm for norm, holder in holders.items() if norm.size == hidden and not _ATTENTION.search(holder)]
+    whole = {
+        norm
+        for norm in norms
+        if norm.size == hidden and not _ATTENTION.search(norm.name.rpartition(".")[0].rpartition(".")[2])
+    }
     parallel = _first(text, "use_parallel_residual", "parallel_attn")
     one_norm = len(whole) == 1 and not any(  # ModernBERT's first layer has an identity for its first norm
         isinstance(module, nn.Identity) and "norm" in name for name, module in modules.items()
@@ -517,8 +490,9 @@ def _window(module: nn.Module, index: int, text: Any) -> int | None:
 
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
     named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation", "dense_act_fn")
-    of_classes = (_snake(module) for module in modules.values() if type(module).__name__.endswith("Gelu"))
-    activation = str(named or next(of_classes, "gelu"))
+    classes = (type(module).__name__ for module in modules.values())
+    own = next((name for name in classes if name.endswith("Gelu")), "gelu")  # BloomGelu is bloom_gelu
+    activation = str(named or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", own).lower())
     stacks = [linear for linear in linears if linear.module == "parameter"]
     dense = {linear.role: linear for linear in linears if linear.module != "parameter"}
     if stacks:
@@ -541,11 +515,6 @@ def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any)
     fused = "up" in dense and dense["up"].out_features == 2 * dense["down"].in_features
     kind = "gated" if fused or {"gate", "gate_up"} & dense.keys() else "plain"
     return MlpSpec(kind=kind, intermediate_size=dense["down"].in_features, activation=activation)  # type: ignore[arg-type]
-
-
-def _snake(module: nn.Module) -> str:
-    """A class's name as configurations write activations: BloomGelu is bloom_gelu."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(module).__name__).lower()
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -594,9 +563,8 @@ def _size(module: Any) -> int:
 def _first(holder: Any, *names: str) -> Any:
     """The first of these attributes that is there and not None."""
     for name in names:
-        with suppress(
-            ValueError, AttributeError, RuntimeError
-        ):  # what differs from layer to layer, a configuration does not tell
+        # what differs from layer to layer, a configuration does not tell
+        with suppress(ValueError, AttributeError, RuntimeError):
             value = getattr(holder, name, None)
             if value is not None:
                 return value

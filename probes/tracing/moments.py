@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Pattern, Repetition
 from probes.dryrun.analysis import group_of
 from probes.dryrun.trace import Trace
-from probes.dryrun.tracker import Origin
 from probes.tracing.sizes import NoPolynomial, Scale, Terms, add
 
 TOLERANCE = 2e-5
@@ -93,7 +92,6 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
     by_phase: dict[PhaseOf, list[MemoryMoment]] = defaultdict(list)
 
     def grown(names: Sequence[tuple[PhaseOf, Name]]) -> list[tuple[PhaseOf, Name]]:
-        """Keeps the moments of places, and gives those that the depths do not tell."""
         left = []
         for (key, name), *counts in zip([*names, END], *(walk.counts(names) for walk in walks), strict=True):
             try:
@@ -152,23 +150,21 @@ class _Walk:
         self.sizes = np.ceil(sizes / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # [classes, points]
         starts = [index for index, event in enumerate(trace.events) if isinstance(event, Phase)]
         self._starts = [0, *(start for start in starts if start), len(trace.events)]
-        self._parts_of: dict[int, tuple[list[_Part], Pattern]] = {}
-        self._keys_of: dict[int, tuple[list[tuple[Group, int]], Pattern]] = {}
+        self._parts_of: dict[Pattern, list[_Part]] = {}
+        self._keys_of: dict[Pattern, list[tuple[Group, int]]] = {}
 
     def _parts(self, pattern: Pattern) -> list[_Part]:
-        cached = self._parts_of.get(id(pattern))
-        if cached is None:
-            parts = []
+        if pattern not in self._parts_of:
+            parts = self._parts_of[pattern] = []
             for run in pattern.runs:
+                if not run:
+                    parts.append(_Part(0, None, None, None))
+                    continue
                 signs = np.array([-1.0 if size is None else 1.0 for _, size in run])
                 classes = [pattern.sizes[place] for place, _ in run]
-                totals = np.cumsum(signs[:, None] * self.sizes[classes], axis=0) if run else None
-                if totals is not None:
-                    parts.append(_Part(len(run), totals.max(axis=0), totals.argmax(axis=0), totals[-1]))
-                else:
-                    parts.append(_Part(0, None, None, None))
-            cached = self._parts_of[id(pattern)] = parts, pattern
-        return cached[0]
+                totals = np.cumsum(signs[:, None] * self.sizes[classes], axis=0)
+                parts.append(_Part(len(run), totals.max(axis=0), totals.argmax(axis=0), totals[-1]))
+        return self._parts_of[pattern]
 
     def highest(self) -> dict[PhaseOf, list[Place]]:
         """For each phase of each micro-batch the moments that are its highest at some point, and where its loss begins
@@ -239,7 +235,6 @@ class _Walk:
         return section, from_end, offset, part, number - (ends[part - 1] if part else 0)
 
     def place(self, name: Name) -> Place:
-        """Where it is here."""
         section, from_end, offset, part, number = name
         index = self._starts[section + 1] - offset if from_end else self._starts[section] + offset
         return index, number + sum(_lengths(self.trace.events[index])[:part])
@@ -258,20 +253,16 @@ class _Walk:
         for index, item in enumerate(self.trace.events):
             requests = wanted.get(index)
             if isinstance(item, Repetition) and not requests:
-                self._apply_repetition(item, alive, count)
+                for place in item.pattern.left:
+                    self._make(item.first + place, item, alive, count)
+                for event in chain.from_iterable(item.holes):
+                    self._apply_event(event, item, alive, count)
                 continue
-            for number, event in enumerate(_events(item)):
+            for number, event in enumerate(item.events() if isinstance(item, Repetition) else (item,)):
                 self._apply_event(event, item, alive, count)
                 for at in requests.get(number, ()) if requests else ():
                     snapshots[at] = {key: many for key, many in count.items() if many}
         return [*snapshots, {key: many for key, many in count.items() if many}]
-
-    def _apply_repetition(self, item: Repetition, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
-        for place in item.pattern.left:
-            self._make(item.first + place, item, alive, count)
-        for hole in item.holes:
-            for event in hole:
-                self._apply_event(event, item, alive, count)
 
     def _apply_event(self, event: Event, item: Any, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
         if isinstance(event, Alloc):
@@ -284,28 +275,18 @@ class _Walk:
     ) -> None:
         origin = self.trace.origins.get(number)
         if origin is not None:
-            key = self._key(origin, self.trace.owners.get(number))
+            key = group_of(origin, self.trace.owners.get(number)), origin.size_bytes
         else:
             assert repetition is not None
-            key = self._keys(repetition.pattern)[number - repetition.first]
+            pattern = repetition.pattern
+            if pattern not in self._keys_of:
+                self._keys_of[pattern] = [
+                    (group_of(made, pattern.owners.get(place)), made.size_bytes)
+                    for place, made in enumerate(pattern.origins)
+                ]
+            key = self._keys_of[pattern][number - repetition.first]
         alive[number] = key
         count[key] += 1
-
-    def _keys(self, pattern: Pattern) -> list[tuple[Group, int]]:
-        """Group and class of each storage of a pattern."""
-        cached = self._keys_of.get(id(pattern))
-        if cached is None:
-            keys = [self._key(origin, pattern.owners.get(place)) for place, origin in enumerate(pattern.origins)]
-            cached = self._keys_of[id(pattern)] = keys, pattern
-        return cached[0]
-
-    @staticmethod
-    def _key(origin: Origin, owner: tuple[str, str] | None) -> tuple[Group, int]:
-        return group_of(origin, owner), origin.size_bytes
-
-
-def _events(item: Event | Repetition) -> Iterator[Event]:
-    return item.events() if isinstance(item, Repetition) else iter((item,))
 
 
 def _lengths(item: Event | Repetition) -> list[int]:

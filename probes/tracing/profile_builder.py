@@ -41,7 +41,7 @@ from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.tracing.moments import MemoryMoment
 from probes.tracing.sizes import NoPolynomial, Scale, Sizes, Terms, add
-from probes.tracing.structures import Member, Pieces, Span, SpanMoments, Structure, has_room, spans
+from probes.tracing.structures import Member, Pieces, Structure, has_room, spans
 
 CARDS = ("a100-80gb", "rtx-4090", "h100-sxm")
 """One of each generation whose kernels are profiled."""
@@ -126,7 +126,10 @@ class ProfileBuilder:
         load_libraries()
         self._of_rank = of_rank
         self._model, self._sizes, self._at_depth = model, Sizes(), at_depth or (lambda _: model.config)
-        self._members = [_member(model, member) for member in members] or [_itself(model)]
+        self._members = [
+            replace(_itself(member), size=partial(resized_bytes, Resizer(sizes_of(model), sizes_of(member))))
+            for member in members
+        ] or [_itself(model)]
         self.any_size = bool(members)
         self._runs: dict[Any, Any] = {}
         self._spans = [
@@ -144,9 +147,18 @@ class ProfileBuilder:
             return self._profile(self._pieces(setup, gpu))
 
     def _profile(self, pieces: Pieces) -> StepProfile:
+        """What is kept of the pieces: of a model's own their bytes, else the terms that they are made of."""
         member = None if self.any_size else self._members[0]
         return StepProfile(
-            pieces=tuple(_piece(span, piece, member, alone=alone) for (span, alone), piece in pieces.items())
+            pieces=tuple(
+                Piece(
+                    one_sequence=alone,
+                    shortest_tokens=span.shortest_tokens,
+                    longest_tokens=span.longest_tokens,
+                    moments=tuple(dict.fromkeys(_moment(moment, member) for moment in piece.moments)),
+                )
+                for (span, alone), piece in pieces.items()
+            )
         )
 
     def _pieces(self, setup: TrainSetup, gpu: GpuSpec, first: int = 0) -> Pieces:
@@ -198,15 +210,6 @@ def _itself(model: ModelSpec) -> Member:
         return rounded(round(factor)) if index == 0 else factor
 
     return Member(size=size, num_layers=model.num_layers, vocabulary=(model.vocab_size, model.hidden_size))
-
-
-def _member(ran: ModelSpec, model: ModelSpec) -> Member:
-    sizes = Resizer(sizes_of(ran), sizes_of(model))
-    return Member(
-        size=partial(resized_bytes, sizes),
-        num_layers=model.num_layers,
-        vocabulary=(model.vocab_size, model.hidden_size),
-    )
 
 
 STEP_PROFILE = "3"
@@ -315,12 +318,9 @@ class _Family:
     def _requantized(self, key: _Key, loss: str) -> Pieces | str:
         """What a base without quantized scales does with what is stored otherwise, where two structures of both show
         that."""
-        others = sorted(
-            every for quantization, other_loss, every in self._setups if (quantization, other_loss) == (key[0], loss)
-        )
-        if self._builder.any_size and key[2] > 1:
-            return self._run(key)  # so many layers a period are other terms
-        if len(others) < 3 or key in [(key[0], loss, every) for every in others[:2]]:
+        others = sorted(every for *kind, every in self._setups if kind == [key[0], loss])
+        periodic = self._builder.any_size and key[2] > 1  # so many layers a period are other terms
+        if periodic or len(others) < 3 or key in [(key[0], loss, every) for every in others[:2]]:
             return self._run(key)
         pairs = [(self._run((key[0], loss, every)), self.pieces(("nf4", loss, every))) for every in others[:2]]
         return self._put_together(key, self.pieces(("nf4", *key[1:])), pairs, _stored_otherwise)
@@ -353,10 +353,8 @@ def _with_loss(like: Pieces, source: Pieces, base: Pieces) -> Pieces:
         moments = [moment for moment in piece.moments if moment.phase != "loss"]
         for moment in source[key].moments:
             if moment.phase == "loss":
-                alive = _plus(
-                    _plus(moment.alive, own_starts[moment.micro_batch].alive, -1), starts[moment.micro_batch].alive, 1
-                )
-                moments.append(replace(moment, alive=alive))
+                own = _plus(moment.alive, own_starts[moment.micro_batch].alive, -1)
+                moments.append(replace(moment, alive=_plus(own, starts[moment.micro_batch].alive, 1)))
         pieces[key] = replace(piece, moments=moments)
     return pieces
 
@@ -372,16 +370,11 @@ def _stored_otherwise(like: Pieces, source: Pieces, base: Pieces) -> Pieces:
             for group, terms in base_moment.alive.items()
             if group in other.alive
         }
-        moments = [
-            replace(
-                moment,
-                alive={
-                    group: instead.get((group, frozenset(terms.items())), terms)
-                    for group, terms in moment.alive.items()
-                },
-            )
-            for moment in piece.moments
-        ]
+        moments = []
+        for moment in piece.moments:
+            pairs_of = ((group, terms, frozenset(terms.items())) for group, terms in moment.alive.items())
+            alive = {group: instead.get((group, same), terms) for group, terms, same in pairs_of}
+            moments.append(replace(moment, alive=alive))
         pieces[key] = replace(piece, moments=moments)
     return pieces
 
@@ -414,17 +407,6 @@ def _highest(moments: Sequence[MemoryMoment], scale: Scale) -> dict[tuple[str, i
         key, total = (moment.phase, moment.micro_batch), scale.total(moment.total())
         peaks[key] = np.maximum(peaks[key], total) if key in peaks else total
     return peaks
-
-
-def _piece(span: Span, piece: SpanMoments, member: Member | None, *, alone: bool) -> Piece:
-    """What is kept of a piece: of a model's own its bytes, else the terms that they are made of."""
-    moments = dict.fromkeys(_moment(moment, member) for moment in piece.moments)
-    return Piece(
-        one_sequence=alone,
-        shortest_tokens=span.shortest_tokens,
-        longest_tokens=span.longest_tokens,
-        moments=tuple(moments),
-    )
 
 
 def _moment(moment: MemoryMoment, member: Member | None) -> ProfileMoment:

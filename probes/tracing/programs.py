@@ -146,15 +146,12 @@ def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[s
     with all layers checkpointed or none: of which any other spacing is put together."""
     by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     every = planned_structures(model, cards).values()
-    structures = [
-        structure for structure in every if not structure[0].activation_offload and structure[0].checkpointing < 2
+    structures = [(setup, gpu) for setup, gpu in every if not setup.activation_offload and setup.checkpointing < 2]
+    structures += [
+        (setup.replace_trusted(precision="bf16-pure"), gpu)
+        for setup, gpu in structures
+        if setup.method == "full" and setup.precision == "bf16-mixed"
     ]
-    mixed = [
-        structure
-        for structure in structures
-        if structure[0].method == "full" and structure[0].precision == "bf16-mixed"
-    ]
-    structures += [(setup.replace_trusted(precision="bf16-pure"), gpu) for setup, gpu in mixed]
     eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in structures]
     for setup, gpu in (*structures, *eager, *with_fused_adapters(model, structures)):
         by_key.setdefault(structure_key(model, gpu, setup), (setup, gpu))
@@ -198,7 +195,10 @@ class ProgramBuilder:
             loss, every = setup.loss, setup.checkpointing
             program = self._with_loss(family, loss, every) if trusted.get(loss, True) else None
             if program is None or loss not in trusted:
-                ran = self._tried(key, setup, gpu)
+                try:
+                    ran = self.program(setup, gpu)
+                except NOT_PROFILED as error:
+                    self.failures[key], ran = f"{type(error).__name__}: {error}", None
                 if program is not None and ran is not None:
                     trusted[loss] = program == ran
                 program = ran
@@ -206,13 +206,6 @@ class ProgramBuilder:
             if program is not None:
                 programs[key] = program
         return programs
-
-    def _tried(self, key: str, setup: TrainSetup, gpu: GpuSpec) -> StepProgram | None:
-        try:
-            return self.program(setup, gpu)
-        except NOT_PROFILED as error:
-            self.failures[key] = f"{type(error).__name__}: {error}"
-            return None
 
     def _with_loss(
         self, family: Mapping[tuple[str, int], StepProgram | None], loss: str, every: int
@@ -275,7 +268,6 @@ class ProgramBuilder:
     def _sized(self, program: Program, setup: TrainSetup, steps: Mapping[str, Counts]) -> StepProgram:
         tile, num_tiles = self._tiles(setup)
         sized = _Sized(program, self._primes, self.tables, tile)
-        segments: list[int] = []
         places: dict[int, list[int]] = {}
         ahead: list[int] = []
         order: list[int] = []
@@ -286,21 +278,18 @@ class ProgramBuilder:
                 if not ahead and segment.phase != "forward":
                     first = next((at for at, call in enumerate(segment.calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
-                        parts = [
-                            replace(segment, calls=part) for part in (segment.calls[:first], segment.calls[first:])
-                        ]
-                        ahead = [*order, self.tables.segment(sized.segment(parts[0], num_tiles))]
-                        order, parts = [], parts[1:]
+                        ends = replace(segment, calls=segment.calls[:first])
+                        ahead = [*order, self.tables.segment(sized.segment(ends, num_tiles))]
+                        order, parts = [], [replace(segment, calls=segment.calls[first:])]
                 places[place] = [self.tables.segment(sized.segment(part, num_tiles)) for part in parts]
             order += places[place]
         looped = {run.per for index in (*ahead, *order) for run in [*self.tables.segments][index].runs}
         if num_tiles > 2 and TILES not in looped:
             raise NoProgram("the loop over the loss's tiles was not found")
-        segments = order
         calls = [call for segment in program.segments for call in segment.calls]
         return StepProgram(
             forward=_repeated(ahead),
-            backward=_repeated(segments),
+            backward=_repeated(order),
             added=tuple((sized.call(number * _NUM + _ENGINE), times) for number, times in program.added.items()),
             steps=steps,
             num_modules=program.num_modules,
@@ -352,7 +341,6 @@ class _Sized:
         self._operator_numbers: dict[tuple[int, bool], int] = {}
 
     def call(self, call: int, *, tiled: bool = False) -> int:
-        """A call of the run as one of the tables."""
         number, issuer = divmod(call, _NUM)
         key = number, tiled
         if key not in self._operator_numbers:

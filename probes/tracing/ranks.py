@@ -68,7 +68,6 @@ def _gradients(trace: Trace, items: Iterable[Item]) -> list[Event]:
 
 
 def _first_micro_batch(trace: Trace) -> Iterator[tuple[str, list[Item]]]:
-    """Its sections, and what comes before."""
     name, items = "", list[Item]()
     for item in trace.events:
         if not isinstance(item, Phase):

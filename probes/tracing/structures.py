@@ -127,11 +127,7 @@ class Structure:
         self._check()
 
     def _check(self) -> None:
-        """That all depths are told from one run.
-
-        Raises:
-            RepetitionError: they are not.
-        """
+        """That all depths are told from one run."""
         if len({plan.depth for plan in self._plans}) > 1 or (
             len(self._plans) > 1 and any(plan.layers is None for plan in self._plans)
         ):
@@ -215,12 +211,11 @@ class Structure:
         key = self._plan.depth, *setups
         if key in self._shared_runs:
             return self._shared_runs[key]
-        config = self._plan.config
         traces = []
         # bitsandbytes' layers move their statistics and cast their biases in their first forward
         groups = [[setup] for setup in setups] if self.setup.quantized else [setups]
         run = partial(trace_samples, capability=self._capability, num_layers=self._plan.depth)
-        for trace in chain.from_iterable(run(copy.deepcopy(config), group) for group in groups):
+        for trace in chain.from_iterable(run(copy.deepcopy(self._plan.config), group) for group in groups):
             end = next(i for i, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "step")
             traces.append(replace(trace, events=trace.events[:end]))
         if self._every == _FOURTH or len(self._plans) > 1:
@@ -343,11 +338,7 @@ def _with_classes(trace: Trace, number_of: Sequence[int]) -> Trace:
 
 
 def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> list[Form]:
-    """The form of every allocation of the first run.
-
-    Raises:
-        NoPolynomial: the runs' events differ outside the loss, or a size is none.
-    """
+    """The form of every allocation of the first run."""
     split = [_by_segment(run) for run in runs]
     if len({tuple(name for name, _ in segments) for segments in split}) > 1:
         raise NoPolynomial("the runs pass through other phases")
@@ -360,30 +351,20 @@ def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> l
         return seen[sizes]
 
     for parts in zip(*split, strict=True):
-        split_events = [events for _, events in parts]
         every = [
             [(event.id, run.origins[event.id]) for event in events]
-            for run, events in zip(runs, split_events, strict=True)
+            for run, (_, events) in zip(runs, parts, strict=True)
         ]
         made = every
-        if parts[0][0] != "loss":
-            made = [[allocation for allocation in each if not _sometimes(allocation[1].op)] for each in every]
-        if all(
-            [allocation[1].op for allocation in each] == [allocation[1].op for allocation in made[0]] for each in made
-        ):
+        if parts[0][0] != "loss":  # but what kernels make for themselves, some from a size on
+            made = [[pair for pair in each if not pair[1].op.endswith(" workspace")] for each in every]
+        if len({tuple(origin.op for _, origin in each) for each in made}) == 1:
             for row in zip(*made, strict=True):
                 forms[row[0][0]] = form_of(tuple(origin.size_bytes for _, origin in row))
         elif parts[0][0] != "loss":
             raise NoPolynomial(f"the number of allocations in {parts[0][0]} depends on the size")
-        forms |= _by_operator(
-            [allocation for allocation in every[0] if allocation[0] not in forms], every, points, form_of
-        )
+        forms |= _by_operator([pair for pair in every[0] if pair[0] not in forms], every, points, form_of)
     return [forms[number] for number in sorted(forms)]
-
-
-def _sometimes(op: str) -> bool:
-    """Whether an allocation is a kernel's own, which it may make from some size on."""
-    return op.endswith(" workspace")
 
 
 def _by_operator(
