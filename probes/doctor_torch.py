@@ -84,7 +84,6 @@ def nf4() -> dict[str, Any]:
 
 
 def adam8bit() -> dict[str, Any]:
-    """Whether an 8-bit optimizer moves a weight."""
     import bitsandbytes as bnb
     import torch
 
@@ -97,7 +96,6 @@ def adam8bit() -> dict[str, Any]:
 
 
 def flash() -> dict[str, Any]:
-    """Whether flash-attn's kernel runs."""
     import flash_attn
     import torch
 

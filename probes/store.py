@@ -300,7 +300,6 @@ def _append_bytes(path: Path, lines: bytes) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """What is in a regular file; nothing where there is none."""
     try:
         with open(os.open(path, os.O_RDONLY | NO_LINK | OPEN_FLAGS), "rb") as handle:
             _refuse_special(handle.fileno(), path)

@@ -55,13 +55,11 @@ class Pool:
         return len(self._keys)
 
     def insert(self, block: Block) -> None:
-        """Add a free block."""
         key = block.key = (block.size << _SIZE_SHIFT) | (block.address >> _UNIT_BITS)
         insort(self._keys, key)
         self._blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Take a free block out."""
         key = block.key
         keys = self._keys
         del keys[bisect_left(keys, key)]
@@ -94,7 +92,6 @@ class Pool:
         return self._blocks.pop(keys.pop(index))
 
     def free_blocks(self) -> list[Block]:
-        """All free blocks, smallest first."""
         return [self._blocks[key] for key in self._keys]
 
     def layout(self) -> tuple[object, ...]:
@@ -108,6 +105,5 @@ class Pool:
 
 
 def _growth(block: Block) -> int:
-    """By how much it could grow."""
     following = block.next
     return following.size if following is not None and not following.mapped else 0

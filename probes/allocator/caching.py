@@ -114,7 +114,6 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew from the present values."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 

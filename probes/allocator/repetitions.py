@@ -64,17 +64,11 @@ class Repetition(NamedTuple):
     holes: Sequence[Sequence[Event]]
 
     @property
-    def num_own_events(self) -> int:
-        """Of its pattern."""
-        return sum(map(len, self.pattern.runs))
-
-    @property
     def num_events(self) -> int:
         """Of its pattern and between its runs."""
-        return self.num_own_events + sum(map(len, self.holes))
+        return sum(map(len, (*self.pattern.runs, *self.holes)))
 
     def events(self) -> Iterator[Event]:
-        """One by one."""
         first = self.first
         for run, hole in zip_longest(self.pattern.runs, self.holes, fillvalue=()):
             for place, size in run:

@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 
 from planner.core.records import dataclass
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Repetition, rounded
+from probes.allocator.repetitions import Pattern, Repetition, rounded
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin
@@ -141,57 +141,72 @@ def curve_of(trace: Trace) -> Curve:
 def phase_peaks(trace: Trace, curve: Curve | None = None) -> dict[str, SegmentPeak]:
     """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
     best = (curve or curve_of(trace)).best
-    alive = _Alive(trace, sorted({index for _, index in best.values()}))
+    indices = deque(sorted({index for _, index in best.values()}))
+    peaks: dict[int, SegmentPeak] = {}
+    alive, index = Alive(trace), 0  # of the next event
     for item in trace.events:
-        alive.add(item)
-    return {phase: alive.at[index] for phase, (_, index) in best.items()}
+        if not indices:
+            break
+        repetition = item if isinstance(item, Repetition) else None
+        if repetition is not None and index + repetition.num_events <= indices[0]:
+            alive.add_repetition(repetition)
+            index += repetition.num_events
+            continue
+        for event in item.events() if isinstance(item, Repetition) else (item,):
+            alive.add(event, repetition)
+            if indices and index == indices[0]:
+                sums: dict[Group, int] = defaultdict(int)
+                for group, size in alive.storages.values():
+                    sums[group] += rounded(size)
+                by_group = {group: size for group, size in sums.items() if size}
+                peaks[indices.popleft()] = SegmentPeak(size_bytes=sum(by_group.values()), groups=by_group)
+            index += 1
+    return {phase: peaks[index] for phase, (_, index) in best.items()}
 
 
-class _Alive:
-    """What is alive along a run; `at` the events of `indices` (ascending) it is summed up."""
+class Alive:
+    """What is alive along a run.
 
-    def __init__(self, trace: Trace, indices: list[int]) -> None:
-        self.at: dict[int, SegmentPeak] = {}
+    Attributes:
+        storages: number -> group and size of each.
+        count: how many there are of a group and size.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.storages: dict[int, tuple[Group, int]] = {}
+        self.count: dict[tuple[Group, int], int] = defaultdict(int)
         self._trace = trace
-        self._indices = deque(indices)
-        self._index = 0  # of the next event
-        self._alive: dict[int, tuple[Group, int]] = {}
+        self._of_pattern: dict[Pattern, list[tuple[Group, int]]] = {}
 
-    def add(self, item: Event | Repetition) -> None:
-        if not self._indices:
-            return
-        if not isinstance(item, Repetition):
-            self._add_event(item)
-        elif self._index + item.num_events > self._indices[0]:
-            for event in item.events():
-                self._add_event(event, item)
-        else:
-            for place in item.pattern.left:
-                self._make(item.first + place, item)
-            for event in chain.from_iterable(item.holes):
-                self._add_event(event)
-            self._index += item.num_own_events
-
-    def _add_event(self, event: Event, repetition: Repetition | None = None) -> None:
+    def add(self, event: Event, repetition: Repetition | None = None) -> None:
+        """An event, perhaps one of a repetition's."""
         if isinstance(event, Alloc):
             self._make(event.id, repetition)
         elif isinstance(event, Free):
-            del self._alive[event.id]
-        if self._indices and self._index == self._indices[0]:
-            sums: dict[Group, int] = defaultdict(int)
-            for group, size in self._alive.values():
-                sums[group] += size
-            by_group = {group: size for group, size in sums.items() if size}
-            self.at[self._indices.popleft()] = SegmentPeak(size_bytes=sum(by_group.values()), groups=by_group)
-        self._index += 1
+            self.count[self.storages.pop(event.id)] -= 1
+
+    def add_repetition(self, repetition: Repetition) -> None:
+        """All of its events: what it leaves."""
+        for place in repetition.pattern.left:
+            self._make(repetition.first + place, repetition)
+        for event in chain.from_iterable(repetition.holes):
+            self.add(event, repetition)
 
     def _make(self, number: int, repetition: Repetition | None) -> None:
-        origin, owner = self._trace.origins.get(number), self._trace.owners.get(number)
-        if origin is None:
+        origin = self._trace.origins.get(number)
+        if origin is not None:
+            key = group_of(origin, self._trace.owners.get(number)), origin.size_bytes
+        else:
             assert repetition is not None
-            place = number - repetition.first
-            origin, owner = repetition.pattern.origins[place], repetition.pattern.owners.get(place)
-        self._alive[number] = group_of(origin, owner), rounded(origin.size_bytes)
+            pattern = repetition.pattern
+            if pattern not in self._of_pattern:
+                self._of_pattern[pattern] = [
+                    (group_of(made, pattern.owners.get(place)), made.size_bytes)
+                    for place, made in enumerate(pattern.origins)
+                ]
+            key = self._of_pattern[pattern][number - repetition.first]
+        self.storages[number] = key
+        self.count[key] += 1
 
 
 def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:

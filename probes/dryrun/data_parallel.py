@@ -11,16 +11,13 @@ import torch
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import flat
-from probes.dryrun.full_step import Shards
+from probes.dryrun.full_step import Shards, Whole
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
 from probes.dryrun.repeat_layers import repeat_layers
 from probes.dryrun.trace import Owners, Trace, Trainable, load_all
 from probes.dryrun.tracker import Origin, Tracker
 from probes.stack.parallelize import Layout, data_mesh, layout_model, share_reference
-
-# A rank of a DDP job, traced: PyTorch's own `DistributedDataParallel`, its buckets those of the full model.
-
 
 BUCKETS = "DDP buckets"
 
@@ -34,19 +31,32 @@ class _State(NamedTuple):
     trained: bool
 
 
-class DdpWorld:
-    """A job of DDP ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+class JobWorld:
+    """A rank of a job on several GPUs (`probes.dryrun.trace.World`). The default process group must exist: fake for a
+    dry run, gloo for its check."""
 
     tracker = LayoutTracker
 
     def __init__(self, setup: TrainSetup) -> None:
         self._setup = setup
+
+    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
+        return repeat_layers(trace, layers, self._setup, self._shards())
+
+    def _shards(self) -> Shards:
+        return Whole()
+
+
+class DdpWorld(JobWorld):
+    """A job of DDP ranks."""
+
+    def __init__(self, setup: TrainSetup) -> None:
+        super().__init__(setup)
         self._states: list[_State] = []
         self._order: list[str] = []
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
-        """See `probes.dryrun.trace.World`."""
         self._states = [
             _State(name, tensor.shape, tensor.dtype, tensor.requires_grad)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -75,7 +85,7 @@ class DdpWorld:
                 hook.remove()
 
     def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
-        """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
+        """The buckets are those of the full model's parameters."""
         buckets = {number for number, origin in trace.origins.items() if origin.op == BUCKETS}
         others = [
             event
@@ -155,21 +165,14 @@ def _with_buckets(trace: Trace, first: list[Event], rebuilt: list[Event]) -> Tra
     return replace(trace, events=events, origins=origins)
 
 
-# A rank of an FSDP2 job, traced: PyTorch's own `fully_shard` as Accelerate wraps the model.
+class FsdpWorld(JobWorld):
+    """A job of FSDP2 ranks."""
 
-
-class FsdpWorld:
-    """A job of FSDP2 ranks. The default process group must exist: fake for a dry run, gloo for its check."""
-
-    tracker = LayoutTracker
-
-    def __init__(self, setup: TrainSetup) -> None:
-        self._setup = setup
-        self._mesh: Any = None
+    _mesh: Any = None
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
-        """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
+        """Loading is the shards, and then once more the largest weight, which ranks
         receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
         weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
         setup, device = self._setup, next(model.parameters()).device
@@ -188,9 +191,8 @@ class FsdpWorld:
             tracker.release(tracker.allocate(largest, "load"))
             yield layout, owners
 
-    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return repeat_layers(trace, layers, self._setup, OnHost(self) if self._setup.offload == "parameters" else self)
+    def _shards(self) -> Shards:
+        return OnHost(self) if self._setup.offload == "parameters" else self
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

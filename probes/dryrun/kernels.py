@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,6 @@ class KernelLog:
     math_matrix_bytes: int = 0
 
     def note(self, kernel: str, reason: str = "") -> None:
-        """Counts one call."""
         self.chosen[kernel] += 1
         if reason:
             self.reasons.setdefault(kernel, reason)
@@ -213,7 +211,13 @@ def flash_attention_2(log: KernelLog) -> Any:
         if value_head != head:
             value = torch.nn.functional.pad(value, [0, head - value_head])
         if query.dtype is torch.float32:
-            dtype = _flash_dtype(module)
+            config: Any = module.config
+            if emulated_autocast_enabled():
+                dtype = emulated_autocast_dtype()
+            elif hasattr(config, "_is_quantized") and config.dtype is not None:
+                dtype = config.dtype
+            else:
+                dtype = next(part for part in module.modules() if isinstance(part, torch.nn.Linear)).weight.dtype
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -223,15 +227,6 @@ def flash_attention_2(log: KernelLog) -> Any:
         return (out[..., :value_head] if value_head != head else out), None
 
     return forward
-
-
-def _flash_dtype(module: torch.nn.Module) -> torch.dtype:
-    if emulated_autocast_enabled():
-        return emulated_autocast_dtype()
-    config: Any = module.config
-    if hasattr(config, "_is_quantized") and config.dtype is not None:
-        return config.dtype
-    return next(submodule for submodule in module.modules() if isinstance(submodule, torch.nn.Linear)).weight.dtype
 
 
 def _legacy_flash(log: KernelLog) -> Any:
@@ -269,23 +264,15 @@ def kernels_of(log: KernelLog, config: Any) -> AbstractContextManager[None]:
         (torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log)),
         (masking_utils, "set", _InOrder),
     ]
-    for modeling in _modelings(config):
+    parts = (config, config.get_text_config())  # the text's model class may be another
+    names = dict.fromkeys(type(part).__module__.replace(".configuration_", ".modeling_") for part in parts)
+    for modeling in (importlib.import_module(name) for name in names if importlib.util.find_spec(name)):
         replacements.append((modeling, "set", _InOrder))
         for attribute, classes in vars(modeling).items():
             if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
                 replacements.append((modeling, attribute, {**classes, FLASH_NAME: classes["flash_attention_2"]}))
                 replacements.append((modeling, "_flash_attention_forward", _legacy_flash(log)))
     return replaced(replacements, create=True)
-
-
-def _modelings(config: Any) -> Iterator[ModuleType]:
-    """transformers' modules with the model class of `config`, and with that of its text where that is another."""
-    names = (
-        type(part).__module__.replace(".configuration_", ".modeling_") for part in (config, config.get_text_config())
-    )
-    for name in dict.fromkeys(names):
-        if importlib.util.find_spec(name):
-            yield importlib.import_module(name)
 
 
 class _InOrder(set[Any]):

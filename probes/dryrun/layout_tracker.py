@@ -68,11 +68,9 @@ class LayoutTracker(Tracker):
         return super().track(tensor, self.label or op)
 
     def allocate(self, size_bytes: int, op: str) -> int:
-        """As `Tracker.allocate`, unless the work is the host's."""
         return _ON_HOST if self.phase in self.host_phases else super().allocate(size_bytes, op)
 
     def release(self, number: int) -> None:
-        """As `Tracker.release`."""
         if number != _ON_HOST:
             super().release(number)
 

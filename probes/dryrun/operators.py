@@ -26,7 +26,6 @@ _MANY = 8
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """How a tensor lies, as plain data."""
     return Layout(tuple(tensor.shape), tensor.stride(), _name(tensor.dtype))
 
 
@@ -58,7 +57,6 @@ class OperatorLog:
         self._views: dict[int, int] = {}
 
     def mark(self, phase: str, layer: int | None) -> None:
-        """From now on what is issued belongs to `phase` and `layer`."""
         self.marks.append((len(self.calls), phase, layer))
 
     def add(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, remembered: Remembered) -> None:
@@ -92,7 +90,6 @@ class OperatorLog:
         self.calls.append(self._number(made) * 5 + issuer)
 
     def module_called(self, module: Any, args: Any) -> None:
-        """Python calls a module."""
         self.calls.append(MODULE)
 
     def replacing_step(

@@ -129,7 +129,6 @@ class _Splicer:
         )
 
     def _repeat(self, group: list[_Segment]) -> None:
-        """One pass through the layers, of the full model now."""
         missing = {member.layer for member in group} ^ set(range(len(self.layers.full)))
         if missing:
             raise RepetitionError(f"{group[0].phase} passes through some layers only: not {missing}")
@@ -141,7 +140,6 @@ class _Splicer:
     # Single events
 
     def _new(self, number: int, layer: int | None) -> int:
-        """The number of the run's storage `number` in the full model."""
         single = self.single.get((number, layer))
         if single is not None:
             return single
@@ -165,7 +163,6 @@ class _Splicer:
         return Alloc(new, self.origins[new].size_bytes)
 
     def _made(self, origin: Origin, owner: tuple[str, str] | None) -> int:
-        """The number of a storage that belongs to no stretch."""
         new = self.next
         self.next += 1
         self.origins[new] = origin

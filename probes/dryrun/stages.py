@@ -13,13 +13,12 @@ import torch
 
 from planner.memory.rank_part import stage_sizes
 from planner.setup import TrainSetup
+from probes.dryrun.data_parallel import JobWorld
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
-from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker
-from probes.dryrun.repeat_layers import repeat_layers
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.trace import Owners, Trace, load
+from probes.dryrun.trace import Owners, load
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.configs import load_config, num_layers, truncated_config
 from probes.stack.parallelize import Layout
@@ -74,25 +73,19 @@ def stage_config(config: Any, num_stages: int, stage: int) -> Any:
     return part
 
 
-class PipelineWorld:
-    """A rank of a pipeline that holds one stage. The default process group must exist."""
-
-    tracker = LayoutTracker
+class PipelineWorld(JobWorld):
+    """A rank of a pipeline that holds one stage."""
 
     def __init__(self, setup: TrainSetup, stage: int) -> None:
-        self._setup, self._stage = setup, stage
+        super().__init__(setup)
+        self._stage = stage
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
-        """See `probes.dryrun.trace.World`."""
         setup, device = self._setup, next(model.parameters()).device
         with _static_shapes(tracker), tracker.following_shards() if setup.data_degree > 1 else nullcontext():
             layout = pipeline_layout(model, setup, self._stage, device=device)
             yield layout, load(tracker, model)
-
-    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return repeat_layers(trace, layers, self._setup)
 
 
 class _Sent:

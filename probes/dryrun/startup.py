@@ -78,8 +78,6 @@ def _import_models() -> None:
 
 
 def _compile_later(compile_now: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` that compiles when the function is first called."""
-
     def decorate(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         if function is None:
             return lambda decorated: decorate(decorated, **options)

@@ -77,9 +77,15 @@ class Replay:
         if first < 0:
             return None
         self._micro_batch = -1
-        events = _with_gradients_added(tracker, first, self._added)
-        lost = tracker.identity(loss)
-        if events is None or lost is None or _left(tracker, events) != {lost}:
+        lost, storages = tracker.identity(loss), {number for _, number in self._added}
+        if lost is None or None in storages or len(storages) < len(self._added):
+            return None  # autograd copied a gradient, two lie in one storage, or one comes twice
+        events: list[Event] = []
+        for index, number in self._added:  # each gradient ends once it is added up
+            events += [*tracker.events[first:index], Free(number or 0)]
+            first = index
+        events += tracker.events[first:]
+        if _left(tracker, events) != {lost}:
             return None
         with _disable_current_modes():
             second_loss = torch.empty_like(loss)
@@ -132,20 +138,6 @@ class Replay:
             self._tracker.adopt(fresh[gradient.number], copies[gradient.number])
             gradient.parameter.grad = fresh[gradient.number]
         return copies
-
-
-def _with_gradients_added(tracker: Tracker, first: int, added: list[tuple[int, int | None]]) -> list[Event] | None:
-    """The events from `first` on with the end of each gradient once it is added up; None where autograd copied one,
-    where two lie in one storage, or where one comes twice."""
-    if len({number for _, number in added}) < len(added):
-        return None
-    events: list[Event] = []
-    for index, number in added:
-        if number is None:
-            return None
-        events += [*tracker.events[first:index], Free(number)]
-        first = index
-    return events + tracker.events[first:]
 
 
 def _left(tracker: Tracker, events: list[Event]) -> set[int] | None:

@@ -12,54 +12,44 @@ from unittest import mock
 
 import torch
 
-from planner.setup import TrainSetup
-from probes.dryrun.data_parallel import OnHost
-from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.data_parallel import JobWorld, OnHost
+from probes.dryrun.full_step import Shards
 from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
-from probes.dryrun.repeat_layers import repeat_layers
-from probes.dryrun.trace import Owners, Trace, Trainable, load
+from probes.dryrun.trace import Owners, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step
 from probes.stack.parallelize import Layout, layout_model
 
 
-def forget_meshes() -> None:
-    """Empties DTensor's caches: what they hold of an earlier job in this process names its groups, which are gone."""
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _clear_sharding_prop_cache()
-
-
-class TensorWorld:
-    """A job of tensor-parallel ranks. The default process group must exist: fake for a dry run, gloo for its check."""
-
-    tracker = LayoutTracker
-
-    def __init__(self, setup: TrainSetup) -> None:
-        self._setup = setup
+class TensorWorld(JobWorld):
+    """A job of tensor-parallel ranks."""
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
-        """See `probes.dryrun.trace.World`. Every rank reads only its part of a weight from the files (transformers 5.23
+        """Every rank reads only its part of a weight from the files (transformers 5.23
         `core_model_loading`), so that loading holds nothing more."""
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from transformers.distributed import expert_parallel
+
         setup, device = self._setup, next(model.parameters()).device
-        forget_meshes()
-        dispatch = _balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
-        with _strides_without_tensors(), dispatch, tracker.following_shards():
+        # what DTensor's caches hold of an earlier job in this process names its groups, which are gone
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        _clear_sharding_prop_cache()
+        # transformers' own token dispatch, with as many (token, expert) pairs to every rank: how many go where is read
+        # back to the host from counts that meta tensors have not. Source: transformers 5.23
+        # `distributed/expert_parallel.py` AllToAllEP
+        dispatch = mock.patch.object(expert_parallel, "torch", _BalancedTorch())
+        balanced = dispatch if setup.expert_degree > 1 else nullcontext()
+        with _strides_without_tensors(), balanced, tracker.following_shards():
             layout = layout_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.keep_all_on_host(model.parameters())
             yield layout, load(tracker, model)
 
-    def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        steps = _Steps()
-        return repeat_layers(
-            trace, layers, self._setup, OnHost(steps) if self._setup.offload == "parameters" else steps
-        )
+    def _shards(self) -> Shards:
+        return OnHost(_Steps()) if self._setup.offload == "parameters" else _Steps()
 
 
 @contextmanager
@@ -76,19 +66,6 @@ def _strides_without_tensors() -> Iterator[None]:
         return DTensor.from_local(part, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
     with mock.patch.object(TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(from_local)):
-        yield
-
-
-@contextmanager
-def _balanced_dispatch() -> Iterator[None]:
-    """Within it transformers' own token dispatch runs on meta tensors, as many (token, expert) pairs to every rank: how
-    many go where is read back to the host from counts that meta tensors have not.
-
-    Source: transformers 5.23 `distributed/expert_parallel.py` AllToAllEP.
-    """
-    from transformers.distributed import expert_parallel
-
-    with mock.patch.object(expert_parallel, "torch", _BalancedTorch()):
         yield
 
 
@@ -124,7 +101,7 @@ class _Steps:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See `full_step.Shards`: each mesh's norm is summed up over its ranks as DTensor does it."""
+        """Each mesh's norm is summed up over its ranks as DTensor does it."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -142,7 +119,7 @@ class _Steps:
             yield
 
     def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
-        """See `full_step.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
+        """This rank's part, as a plain tensor that knows its mesh, or as a DTensor
         where the gradient is laid out otherwise."""
         part: Any = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
         if trainable.gradient is not None:

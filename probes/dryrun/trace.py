@@ -1,7 +1,7 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field, replace
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ class Trace:
 
     events: Sequence[Event | Repetition]
     origins: dict[int, Origin]
-    owners: Mapping[int, Owner]
+    owners: Owners
     num_layers: int
     parameter_bytes: int
     log: KernelLog
@@ -113,7 +113,7 @@ class World(Protocol):
         what was loaded; followed until its end."""
 
     def repeat_layers(self, trace: "Trace", layers: Any) -> "Trace":
-        """As `probes.dryrun.repeat_layers.splice`, with what grows otherwise than by layers."""
+        """As `probes.dryrun.repeat_layers.repeat_layers`, with what grows otherwise than by layers."""
 
 
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
@@ -168,18 +168,13 @@ def trace_run(
             layout, owners = None, load_all(tracker, model, reference)
         else:
             layout, owners = stack.enter_context(world.prepared(tracker, model, reference))
-        fields: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
-        trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
-        if workspaces:
-            tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
-        operators = tracker.log = OperatorLog() if device == "meta" and world is None else None
-        gradients = _train(tracker, trainer, layout, owners, log, steps)
-        tracker.close()
-    if operators is not None:
-        prefix = _layer_prefix(model)
-        operators.modules = Counter(_layer_in(name, prefix) for name, _ in model.named_modules())
-    fields |= {"attention": attention, "notes": notes, "operators": operators}
-    return _recorded(tracker, model, setup, owners, gradients, log=log, **fields)
+        tracker.log = OperatorLog() if device == "meta" and world is None else None
+        fields: dict[str, Any] = {"attention": attention, "notes": notes, "operators": tracker.log}
+        job = model, reference, setup, layout, owners
+        trace = _trained(tracker, log, *job, steps, workspaces, num_layers=num_layers, **fields)
+    if trace.operators is not None:
+        trace.operators.modules = Counter(_layer_in(name, trace.layer_prefix) for name, _ in model.named_modules())
+    return trace
 
 
 def trace_samples(
@@ -194,30 +189,57 @@ def trace_samples(
         model = build_from_config(config, first, device="meta", attention=attention)
         for setup in setups:
             tracker = Tracker("meta", temporaries=temporaries(), answer=not setup.packing)
-            owners = load_all(tracker, model, reference)
-            fields: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
-            trainer = make_trainer(model, setup, optimizer_of(model, setup), None, reference)
-            tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
-            gradients = _train(tracker, trainer, None, owners, log, steps=1)
-            tracker.close()
-            fields |= {"log": log, "attention": attention, "notes": notes}
-            traces.append(_recorded(tracker, model, setup, owners, gradients, **fields))
+            job = model, reference, setup, None, load_all(tracker, model, reference)
+            fields: dict[str, Any] = {"attention": attention, "notes": notes, "num_layers": num_layers}
+            traces.append(_trained(tracker, log, *job, 1, True, **fields))
     return traces
 
 
-def _parameter_bytes(tracker: Tracker, model: Any) -> int:
+def _trained(
+    tracker: Tracker, log: KernelLog, model: Any, reference: Any, setup: TrainSetup, layout: Any, owners: Owners,
+    steps: int, workspaces: bool, **fields: Any,
+) -> Trace:  # fmt: skip
+    """The trace of a loaded model's optimizer steps, with where the gradients of what is trained were found."""
     storages = {part.untyped_storage()._cdata: part for part in map(local, model.parameters())}
-    return sum(part.untyped_storage().nbytes() for part in storages.values() if tracker.identity(part) is not None)
-
-
-def _recorded(
-    tracker: Tracker, model: Any, setup: TrainSetup, owners: Mapping[int, Owner], gradients: "_Gradients", **fields: Any
-) -> "Trace":
-    trace = Trace(
-        events=tracker.events, origins=tracker.origins, owners=owners, layer_prefix=_layer_prefix(model), **fields
+    parameter_bytes = sum(
+        part.untyped_storage().nbytes() for part in storages.values() if tracker.identity(part) is not None
+    )
+    trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
+    if workspaces:
+        tracker.on_op = cublas_workspaces(cublas_workspace_bytes(log.capability), tracker.allocate)
+    gradients = _train(tracker, trainer, layout, owners, log, steps)
+    tracker.close()
+    wide = {id(parameter) for parameter in wide_parameters(model, setup)}
+    prefix = _layer_prefix(model)
+    trainables = tuple(
+        Trainable(
+            name=name,
+            layer=_layer_in(name, prefix),
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            has_gradient=name in gradients.shared,
+            gradient_of=gradients.shared.get(name, ""),
+            local_shape=local(parameter).shape,
+            mesh=getattr(parameter, "device_mesh", None),
+            placements=getattr(parameter, "placements", None),
+            gradient=gradients.otherwise.get(name),
+            wide=id(parameter) in wide,
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     )
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
+    return Trace(
+        events=tracker.events,
+        origins=tracker.origins,
+        owners=owners,
+        log=log,
+        parameter_bytes=parameter_bytes,
+        parameter_names=names,
+        layer_prefix=prefix,
+        trainables=trainables,
+        **fields,
+    )
 
 
 @contextmanager
@@ -287,27 +309,6 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
     with log.following():
         yield noting
     tracker.log = None
-
-
-def _trainables(trace: Trace, model: Any, setup: TrainSetup, gradients: _Gradients) -> tuple[Trainable, ...]:
-    wide = {id(parameter) for parameter in wide_parameters(model, setup)}
-    return tuple(
-        Trainable(
-            name=name,
-            layer=trace.layer_of(name),
-            shape=parameter.shape,
-            dtype=parameter.dtype,
-            has_gradient=name in gradients.shared,
-            gradient_of=gradients.shared.get(name, ""),
-            local_shape=local(parameter).shape,
-            mesh=getattr(parameter, "device_mesh", None),
-            placements=getattr(parameter, "placements", None),
-            gradient=gradients.otherwise.get(name),
-            wide=id(parameter) in wide,
-        )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    )
 
 
 def _layer_prefix(model: Any) -> str:

@@ -152,7 +152,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         return number
 
     def release(self, number: int) -> None:
-        """The end of an `allocate`."""
         self.events.append(Free(number))
 
     def close(self) -> None:

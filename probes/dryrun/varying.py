@@ -9,8 +9,9 @@ Where they are not (a loss in chunks has more of them), lengths are rounded up t
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
@@ -36,9 +37,8 @@ Key = tuple[str, str, int]
 """Where a storage that outlives its part was made, its parameter's name or its operator, and which of those it is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Loading, a micro-batch or an optimizer's phase: its events, and the keys of storages that cross its borders."""
+class Part(NamedTuple):
+    """Loading, a micro-batch or an optimizer's phase, and its events."""
 
     kind: str
     events: list[Event]
@@ -52,20 +52,11 @@ class Steps:
     crossing: dict[int, Key]
 
     @cached_property
-    def first(self) -> tuple[tuple[Part, ...], Part]:
-        """Micro-batches and optimizer's phase of the first step: workspaces and the optimizer's states appear in it."""
-        end = self._ends[0]
-        return self.parts[1:end], self.parts[end]
-
-    @cached_property
-    def following(self) -> tuple[tuple[Part, ...], Part]:
-        """Of every later step."""
-        before, end = self._ends[:2]
-        return self.parts[before + 1 : end], self.parts[end]
-
-    @property
-    def _ends(self) -> list[int]:
-        return [index for index, part in enumerate(self.parts) if part.kind == STEP]
+    def both(self) -> list[tuple[tuple[Part, ...], Part]]:
+        """Micro-batches and optimizer's phase of the first step, in which workspaces and the optimizer's states appear,
+        and of every later one."""
+        ends = [0, *(index for index, part in enumerate(self.parts) if part.kind == STEP)]
+        return [(self.parts[begin + 1 : end], self.parts[end]) for begin, end in pairwise(ends)]
 
 
 Sized = tuple[Steps, list[int]]
@@ -100,7 +91,14 @@ def over_lengths(
         load_libraries()
         at, rounded = _by_length(sorted({*batches}), run)
         say(f"replaying {len(batches)} micro-batches ...")
-        epoch, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - overhead_bytes(gpu, setup))
+        run_epoch = partial(_replayed, at, setup)
+        epoch = run_epoch(batches)
+        constant = run_epoch([max(batches)] * (2 * setup.accumulation_steps))
+        retries: int | None = 0  # of all micro-batches under the card's limit; None: they run out
+        limit_bytes = gpu.memory_bytes - overhead_bytes(gpu, setup)
+        if epoch.peak_reserved_bytes > limit_bytes:
+            within = run_epoch(batches, limit_bytes=max(0, limit_bytes))
+            retries = within.num_retries if within.fits else None
     return OverLengths(
         source=source,
         seed=seed,
@@ -116,22 +114,9 @@ def over_lengths(
     )
 
 
-def _replays(
-    at: Callable[[int], Sized], batches: Sequence[int], setup: TrainSetup, limit_bytes: int
-) -> tuple[ReplayResult, ReplayResult, int | None]:
-    """Of all micro-batches, of two steps of the longest alone, and how often the first tries again under the card's
-    limit (None: it runs out)."""
-    per_step, expandable = setup.accumulation_steps, setup.expandable_segments
-
-    def events(lengths: Sequence[int]) -> Iterator[Event]:
-        return _Epoch(at).events(lengths, per_step)
-
-    epoch = replay(events(batches), expandable_segments=expandable)
-    constant = replay(events([max(batches)] * (2 * per_step)), expandable_segments=expandable)
-    if epoch.peak_reserved_bytes <= limit_bytes:
-        return epoch, constant, 0
-    within = replay(events(batches), expandable_segments=expandable, limit_bytes=max(0, limit_bytes))
-    return epoch, constant, within.num_retries if within.fits else None
+def _replayed(at: Callable[[int], Sized], setup: TrainSetup, lengths: Sequence[int], **limit: int) -> ReplayResult:
+    events = _Epoch(at).events(lengths, setup.accumulation_steps)
+    return replay(events, expandable_segments=setup.expandable_segments, **limit)
 
 
 def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callable[[int], Sized], bool]:
@@ -173,7 +158,6 @@ def _through(sizes: dict[int, list[int]], length: int) -> list[int]:
 
 
 def steps_of(trace: Trace) -> Steps:
-    """A trace cut into parts."""
     parts: list[Part] = []
     phase, made = "", dict[int, None]()
     crossing: dict[int, Key] = {}
@@ -226,7 +210,7 @@ class _Epoch:
             mine = batches[start : start + per_step]
             for index, length in enumerate(mine):
                 steps, sizes = self._at(length)
-                micros, optimizer = steps.following if start else steps.first
+                micros, optimizer = steps.both[min(start, 1)]
                 yield from self._part(micros[min(index, len(micros) - 1)], steps, sizes)
             yield from self._part(optimizer, steps, sizes)
             after.append(self._bytes)

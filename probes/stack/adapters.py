@@ -60,7 +60,11 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     settings = dict(row.arguments)
     if row.start_only:  # what a step needs is LoRA's; its start values need real weights
         settings = {name: value for name, value in settings.items() if name != "init_lora_weights"}
-    settings["task_type"] = _task(model.config, setup)
+    settings["task_type"] = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    if setup.objective_spec.head != "vocabulary":  # of a score peft trains the head beside the adapters
+        settings["task_type"] = "SEQ_CLS" if setup.objective_spec.head == "score" else "FEATURE_EXTRACTION"
+    elif has_audio(model.config):
+        settings["task_type"] = None  # whose forward takes sound: peft's own of that task names input_ids
     if row.adapts_matrices:
         settings["target_modules"] = target_modules(model, setup.lora_targets, seeing=setup.builds_encoders)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
@@ -124,15 +128,6 @@ def _norm_modules(model: Any) -> list[str]:
     layers = [name for name in names if any(name.endswith(f".{norm_name}") for norm_name in inside)]
     last = spec.outer_norms[-1].name if spec.outer_norms else ""
     return [*layers, *(name for name in names if last and (name == last or name.endswith(f".{last}")))]
-
-
-def _task(config: Any, setup: TrainSetup) -> str | None:
-    """peft's kind of task; of a score it trains the head beside the adapters."""
-    if setup.objective_spec.head != "vocabulary":
-        return "SEQ_CLS" if setup.objective_spec.head == "score" else "FEATURE_EXTRACTION"
-    if has_audio(config):
-        return None  # whose forward takes sound: peft's own of that task names input_ids
-    return "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
 
 
 def add_adapters(model: Any, setup: TrainSetup) -> Any:

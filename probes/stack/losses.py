@@ -280,7 +280,6 @@ class InPlaceCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
 
 @_unseen("unsloth.cross_entropy", writes=False)
 def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, normalizers: torch.Tensor) -> None:
-    """Loss and log-sum-exp of every row; the GPU's kernel needs no memory for it."""
     for row in range(0, logits.shape[0], 64):
         part = slice(row, row + 64)
         values, wanted = logits[part].float(), targets[part]
@@ -291,7 +290,6 @@ def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tenso
 
 @_unseen("unsloth.cross_entropy_backward")
 def _row_gradients(logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, outer: torch.Tensor) -> None:
-    """The gradient of every row in place of its logits; the GPU's kernel needs no memory for it."""
     scale = outer / targets.ne(-100).sum()
     for row in range(0, logits.shape[0], 64):
         part = slice(row, row + 64)

@@ -106,7 +106,6 @@ def _chosen_likelihood(inputs: LossInputs, logits: torch.Tensor) -> torch.Tensor
 
 
 def _sequence_log_probs(inputs: LossInputs, logits: torch.Tensor) -> torch.Tensor:
-    """The log-probability of every sequence, as the stack's trainer takes it from whole logits."""
     labels = inputs.batch.labels[:, 1:].clone()
     if inputs.setup.stack == "llamafactory":
         normal = logits.to(torch.float32)[:, :-1].log_softmax(-1)
@@ -307,7 +306,6 @@ def _rolled_out_reference(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def _clipped(log_probs: torch.Tensor) -> torch.Tensor:
-    """The clipped surrogate of every log-probability, all of one advantage."""
     advantages = torch.ones((log_probs.shape[0], 1), device=log_probs.device)
     ratio = torch.exp(log_probs - log_probs.detach())
     return -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)

@@ -23,8 +23,6 @@ from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
 from probes.stack.step import Mark, inner_model
 
-SHARD_DIM, REPLICATE_DIM = "dp_shard", "dp_replicate"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -96,10 +94,11 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
                 offload_policy=plugin.cpu_offload,
             )
         return Layout(module=model, autocast=False)
-    names = _dim_names(setup)
+    mesh = data_mesh(setup, device)
+    names = mesh.mesh_dim_names
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh={names: data_mesh(setup, device)},
+        torch_device_mesh={names: mesh},
         parallelism_config=SimpleNamespace(fsdp_dim_names=names),
         mixed_precision=setup.autocast_dtype or "no",
         is_main_process=False,
@@ -196,17 +195,14 @@ def _untied(model: Any) -> Iterator[None]:
         model.tie_weights(recompute_mapping=False)
 
 
-def _dim_names(setup: TrainSetup) -> tuple[str, ...]:
-    return (SHARD_DIM,) if setup.shards == setup.shardable_ranks else (REPLICATE_DIM, SHARD_DIM)
-
-
 def data_mesh(setup: TrainSetup, device: torch.device) -> Any:
     """The mesh of the ranks that hold alike, those of one sequence innermost: [shards], or [replicas, shards]."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = _dim_names(setup)
-    shape = (setup.shards,) if len(names) == 1 else (setup.shardable_ranks // setup.shards, setup.shards)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if setup.shards == setup.shardable_ranks:
+        return init_device_mesh(device.type, (setup.shards,), mesh_dim_names=("dp_shard",))
+    shape = setup.shardable_ranks // setup.shards, setup.shards
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def ring_group(setup: TrainSetup) -> Any:

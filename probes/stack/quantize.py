@@ -41,13 +41,6 @@ def quantizable(model: nn.Module) -> list[str]:
     return [name for name in names if keep is None or name.partition(".")[0] != keep or "." in name]
 
 
-def _shape(module: Any) -> tuple[int, int]:
-    if hasattr(module, "in_features"):
-        return int(module.out_features), int(module.in_features)
-    rows, cols = module.weight.shape  # Conv1D stores [in, out]; transformers turns it into a Linear
-    return int(cols), int(rows)
-
-
 def quantize_modules(
     model: nn.Module,
     quantization: str,
@@ -69,7 +62,10 @@ def quantize_modules(
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name) if parent_name else model
         old = getattr(parent, leaf)
-        rows, cols = _shape(old)
+        if hasattr(old, "in_features"):
+            rows, cols = int(old.out_features), int(old.in_features)
+        else:  # Conv1D stores [in, out]; transformers turns it into a Linear
+            cols, rows = map(int, old.weight.shape)
         new: Any
         if quantization == "int8":
             with torch.device("meta"):

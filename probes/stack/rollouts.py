@@ -35,7 +35,13 @@ def generate(setup: TrainSetup, inner: Any, forward: Any, tell: Tell) -> None:
         _next_token(run, ids[:, : setup.prompt_tokens], cache)
         for index, layer in enumerate(cache.layers):
             tell("forward", index)
-            _grow(layer, setup.seq_len_tokens - 2)
+            tokens, window = setup.seq_len_tokens - 2, getattr(layer, "sliding_window", None)
+            length = min(tokens, window - 1) if window else tokens  # a layer with a window keeps that
+            for name in ("keys", "values"):
+                old = getattr(layer, name, None)
+                if isinstance(old, torch.Tensor):
+                    setattr(layer, name, old.new_zeros((*old.shape[:-2], length, old.shape[-1])))
+                del old
         tell("forward", None)
         _next_token(run, ids[:, -1:], cache)
 
@@ -50,16 +56,6 @@ def _next_token(run: Any, ids: torch.Tensor, cache: Any) -> None:
     logits = outputs["logits"][:, -1, :].to(copy=True, dtype=torch.float32)
     del outputs
     torch.multinomial(torch.nn.functional.softmax(logits, dim=-1), num_samples=1)
-
-
-def _grow(layer: Any, tokens: int) -> None:
-    """A cache layer as so many tokens leave it; one with a window keeps that."""
-    window = getattr(layer, "sliding_window", None)
-    length = tokens if not window else min(tokens, window - 1)
-    for name in ("keys", "values"):
-        old = getattr(layer, name, None)
-        if isinstance(old, torch.Tensor):
-            setattr(layer, name, old.new_zeros((*old.shape[:-2], length, old.shape[-1])))
 
 
 @contextmanager

@@ -263,55 +263,49 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
 @contextmanager
 def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
     """Hooks on the layers and the backbone that report the phases."""
-    phases = _Phases(tell)
+    in_backward = False
+
+    def before(layer: int, module: Any, inputs: Any) -> None:
+        if not in_backward:  # in the backward it is a recomputation
+            tell("forward", layer)
+
+    def after(layer: int, module: Any, inputs: Any, output: Any) -> None:
+        if not in_backward:
+            follow(output[0] if isinstance(output, tuple) else output, layer)
+
+    def backbone_starts(module: Any, inputs: Any) -> None:
+        nonlocal in_backward
+        in_backward = False
+
+    def backbone_ends(module: Any, inputs: Any, output: Any) -> None:
+        follow(next(iter(output.values())) if type(output) is dict else output[0], None)  # `heads.pooled` gives a dict
+        tell("loss", None)
+
+    def follow(hidden: Any, layer: int | None) -> None:
+        """The backward of what comes before `hidden` begins with its gradient."""
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(on_gradient, layer))
+
+    def on_gradient(layer: int | None, gradient: torch.Tensor) -> None:
+        nonlocal in_backward
+        in_backward = True
+        tell("backward", layer)
+
     handles = []
     for inner in (trainer.inner,) if trainer.reference is None else (trainer.inner, trainer.reference[0]):
         for index, layer in enumerate(layers_of(inner)):
             # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
-            handles.append(layer.register_forward_pre_hook(partial(phases.before, index), prepend=True))
-            handles.append(layer.register_forward_hook(partial(phases.after, index), prepend=True))
+            handles.append(layer.register_forward_pre_hook(partial(before, index), prepend=True))
+            handles.append(layer.register_forward_hook(partial(after, index), prepend=True))
         backbone = backbone_of(inner)
         first = inner.get_encoder() if inner.config.is_encoder_decoder else backbone
-        handles.append(first.register_forward_pre_hook(phases.backbone_starts))
-        handles.append(backbone.register_forward_hook(phases.backbone_ends))
+        handles.append(first.register_forward_pre_hook(backbone_starts))
+        handles.append(backbone.register_forward_hook(backbone_ends))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Phases:
-    """Where a step is, as its hooks tell it."""
-
-    def __init__(self, tell: Mark) -> None:
-        self._tell = tell
-        self._in_backward = False
-
-    def before(self, layer: int, module: Any, inputs: Any) -> None:
-        if not self._in_backward:
-            self._tell("forward", layer)
-
-    def after(self, layer: int, module: Any, inputs: Any, output: Any) -> None:
-        if not self._in_backward:
-            self._follow(output[0] if isinstance(output, tuple) else output, layer)
-
-    def backbone_starts(self, module: Any, inputs: Any) -> None:
-        self._in_backward = False
-
-    def backbone_ends(self, module: Any, inputs: Any, output: Any) -> None:
-        """All layers ran; `heads.pooled` gives a dict."""
-        self._follow(next(iter(output.values())) if type(output) is dict else output[0], None)
-        self._tell("loss", None)
-
-    def _follow(self, hidden: Any, layer: int | None) -> None:
-        """The backward of what comes before `hidden` begins with its gradient."""
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(partial(self._on_gradient, layer))
-
-    def _on_gradient(self, layer: int | None, gradient: torch.Tensor) -> None:
-        self._in_backward = True
-        self._tell("backward", layer)
 
 
 def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str, *, clips: bool = True) -> None:

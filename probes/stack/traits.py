@@ -58,12 +58,8 @@ _MULTIPLY = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 
 class _Watched(TorchDispatchMode):  # type: ignore[misc]
     """Sees whether a softmax over all tokens stays in 16 bits, nothing is joined to what was rotated, every expert
-    takes every token, and logits are multiplied. A class that asks for a number is told 0.
-
-    Args:
-        every_row: the shape of all tokens before all experts.
-        vocabulary: numbers of a row of logits.
-    """
+    takes every token (`every_row`: the shape of all tokens before all experts), and logits (`vocabulary` numbers a row)
+    are multiplied. A class that asks for a number is told 0."""
 
     def __init__(self, every_row: tuple[int, ...], vocabulary: int) -> None:
         super().__init__()
@@ -105,7 +101,14 @@ def traits_of_model(
             with suppress(TypeError, AttributeError, RuntimeError):
                 style = norm_style(*norm)
                 break
-    watched = _watched(model, layers, text, front_end)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    if front_end is not None:
+        ids = torch.zeros(1, front_end.mel_bins, front_end.frames, dtype=torch.bfloat16, device="meta")
+    experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)
+    watched = _Watched((experts, _TOKENS, text.hidden_size), text.vocab_size)
+    with _alike_once(layers), suppress(Exception), torch.no_grad(), watched:  # some class needs true values
+        model(ids, **decoder)
     return Traits(
         norm=style,
         attention_dropout=_drops(text, ATTENTION_DROPOUTS),
@@ -125,19 +128,6 @@ def _drops(config: Any, names: tuple[str, ...]) -> bool:
     return next(
         (value > 0 for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), False
     )
-
-
-def _watched(model: Any, layers: Sequence[nn.Module], text: Any, front_end: FrontEnd | None) -> _Watched:
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)
-    encoder, decoder, watched = ids, {}, _Watched((experts, _TOKENS, text.hidden_size), text.vocab_size)
-    if model.config.is_encoder_decoder:
-        decoder = {"decoder_input_ids": ids}
-    if front_end is not None:
-        encoder = torch.zeros(1, front_end.mel_bins, front_end.frames, dtype=torch.bfloat16, device="meta")
-    with _alike_once(layers), suppress(Exception), torch.no_grad(), watched:  # some class needs true values
-        model(encoder, **decoder)
-    return watched
 
 
 @contextmanager

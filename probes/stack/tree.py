@@ -193,7 +193,6 @@ def _without_cross_attention(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpe
 
 
 def _without_refused(layer: LayerSpec, refused: set[str]) -> LayerSpec:
-    """The layer with its matrices marked whose place no adapter can take."""
     names = {re.sub(r"^\d+\.", "", name.removeprefix(f"{layer.path}.")) for name in refused}
     return replace(layer, linears=tuple(replace(linear, refused=linear.name in names) for linear in layer.linears))
 
@@ -389,7 +388,6 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
 
 
 def _role(linear: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
-    """What a matrix does, by its place, its name, and in an MLP its shape."""
     place = linear.name.rpartition(".")[0]
     if _SIDE_BRANCHES.search(linear.name):
         return "other"
@@ -471,7 +469,6 @@ def _keys_and_values(
 
 
 def _count(holder: Any, *names: str) -> int | None:
-    """The first of these attributes that is a whole number above 0."""
     values = (_first(holder, name) for name in names)
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -479,12 +476,10 @@ def _count(holder: Any, *names: str) -> int | None:
 
 
 def _window(module: nn.Module, index: int, text: Any) -> int | None:
-    """Tokens that a layer sees, None for all."""
     types = _first(text, "layer_types", "attention_layers")
     slides = types[index] in ("sliding_attention", "chunked_attention", "local") if types else True
-    window = _first(module, "sliding_window", "window_size") or _first(
-        text, "sliding_window", "attention_chunk_size", "window_size"
-    )
+    named = _first(text, "sliding_window", "attention_chunk_size", "window_size")
+    window = _first(module, "sliding_window", "window_size") or named
     return window if _first(text, "use_sliding_window") is not False and slides and isinstance(window, int) else None
 
 
@@ -561,7 +556,6 @@ def _size(module: Any) -> int:
 
 
 def _first(holder: Any, *names: str) -> Any:
-    """The first of these attributes that is there and not None."""
     for name in names:
         # what differs from layer to layer, a configuration does not tell
         with suppress(ValueError, AttributeError, RuntimeError):

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.profiles import GRADIENTS, LOSS_BEGINS, Group
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Pattern, Repetition
-from probes.dryrun.analysis import group_of
+from probes.dryrun.analysis import Alive
 from probes.dryrun.trace import Trace
 from probes.tracing.sizes import NoPolynomial, Scale, Terms, add
 
@@ -151,7 +151,6 @@ class _Walk:
         starts = [index for index, event in enumerate(trace.events) if isinstance(event, Phase)]
         self._starts = [0, *(start for start in starts if start), len(trace.events)]
         self._parts_of: dict[Pattern, list[_Part]] = {}
-        self._keys_of: dict[Pattern, list[tuple[Group, int]]] = {}
 
     def _parts(self, pattern: Pattern) -> list[_Part]:
         if pattern not in self._parts_of:
@@ -248,45 +247,18 @@ class _Walk:
             index, number = self.place(name)
             wanted[index][number].append(at)
         snapshots: list[Counts] = [{} for _ in names]
-        alive: dict[int, tuple[Group, int]] = {}  # storage -> group, class
-        count: Counts = defaultdict(int)
+        alive = Alive(self.trace)
         for index, item in enumerate(self.trace.events):
             requests = wanted.get(index)
-            if isinstance(item, Repetition) and not requests:
-                for place in item.pattern.left:
-                    self._make(item.first + place, item, alive, count)
-                for event in chain.from_iterable(item.holes):
-                    self._apply_event(event, item, alive, count)
+            repetition = item if isinstance(item, Repetition) else None
+            if repetition is not None and not requests:
+                alive.add_repetition(repetition)
                 continue
             for number, event in enumerate(item.events() if isinstance(item, Repetition) else (item,)):
-                self._apply_event(event, item, alive, count)
+                alive.add(event, repetition)
                 for at in requests.get(number, ()) if requests else ():
-                    snapshots[at] = {key: many for key, many in count.items() if many}
-        return [*snapshots, {key: many for key, many in count.items() if many}]
-
-    def _apply_event(self, event: Event, item: Any, alive: dict[int, tuple[Group, int]], count: Counts) -> None:
-        if isinstance(event, Alloc):
-            self._make(event.id, item if isinstance(item, Repetition) else None, alive, count)
-        elif isinstance(event, Free):
-            count[alive.pop(event.id)] -= 1
-
-    def _make(
-        self, number: int, repetition: Repetition | None, alive: dict[int, tuple[Group, int]], count: Counts
-    ) -> None:
-        origin = self.trace.origins.get(number)
-        if origin is not None:
-            key = group_of(origin, self.trace.owners.get(number)), origin.size_bytes
-        else:
-            assert repetition is not None
-            pattern = repetition.pattern
-            if pattern not in self._keys_of:
-                self._keys_of[pattern] = [
-                    (group_of(made, pattern.owners.get(place)), made.size_bytes)
-                    for place, made in enumerate(pattern.origins)
-                ]
-            key = self._keys_of[pattern][number - repetition.first]
-        alive[number] = key
-        count[key] += 1
+                    snapshots[at] = {key: many for key, many in alive.count.items() if many}
+        return [*snapshots, {key: many for key, many in alive.count.items() if many}]
 
 
 def _lengths(item: Event | Repetition) -> list[int]:

@@ -282,7 +282,6 @@ class _Family:
         self._results: dict[_Key, Pieces | str] = {}
 
     def named(self) -> Iterator[tuple[str, _Key]]:
-        """What names each member, and its place."""
         for place, setup in self._setups.items():
             yield self._builder.key(setup, self._gpu, self._first), place
 
@@ -326,7 +325,6 @@ class _Family:
         return self._put_together(key, self.pieces(("nf4", *key[1:])), pairs, _stored_otherwise)
 
     def _with_loss(self, key: _Key, like: _Key) -> Pieces | str:
-        """`like` with the member's loss instead, by the two at the first two checkpointings."""
         others = sorted(every for *kind, every in self._setups if tuple(kind) == key[:2])
         if len(others) < 3 or key[2] in others[:2]:
             return self._run(key)

@@ -445,7 +445,6 @@ class _Sized:
 
 
 def _periodic(calls: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of what repeats after so many calls."""
     import numpy as np
 
     array = np.asarray(calls)
@@ -470,7 +469,6 @@ def _after(names: Sequence[tuple[str, int]], body: Sequence[tuple[str, int]], be
 
 
 def _repeated(order: Sequence[int]) -> Blocks:
-    """The order with what repeats told once."""
     blocks: list[tuple[tuple[int, ...], int]] = []
     at = 0
     while at < len(order):

@@ -157,7 +157,11 @@ class Sizes:
     def learn(self, point: Point, source: Source, size_bytes: int, form: Form) -> None:
         """A form that was found, as it is at this point: with one sequence a micro-batch is no variable."""
         if point.micro_batch_seqs == 1:
-            form = _of_one_sequence(form)
+            factors: dict[int, float] = {}
+            for index, factor in form:
+                alone = _ALONE.get(index, MONOMIALS.index((0, 2, 0, 0)))
+                factors[alone] = factors.get(alone, 0.0) + factor
+            form = tuple(sorted(factors.items()))
         key = point, source, size_bytes
         met = self._forms.setdefault(key, form) != form
         if met and size_bytes >= SMALL_BYTES:
@@ -165,11 +169,3 @@ class Sizes:
 
 
 _ALONE = {index: MONOMIALS.index((0, *powers[1:])) for index, powers in enumerate(MONOMIALS) if powers[:2] != (2, 2)}
-
-
-def _of_one_sequence(form: Form) -> Form:
-    factors: dict[int, float] = {}
-    for index, factor in form:
-        alone = _ALONE.get(index, MONOMIALS.index((0, 2, 0, 0)))
-        factors[alone] = factors.get(alone, 0.0) + factor
-    return tuple(sorted(factors.items()))

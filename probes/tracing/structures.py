@@ -180,22 +180,24 @@ class Structure:
         pieces: Pieces = {}
         for key in keys:
             forms = self._forms(runs[key], points[key], sizes)
-            self._learn(runs[key], forms, points[key][0], alone[key[0]][0], sizes)
+            first, single = points[key][0], alone[key[0]][0]
+            values = values_at([single])[0]
+            shown = ((*made, form) for made, form in zip(_sources(runs[key]), forms, strict=True))
+            for source, size, form in dict.fromkeys(shown):  # what a run has shown, also of one sequence of its length
+                sizes.learn(first, source, size, form)
+                if first != single:
+                    sizes.learn(single, source, round(value_of(form, values)), form)
             classes, depths = self._named(runs[key], forms)
-            scale = Scale([self._model(member, self._grid(key, member.vocabulary)) for member in self._members])
+            every = max(1, self.setup.checkpointing)
+            grids = [values_at(self._grid(key, member.vocabulary)) for member in self._members]
+            scale = Scale([
+                Model(member.size, member.num_layers // every, values)
+                for member, values in zip(self._members, grids, strict=True)
+            ])  # fmt: skip
             moments = moments_of(depths, classes, scale)
             profiled = [moment for moment in moments if not self._of_rank or moment.phase in RANK_PHASES]
             pieces[key] = SpanMoments(moments=profiled, scale=scale)
         return pieces
-
-    def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, sizes: Sizes) -> None:
-        """What a run has shown, also of one sequence of its length."""
-        values = values_at([alone])[0]
-        shown = ((*made, form) for made, form in zip(_sources(run), forms, strict=True))
-        for source, size, form in dict.fromkeys(shown):
-            sizes.learn(point, source, size, form)
-            if point != alone:
-                sizes.learn(alone, source, round(value_of(form, values)), form)
 
     def _forms(self, first: Trace, points: Sequence[Point], sizes: Sizes) -> list[Form]:
         """The form of every allocation of the run at the first point; what is not known is found with the others."""
@@ -222,9 +224,6 @@ class Structure:
             self._shared_runs[key] = traces
         return traces
 
-    def _model(self, member: Member, points: Sequence[Point]) -> Model:
-        return Model(member.size, member.num_layers // max(1, self.setup.checkpointing), values_at(points))
-
     def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[list[Class], list[Depth]]:
         """Each class of storages, and the traces of each depth with numbers of classes as sizes."""
         kinds = [(form, False) for form in forms]
@@ -232,18 +231,17 @@ class Structure:
             made = zip(_made(trace), forms, strict=True)
             kinds = [(() if is_state(trace, number) else form, is_gradient(trace, number)) for number, form in made]
         classes = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-        named = _with_classes(trace, [classes[kind] for kind in kinds])
+        numbers = dict(zip(_made(trace), [classes[kind] for kind in kinds], strict=True))
+        events = [Alloc(event.id, numbers[event.id]) if isinstance(event, Alloc) else event for event in trace.events]
+        origins = {number: trace.origins[number]._replace(size_bytes=kind) for number, kind in numbers.items()}
+        named = replace(trace, events=events, origins=origins)
         traces = [
             named if plan.layers is None else repeat_layers(named, plan.layers, self.setup) for plan in self._plans
         ]
         if self._of_rank:
-            traces = [moments_of_rank(full_trace, self.setup.checkpointing) for full_trace in traces]
-        storage_classes: list[Class] = [
-            ({(index, factor, 0): 1 for index, factor in form}, apart) for form, apart in classes
-        ]
-        return storage_classes, [
-            Depth(trace=full_trace, repeats=many) for full_trace, many in zip(traces, self._repeats, strict=True)
-        ]
+            traces = [moments_of_rank(whole, self.setup.checkpointing) for whole in traces]
+        terms = [({(index, factor, 0): 1 for index, factor in form}, apart) for form, apart in classes]
+        return terms, [Depth(trace=whole, repeats=many) for whole, many in zip(traces, self._repeats, strict=True)]
 
     def _grid(self, key: tuple[Span, bool], vocabulary: tuple[int, int]) -> list[Point]:
         """Where moments are compared."""
@@ -328,18 +326,16 @@ def _sources(trace: Trace) -> Iterator[tuple[tuple[bool, str], int]]:
         yield (origin.phase == "loss", owner[0] if owner else origin.op), origin.size_bytes
 
 
-def _with_classes(trace: Trace, number_of: Sequence[int]) -> Trace:
-    """The trace with the number of its form in place of every size."""
-    made = _made(trace)
-    numbers = dict(zip(made, number_of, strict=True))
-    events = [Alloc(event.id, numbers[event.id]) if isinstance(event, Alloc) else event for event in trace.events]
-    origins = {number: trace.origins[number]._replace(size_bytes=numbers[number]) for number in made}
-    return replace(trace, events=events, origins=origins)
-
-
 def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> list[Form]:
     """The form of every allocation of the first run."""
-    split = [_by_segment(run) for run in runs]
+    split: list[list[tuple[str, list[Alloc]]]] = []
+    for run in runs:
+        split.append([])
+        for event in run.events:
+            if isinstance(event, Phase):
+                split[-1].append((event.name, []))
+            elif isinstance(event, Alloc):
+                split[-1][-1][1].append(event)
     if len({tuple(name for name, _ in segments) for segments in split}) > 1:
         raise NoPolynomial("the runs pass through other phases")
     forms: dict[int, Form] = {}
@@ -396,13 +392,3 @@ def _by_operator(
                 form = forms[op][min(larger)] if larger else ((_TILE, max(tiles)),)
             forms[op][size] = form
     return {number: forms[origin.op][origin.size_bytes] for number, origin in left}
-
-
-def _by_segment(trace: Trace) -> list[tuple[str, list[Alloc]]]:
-    segments: list[tuple[str, list[Alloc]]] = []
-    for event in trace.events:
-        if isinstance(event, Phase):
-            segments.append((event.name, []))
-        elif isinstance(event, Alloc):
-            segments[-1][1].append(event)
-    return segments

@@ -1,5 +1,7 @@
 """The allocator model: traces computed by hand from the rules of c10/cuda/CUDACachingAllocator.cpp."""
 
+from typing import Any
+
 import pytest
 
 from planner.core.units import GIB, MIB
@@ -41,122 +43,110 @@ def test_segment_size_follows_the_three_classes() -> None:
     assert segment_size(10 * MIB + 512) == 12 * MIB
 
 
-def test_small_requests_share_a_segment() -> None:
-    # 4096 blocks of 512 bytes fill 2 MiB exactly; one more opens the second segment.
-    assert replay(filled(*[512] * 4096)).peak_reserved_bytes == 2 * MIB
-    assert replay(filled(*[512] * 4097)).peak_reserved_bytes == 4 * MIB
+THREE = filled(*[6 * MIB] * 3)
+CACHED = [Alloc(0, 30 * MIB), Free(0), Alloc(1, 32 * MIB)]
+ENDING = [*filled(30 * MIB, 12 * MIB), Phase("loss"), Free(0), Alloc(2, 14 * MIB), Alloc(3, 17 * MIB)]
+PAGES = [*filled(50 * MIB, 30 * MIB), Free(0), EmptyCache()]
+PAGE, PIECE = 20 * MIB, 5 * MIB
+GROWS: dict[str, Any] = {"expandable_segments": True}
+SCENES: dict[str, tuple[list[Event], dict[str, Any], dict[str, float]]] = {
+    "4,096 blocks of 512 bytes fill a small segment": (filled(*[512] * 4096), {}, {"peak_reserved": 2}),
+    "one more opens the second": (filled(*[512] * 4097), {}, {"peak_reserved": 4}),
+    "four of 4.5 MiB in 20 MiB leave 2 MiB": (filled(*[4 * MIB + MIB // 2] * 4), {}, {"peak_reserved": 20}),
+    "the fifth does not fit": (filled(*[4 * MIB + MIB // 2] * 5), {}, {"peak_reserved": 40}),
+    # 21 goes into the 30 MiB segment (9 MiB split off), so 40 MiB stays whole for the next
+    "best fit takes the smallest block that serves": (
+        [*filled(40 * MIB, 20 * MIB, 30 * MIB), Free(0), Free(1), Free(2), Alloc(3, 21 * MIB), Alloc(4, 40 * MIB)],
+        {},
+        {"end_reserved": 90, "end_allocated": 61},
+    ),
+    # three 6 MiB blocks of one 20 MiB segment (2 remain): freed in any order, 20 MiB are whole again
+    **{
+        f"free neighbours become one block {order}": (
+            [*THREE, *(Free(index) for index in order), Alloc(9, 20 * MIB)],
+            {},
+            {"peak_reserved": 20},
+        )
+        for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 2, 1))
+    },
+    # 6 + 8 MiB are free around the live block: 12 MiB need a segment of their own
+    "pieces apart serve no larger request": (
+        [*THREE, Free(0), Free(2), Alloc(9, 12 * MIB)],
+        {},
+        {"peak_reserved": 32, "peak_allocated": 18},
+    ),
+    # the step's 10 MiB come out of the cached 30
+    "what is cached serves the next": (
+        [Alloc(0, 10 * MIB), Phase("forward"), Alloc(1, 30 * MIB), Free(1), Alloc(2, 10 * MIB), Alloc(3, 40 * MIB)],
+        {},
+        {"peak_allocated": 60, "peak_reserved": 80},
+    ),
+    "cached memory is kept without a limit": (CACHED, {}, {"peak_reserved": 62}),
+    "cached memory is given back before giving up": (
+        CACHED,
+        {"limit_bytes": 40 * MIB},
+        {"fits": True, "num_retries": 1, "peak_reserved": 32, "end_reserved": 32},
+    ),
+    # 14 MiB sit in the old 30 MiB segment: 16 MiB are free behind them, 8 never reserved; 17 in one piece nowhere
+    "a replay ends where memory does": (
+        ENDING,
+        {"limit_bytes": 50 * MIB},
+        {"fits": False, "end_allocated": 26, "end_reserved": 42, "num_retries": 1},
+    ),
+    # 30 + 12 in 60 MiB of pages; 14 into the freed 30; 17 into the 18 MiB at the end: nothing more is mapped
+    "expandable segments end that fragmentation": (
+        ENDING,
+        {"limit_bytes": 60 * MIB, **GROWS},
+        {"fits": True, "peak_reserved": 60},
+    ),
+    # 21 MiB each, end to end: ceil(21 num / 20) pages
+    **{
+        f"expandable segments grow in pages of 20 MiB, {num}": (
+            filled(*[21 * MIB] * num),
+            GROWS,
+            {"peak_reserved": pages * 20, "peak_allocated": num * 21},
+        )
+        for num, pages in ((1, 2), (2, 3), (3, 4), (20, 21), (100, 105))
+    },
+    "the small pool grows in pages of 2 MiB": (filled(512), GROWS, {"peak_reserved": 2}),
+    "and again": (filled(*[MIB] * 3), GROWS, {"peak_reserved": 4}),
+    # 11.25 MiB would keep a 12 MiB segment; here the rest of the 20 MiB page stays usable
+    "every remainder is split": (filled(11 * MIB + MIB // 4), GROWS, {"peak_allocated": 11.25}),
+    # the freed first block covers pages 0 and 1 whole and 10 MiB of page 2, which the second block shares
+    "whole pages are given back": (PAGES, GROWS, {"peak_reserved": 80, "end_reserved": 40}),
+    # in the gap, the lowest address with room: 10 MiB of page 2 are there, one page is mapped
+    "growing starts again in the gap": ([*PAGES, Alloc(5, 25 * MIB)], GROWS, {"end_reserved": 80}),
+    # pages 0, 1, 2; the middle one is given back and mapped again, so that the first two are whole for 40 MiB
+    "a hole of exactly the size asked for is filled": (
+        [*filled(PAGE, PAGE, PAGE), Free(1), EmptyCache(), Alloc(3, PAGE), Free(0), Free(3), Alloc(4, 2 * PAGE)],
+        GROWS,
+        {"peak_reserved": 60},
+    ),
+    # four of 5 MiB fill a page; the first place is taken again, so the last two are whole for 10 MiB
+    "of equal free blocks the lowest serves": (
+        [*filled(*[PIECE] * 4), Free(0), Free(2), Alloc(4, PIECE), Free(3), Alloc(5, 2 * PIECE)],
+        GROWS,
+        {"peak_reserved": 20},
+    ),
+    # the 20 MiB segment still holds a live block
+    "an emptied cache releases whole segments only": (
+        [*filled(6 * MIB, 6 * MIB, 30 * MIB), Free(1), Free(2), EmptyCache()],
+        {},
+        {"peak_reserved": 50, "end_reserved": 20},
+    ),
+    "no events are nothing": ([], {}, {"peak_reserved": 0, "peak_allocated": 0}),
+}
+"""Events, options, and what comes out, in MiB."""
 
 
-def test_middle_requests_share_a_segment() -> None:
-    # Four of 4.5 MiB in 20 MiB leave 2 MiB; the fifth does not fit.
-    assert replay(filled(*[4 * MIB + MIB // 2] * 4)).peak_reserved_bytes == 20 * MIB
-    assert replay(filled(*[4 * MIB + MIB // 2] * 5)).peak_reserved_bytes == 40 * MIB
-
-
-def test_best_fit_takes_the_smallest_block_that_serves() -> None:
-    events = [*filled(40 * MIB, 20 * MIB, 30 * MIB), Free(0), Free(1), Free(2), Alloc(3, 21 * MIB), Alloc(4, 40 * MIB)]
-    # 21 goes into the 30 MiB segment (9 MiB split off), so 40 MiB stays whole for the next.
-    result = replay(events)
-    assert result.end_reserved_bytes == 90 * MIB
-    assert result.end_allocated_bytes == 61 * MIB
-
-
-def test_free_neighbours_become_one_block() -> None:
-    # Three 6 MiB blocks of one 20 MiB segment (2 remain): freed in any order, 20 MiB are whole again.
-    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 2, 1)):
-        events = [*filled(*[6 * MIB] * 3), *(Free(index) for index in order), Alloc(9, 20 * MIB)]
-        assert replay(events).peak_reserved_bytes == 20 * MIB
-
-
-def test_pieces_kept_apart_by_a_live_block_cannot_serve_a_larger_request() -> None:
-    events = [*filled(*[6 * MIB] * 3), Free(0), Free(2), Alloc(9, 12 * MIB)]
-    result = replay(events)
-    # 6 + 8 MiB are free around the live block: 12 MiB need a segment of their own.
-    assert result.peak_reserved_bytes == 32 * MIB
-    assert result.peak_allocated_bytes == 18 * MIB
-
-
-def test_what_is_cached_serves_the_next() -> None:
-    events = [Phase("load"), Alloc(0, 10 * MIB), Phase("forward"), Alloc(1, 30 * MIB), Free(1)]
-    events += [Phase("step"), Alloc(2, 10 * MIB), Phase("forward"), Alloc(3, 40 * MIB)]
-    result = replay(events)
-    # The step's 10 MiB come out of the cached 30.
-    assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (60 * MIB, 80 * MIB)
-
-
-def test_cached_memory_is_given_back_before_giving_up() -> None:
-    events = [Alloc(0, 30 * MIB), Free(0), Alloc(1, 32 * MIB)]
-    assert replay(events).peak_reserved_bytes == 62 * MIB
-    result = replay(events, limit_bytes=40 * MIB)
-    assert result.fits
-    assert (result.num_retries, result.peak_reserved_bytes, result.end_reserved_bytes) == (1, 32 * MIB, 32 * MIB)
-
-
-def test_a_replay_ends_where_memory_does() -> None:
-    events = [*filled(30 * MIB, 12 * MIB), Phase("loss"), Free(0), Alloc(2, 14 * MIB), Alloc(3, 17 * MIB)]
-    result = replay(events, limit_bytes=50 * MIB)
-    # 14 MiB sit in the old 30 MiB segment: 16 MiB are free behind them, 8 never reserved; 17 in one piece nowhere.
-    assert not result.fits
-    assert (result.end_allocated_bytes, result.end_reserved_bytes) == (26 * MIB, 42 * MIB)
-    assert result.num_retries == 1
-
-
-def test_expandable_segments_end_that_fragmentation() -> None:
-    events = [*filled(30 * MIB, 12 * MIB), Phase("loss"), Free(0), Alloc(2, 14 * MIB), Alloc(3, 17 * MIB)]
-    result = replay(events, limit_bytes=60 * MIB, expandable_segments=True)
-    # 30 + 12 in 60 MiB of pages; 14 into the freed 30; 17 into the 18 MiB at the end: nothing more is mapped.
-    assert result.fits
-    assert result.peak_reserved_bytes == 60 * MIB
-
-
-@pytest.mark.parametrize(("num", "pages"), [(1, 2), (2, 3), (3, 4), (20, 21), (100, 105)])
-def test_expandable_segments_grow_in_20_mib_pages(num: int, pages: int) -> None:
-    # 21 MiB each, end to end: ceil(21 num / 20) pages.
-    result = replay(filled(*[21 * MIB] * num), expandable_segments=True)
-    assert result.peak_reserved_bytes == pages * 20 * MIB
-    assert result.peak_allocated_bytes == num * 21 * MIB
-
-
-def test_expandable_small_pool_grows_in_2_mib_pages() -> None:
-    assert replay(filled(512), expandable_segments=True).peak_reserved_bytes == 2 * MIB
-    assert replay(filled(*[MIB] * 3), expandable_segments=True).peak_reserved_bytes == 4 * MIB
-
-
-def test_expandable_segments_split_every_remainder() -> None:
-    # 11.25 MiB would keep a 12 MiB segment; here the rest of the 20 MiB page stays usable.
-    assert replay(filled(11 * MIB + MIB // 4), expandable_segments=True).peak_allocated_bytes == 11 * MIB + MIB // 4
-
-
-def test_expandable_retry_gives_whole_pages_back() -> None:
-    # The freed first block covers pages 0 and 1 whole and 10 MiB of page 2, which the second block shares.
-    events = [*filled(50 * MIB, 30 * MIB), Free(0), EmptyCache()]
-    result = replay(events, expandable_segments=True)
-    assert result.peak_reserved_bytes == 80 * MIB
-    assert result.end_reserved_bytes == 40 * MIB
-    # Growing again starts in the gap, the lowest address with room: 10 MiB of page 2 are there, one page is mapped.
-    regrown = replay([*events, Alloc(5, 25 * MIB)], expandable_segments=True)
-    assert regrown.end_reserved_bytes == 80 * MIB
-
-
-def test_a_hole_of_exactly_the_size_asked_for_is_filled() -> None:
-    # Pages 0, 1, 2; the middle one is given back and mapped again, so that the first two are whole for 40 MiB.
-    page = 20 * MIB
-    events = [*filled(page, page, page), Free(1), EmptyCache(), Alloc(3, page), Free(0), Free(3), Alloc(4, 2 * page)]
-    assert replay(events, expandable_segments=True).peak_reserved_bytes == 3 * page
-
-
-def test_of_equal_free_blocks_the_lowest_serves() -> None:
-    # Four of 5 MiB fill a page. The first place is taken again, so the last two are whole for 10 MiB.
-    piece = 5 * MIB
-    events = [*filled(*[piece] * 4), Free(0), Free(2), Alloc(4, piece), Free(3), Alloc(5, 2 * piece)]
-    assert replay(events, expandable_segments=True).peak_reserved_bytes == 20 * MIB
-
-
-def test_empty_cache_releases_only_whole_segments() -> None:
-    events = [*filled(6 * MIB, 6 * MIB, 30 * MIB), Free(1), Free(2), EmptyCache()]
-    result = replay(events)
-    assert result.peak_reserved_bytes == 50 * MIB
-    assert result.end_reserved_bytes == 20 * MIB  # the 20 MiB segment still holds a live block
+@pytest.mark.parametrize("name", SCENES)
+def test_scene(name: str) -> None:
+    events, options, expected = SCENES[name]
+    result = replay(events, **options)
+    for key, value in expected.items():
+        assert (
+            getattr(result, key) == value if hasattr(result, key) else getattr(result, f"{key}_bytes") == value * MIB
+        ), (key, result)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +160,6 @@ def test_impossible_events_are_refused(events: list[Event]) -> None:
 def test_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="limit_bytes"):
         replay([], limit_bytes=-1)
-
-
-def test_no_events_is_nothing() -> None:
-    result = replay([])
-    assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (0, 0)
 
 
 def test_full_fine_tuning_states_of_a_small_model() -> None:
