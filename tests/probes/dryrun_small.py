@@ -1,10 +1,19 @@
 """Small configurations of real families for the dry run's tests: catalogue entries, shrunk."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from planner.hardware.gpu import GpuSpec
+from planner.memory.model import predict_memory
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.setup.outcome import Prediction
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.dryrun.report import DryRunReport
+from probes.dryrun import DryRunReport, dry_run, report_for_config
 
 _SIZES = {
     "hidden_size": 64,
@@ -42,6 +51,35 @@ def small_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("phi3", "smollm3"):
         config["pad_token_id"] = 0
     return config | changes
+
+
+def small_spec(model_type: str, **changes: Any) -> ModelSpec:
+    """The formula's model of `small_config`."""
+    return spec_from_config(small_config(model_type, **changes), model_id="small", source="test")
+
+
+def reported(config: Mapping[str, Any], capability: tuple[int, int], setup: TrainSetup, **options: Any) -> DryRunReport:
+    """`report_for_config`, which must have one."""
+    report = report_for_config(config, capability, setup, **options)
+    assert isinstance(report, DryRunReport), report
+    return report
+
+
+def dried(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, **options: Any) -> Prediction:
+    """`dry_run`, which must have a prediction."""
+    prediction = dry_run(model, gpu, setup, **options)
+    assert isinstance(prediction, Prediction), prediction
+    return prediction
+
+
+def agreeing(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, rel: float, run: Prediction | None = None
+) -> tuple[Prediction, Prediction]:
+    """The formula's prediction and the dry run's (`run`, else made here), whose peaks lie within `rel`."""
+    run = run or dried(model, gpu, setup, use_cache=False)
+    formula = predict_memory(model, gpu, setup)
+    assert formula.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=rel)
+    return formula, run
 
 
 def peaks(events: list[Event]) -> dict[str, int]:

@@ -90,7 +90,7 @@ GPU = '"gpus": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 1}
 
 
 def test_what_torch_says_about_the_driver_is_shown() -> None:
-    """NVML answers, torch cannot use the driver: before, "torch finds no GPU" was all."""
+    """NVML answers, torch cannot use the driver."""
     answer = done(stdout=f'DOCTOR{{"torch": "2.11", "built_for": "13.0", "gpus": [], "driver_says": "{TOO_OLD}"}}')
     finding = next(doctor.torch_findings(doctor.ask_torch(answer)))
     assert finding.level == "missing"

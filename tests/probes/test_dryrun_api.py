@@ -12,14 +12,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import DryRunReport, cache, dry_run, dry_run_report, report_for_config
 from probes.dryrun.api import VERSION
-from tests.probes.dryrun_small import small_config
+from tests.planner.helpers import loaded
+from tests.probes.dryrun_small import dried, reported, small_config
 
 SETUP = TrainSetup(seq_len_tokens=64, micro_batch_seqs=2, lora_rank=4)
 AMPERE = (8, 0)
@@ -27,8 +27,7 @@ TURING = (7, 5)
 
 
 def _model() -> ModelSpec:
-    spec = catalogue.load("meta-llama/Llama-3.2-1B")
-    assert spec is not None
+    spec = loaded("meta-llama/Llama-3.2-1B")
     return replace(spec, config=small_config("llama", num_hidden_layers=8))
 
 
@@ -38,9 +37,7 @@ def _report(fields: dict[str, Any] | None = None, capability: tuple[int, int] = 
 
 @functools.cache
 def _run(setup: TrainSetup, capability: tuple[int, int]) -> DryRunReport:
-    report = report_for_config(small_config("llama", num_hidden_layers=8), capability, setup)
-    assert isinstance(report, DryRunReport), report
-    return report
+    return reported(small_config("llama", num_hidden_layers=8), capability, setup)
 
 
 def test_dry_run_prediction_is_attributed() -> None:
@@ -58,8 +55,7 @@ def test_dry_run_device_peak_follows_the_gpu() -> None:
     from planner.memory.workspace import context_bytes
 
     gpu = find_gpu("rtx-4090")
-    prediction = dry_run(_model(), gpu, SETUP, use_cache=False)
-    assert isinstance(prediction, Prediction)
+    prediction = dried(_model(), gpu, SETUP, use_cache=False)
     assert prediction.peak_device_bytes == prediction.peak_reserved_bytes + context_bytes(gpu)
 
 
@@ -90,9 +86,7 @@ def test_dry_run_at_the_cards_limit_counts_the_retry(tmp_path: Path, monkeypatch
 
     def asked(limit: int | None) -> Prediction:
         gpu = large if limit is None else replace(large, memory_bytes=limit + context_bytes(large))
-        outcome = dry_run(model, gpu, setup)
-        assert isinstance(outcome, Prediction), outcome
-        return outcome
+        return dried(model, gpu, setup)
 
     free = asked(None)
     room, gap = free.peak_allocated_bytes, free.peak_reserved_bytes - free.peak_allocated_bytes
@@ -221,8 +215,7 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("micro_batch", [2049, 1_000_000])
 def test_a_loss_of_too_many_pieces_is_not_followed_one_by_one(micro_batch: int) -> None:
     """A million pairs were a million tiles each way, 60 s and more; the formula stands."""
-    model = catalogue.load("HuggingFaceTB/SmolLM2-135M")
-    assert model is not None
+    model = loaded("HuggingFaceTB/SmolLM2-135M")
     setup = TrainSetup(method="lora", loss="chunked", objective="dpo", seq_len_tokens=2048)
     outcome = dry_run(model, find_gpu("rtx-4090"), setup.replace(micro_batch_seqs=micro_batch))
     assert isinstance(outcome, ProbeFailure)

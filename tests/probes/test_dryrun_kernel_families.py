@@ -10,14 +10,13 @@ torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
-from planner.models import catalogue  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from planner.setup.outcome import FailureKind, Prediction  # noqa: E402
-from probes.dryrun import dry_run  # noqa: E402
+from planner.setup.outcome import FailureKind  # noqa: E402
 from probes.gpu.failures import classify_exception  # noqa: E402
 from probes.stack.build import build_model  # noqa: E402
 from probes.stack.kernels import KernelsMissing  # noqa: E402
-from tests.probes.dryrun_small import small_config  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
+from tests.probes.dryrun_small import dried, small_config  # noqa: E402
 
 TRACED = Path(__file__).parents[2] / "benchmarks/data/trace_liger_vs_dryrun.json"
 AGREES = 0.002
@@ -27,13 +26,11 @@ SAVED_AGREES = 0.015
 
 
 def test_the_dry_run_saves_what_the_formula_says() -> None:
-    model, gpu = catalogue.load("meta-llama/llama-3.2-1b"), find_gpu("a100-80gb")
-    assert model is not None
+    model, gpu = loaded("meta-llama/llama-3.2-1b"), find_gpu("a100-80gb")
     peaks = {}
     for kernels in ("eager", "liger", "fused"):
         setup = TrainSetup(kernels=kernels, checkpointing=0, loss="chunked", seq_len_tokens=1024, micro_batch_seqs=2)
-        prediction = dry_run(model, gpu, setup)
-        assert isinstance(prediction, Prediction), prediction
+        prediction = dried(model, gpu, setup)
         formula = predict_memory(model, gpu, setup).peak_allocated_bytes
         peaks[kernels] = (prediction.peak_allocated_bytes, formula)
     for kernels in ("liger", "fused"):
@@ -57,7 +54,6 @@ def test_the_dry_run_keeps_what_ligers_own_code_keeps() -> None:
 def test_a_real_device_that_cannot_run_the_kernels_is_refused(
     monkeypatch: pytest.MonkeyPatch, kernels: str, there: bool, words: str
 ) -> None:
-    """Before: Liger's on a CPU were "crashed: 0 active drivers ([])", and tried once more."""
     monkeypatch.setattr("probes.stack.kernels.find_spec", lambda name: object() if there else None)
     setup = TrainSetup(kernels=kernels, seq_len_tokens=64)
     with pytest.raises(KernelsMissing, match=words) as missing:

@@ -17,8 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
-from probes.dryrun import DryRunReport, report_for_config
-from tests.probes.dryrun_small import small_config
+from tests.probes.dryrun_small import reported, small_config
 
 RECORD = Path(__file__).with_name("dryrun_on_record.json")
 VERSIONS = {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")}
@@ -36,8 +35,7 @@ def told(name: str) -> dict[str, Any]:
     """One report, without what differs from run to run."""
     model_type, changes, fields = CASES[name]
     setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
-    report = report_for_config(small_config(model_type, **changes), (9, 0), setup)
-    assert isinstance(report, DryRunReport), report
+    report = reported(small_config(model_type, **changes), (9, 0), setup)
     return {
         "phases": dict(report.prediction.phase_peaks_bytes),
         "reserved": report.prediction.peak_reserved_bytes,

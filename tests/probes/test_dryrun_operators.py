@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, WAIT, Program
 from probes.dryrun import DryRunReport, dry_run_report
+from tests.planner.helpers import loaded
 from tests.whole import some
 
 MODEL, GPU = "Qwen/Qwen3-0.6B", find_gpu("h200")
@@ -27,8 +27,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 @cache
 def shallow() -> ModelSpec:
     """The published sizes in eight layers."""
-    spec = catalogue.load(MODEL)
-    assert spec is not None
+    spec = loaded(MODEL)
     config = {key: value for key, value in spec.config.items() if key != "layer_types"}
     return spec_from_config({**config, "num_hidden_layers": 8}, model_id=MODEL, source="test")
 

@@ -9,15 +9,13 @@ torch = pytest.importorskip("torch")
 from benchmarks.measured import load_rows  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
-from planner.models import catalogue  # noqa: E402
-from planner.models.adapters import spec_from_config  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from planner.setup.outcome import Prediction  # noqa: E402
-from probes.dryrun import dry_run  # noqa: E402
 from probes.stack.losses import InPlaceCrossEntropy  # noqa: E402
-from tests.probes.dryrun_small import small_config  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
+from tests.probes.dryrun_small import agreeing, dried, small_spec  # noqa: E402
 from tests.whole import paired  # noqa: E402
 
+CARD = find_gpu("a100-80gb")
 PUBLISHED = 0.005
 """Ten of the eleven plain-loop runs lie within 0.3 %; the one without checkpointing is 1.5 % off."""
 AGREE = 0.03
@@ -27,11 +25,9 @@ AGREE = 0.03
 def test_a_loop_that_keeps_its_outputs_is_followed() -> None:
     """Qwen2.5-0.5B with LoRA on an RTX 4080: 3.032 GiB allocated, of which 0.29 are the kept logits."""
     row = next(row for row in load_rows() if row.group == "canifinetune" and row.method == "lora")
-    model = catalogue.load(row.model or "")
-    assert model is not None
+    model = loaded(row.model or "")
     assert row.setup is not None
-    prediction = dry_run(model, find_gpu("rtx-4080"), row.setup)
-    assert isinstance(prediction, Prediction)
+    prediction = dried(model, find_gpu("rtx-4080"), row.setup)
     assert prediction.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
 
 
@@ -40,14 +36,8 @@ def test_a_loop_that_keeps_its_outputs_is_followed() -> None:
     ["trl", "plain-loop", "plain-loop-own-model", "torchtune", "litgpt", "unsloth", "fms-acceleration", "torchtitan"],
 )
 def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
-    config = small_config("qwen2") | {"vocab_size": 40_000}
-    model = spec_from_config(config, model_id="small", source="test")
     setup = TrainSetup(stack=stack, seq_len_tokens=512, lora_rank=4, loss="full")
-    prediction = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
-    assert isinstance(prediction, Prediction), prediction
-    assert predict_memory(model, find_gpu("a100-80gb"), setup).peak_allocated_bytes == pytest.approx(
-        prediction.peak_allocated_bytes, rel=AGREE
-    )
+    agreeing(small_spec("qwen2", vocab_size=40_000), CARD, setup, AGREE)
 
 
 @pytest.mark.parametrize(
@@ -63,36 +53,24 @@ def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> Non
     """What they keep more, formula and dry run say alike: logits copied, tables of positions, repeated keys, inputs."""
     arguments = {"attention": "flash-attention-2", "loss": "full", "lora_rank": 4, **fields}
     sizes = {"vocab_size": arguments.pop("vocab_size", 320), "max_position_embeddings": 32_768}
-    model = spec_from_config(small_config("qwen2") | sizes, model_id="small", source="test")
+    model = small_spec("qwen2", **sizes)
     older = TrainSetup(stack=stack, seq_len_tokens=1024, accumulation_steps=2, **arguments)
     today = older.replace(transformers_version="", bitsandbytes_version="")
-    peaks = []
-    for setup in (older, today):
-        prediction = dry_run(model, find_gpu("a100-80gb"), setup, use_cache=False)
-        assert isinstance(prediction, Prediction), prediction
-        estimate = predict_memory(model, find_gpu("a100-80gb"), setup)
-        peaks.append((prediction.peak_allocated_bytes, estimate.peak_allocated_bytes))
-    (dry, formula), (dry_today, formula_today) = peaks
-    assert formula == pytest.approx(dry, rel=0.04)
-    assert formula > formula_today
-    assert dry > 1.01 * dry_today
+    formula, dry = agreeing(model, CARD, older, 0.04)
+    assert formula.peak_allocated_bytes > predict_memory(model, CARD, today).peak_allocated_bytes
+    assert dry.peak_allocated_bytes > 1.01 * dried(model, CARD, today, use_cache=False).peak_allocated_bytes
 
 
 def test_torchtitan_keeps_every_second_product() -> None:
     """Its selective checkpointing (`_apply_op_sac`): of q, k, v, o, gate, up and down the first, third and so on."""
-    config = small_config("llama", num_hidden_layers=8, num_key_value_heads=4)
-    model = spec_from_config(config, model_id="small", source="test")
-    tokens, card, peaks = 2048, find_gpu("a100-80gb"), {}
+    model = small_spec("llama", num_hidden_layers=8, num_key_value_heads=4)
+    tokens, peaks = 2048, {}
     for stack in ("trl", "torchtitan"):
         setup = TrainSetup(
             stack=stack, method="full", lora_rank=0, loss="full", attention="sdpa", precision="bf16-pure",
             checkpointing=1, selective_checkpointing=True, seq_len_tokens=tokens, packing=False,
         )  # fmt: skip
-        prediction = dry_run(model, card, setup, use_cache=False)
-        assert isinstance(prediction, Prediction), prediction
-        peaks[stack] = prediction.phase_peaks_bytes["forward"]
-        estimate = predict_memory(model, card, setup)
-        assert estimate.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=AGREE)
+        peaks[stack] = agreeing(model, CARD, setup, AGREE)[1].phase_peaks_bytes["forward"]
     assert peaks["torchtitan"] - peaks["trl"] == pytest.approx(8 * tokens * 2 * (3 * 64 + 96), rel=0.2)
 
 
@@ -113,16 +91,10 @@ def test_in_place_cross_entropy_is_cross_entropy() -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_reentrant_checkpointing_is_traced(method: str) -> None:
     """torch's own older checkpointing runs on meta tensors; the formula's peak is as near as with the newer one."""
-    config = small_config("qwen2") | {"vocab_size": 2_000}
-    model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
     fields = {"method": method, "lora_rank": 0 if method == "full" else 4, "seq_len_tokens": 2048}
     for reentrant in (False, True):
         setup = TrainSetup(reentrant_checkpointing=reentrant, **fields)  # type: ignore[arg-type]
-        prediction = dry_run(model, card, setup, use_cache=False)
-        assert isinstance(prediction, Prediction), prediction
-        assert predict_memory(model, card, setup).peak_allocated_bytes == pytest.approx(
-            prediction.peak_allocated_bytes, rel=AGREE
-        )
+        agreeing(small_spec("qwen2", vocab_size=2_000), CARD, setup, AGREE)
 
 
 ALONE: list[dict[str, object]] = [
@@ -136,14 +108,10 @@ ALONE: list[dict[str, object]] = [
 @pytest.mark.parametrize(("fields", "layers"), paired(ALONE, [2, -2, (1, 4)], 1))
 def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layers: int | tuple[int, ...]) -> None:
     """Two of six layers: states, gradients, and where the backward ends; the formula lies within 1 % of the dry run."""
-    config = small_config("qwen2") | {"vocab_size": 4000, "num_hidden_layers": 6}
-    model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
+    model = small_spec("qwen2", vocab_size=4000, num_hidden_layers=6)
     setup = TrainSetup(seq_len_tokens=128, trained_layers=layers, **fields)  # type: ignore[arg-type]
-    prediction = dry_run(model, card, setup, use_cache=False)
-    assert isinstance(prediction, Prediction), prediction
-    formula = predict_memory(model, card, setup)
-    assert formula.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)
-    whole = predict_memory(model, card, setup.replace(trained_layers=0))
+    formula, _ = agreeing(model, CARD, setup, 0.01)
+    whole = predict_memory(model, CARD, setup.replace(trained_layers=0))
     assert formula.peak_allocated_bytes < whole.peak_allocated_bytes
 
 
@@ -158,10 +126,5 @@ def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layer
 )
 def test_modules_to_save_are_counted_as_peft_makes_them(fields: dict[str, object]) -> None:
     """peft's own wrapper runs in the dry run; the formula lies within 1 % of it."""
-    config = small_config("qwen2") | {"vocab_size": 40_000}
-    model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
     setup = TrainSetup(lora_rank=4, seq_len_tokens=128, **fields)  # type: ignore[arg-type]
-    prediction = dry_run(model, card, setup, use_cache=False)
-    assert isinstance(prediction, Prediction), prediction
-    formula = predict_memory(model, card, setup)
-    assert formula.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)
+    agreeing(small_spec("qwen2", vocab_size=40_000), CARD, setup, 0.01)

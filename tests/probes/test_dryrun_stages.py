@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
-from probes.dryrun import DryRunReport, report_for_config
+from probes.dryrun import DryRunReport
 from probes.dryrun.followed import why_not_traced
 from probes.dryrun.stages import stages_of
-from tests.probes.dryrun_small import assert_same_figures, peaks, small_config
+from tests.probes.dryrun_small import assert_same_figures, peaks, reported, small_config
 from tests.probes.stage_rank import traced
 from tests.whole import some
 
@@ -63,9 +63,7 @@ def test_dry_run_of_pipeline_stages_equals_real_processes(tmp_path: Path, warm_p
 
 
 def _report(fields: dict[str, Any], **options: Any) -> DryRunReport:
-    report = report_for_config(small_config("llama", num_hidden_layers=DEEP), AMPERE, TrainSetup(**fields), **options)
-    assert isinstance(report, DryRunReport), report
-    return report
+    return reported(small_config("llama", num_hidden_layers=DEEP), AMPERE, TrainSetup(**fields), **options)
 
 
 @pytest.mark.slow

@@ -16,11 +16,10 @@ from planner.models.adapters import spec_from_config
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc
-from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.trace import Trace, trace_run
 from probes.dryrun.varying import Part, Steps, _by_length, _Epoch, over_lengths, steps_of
 from probes.stack.configs import load_config
-from tests.probes.dryrun_small import small_config
+from tests.probes.dryrun_small import reported, small_config
 
 GPU = find_gpu("a100-80gb")
 CONFIG = small_config("llama", num_hidden_layers=3)
@@ -34,8 +33,7 @@ def over(batches: tuple[int, ...], **changes: Any) -> OverLengths:
 
 def test_constant_lengths_are_the_dry_run() -> None:
     replay = over((512,) * 9)
-    report = report_for_config(CONFIG, (8, 0), FIXED)
-    assert isinstance(report, DryRunReport)
+    report = reported(CONFIG, (8, 0), FIXED)
     assert replay.peak_allocated_bytes >= report.prediction.peak_allocated_bytes  # blocks of fixed segments hold more
     assert replay.peak_reserved_bytes == replay.constant_reserved_bytes == report.prediction.peak_reserved_bytes
 

@@ -4,14 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dryrun_small import small_config  # noqa: E402
-
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from probes.dryrun.api import report_for_config  # noqa: E402
-from probes.dryrun.report import DryRunReport  # noqa: E402
+from tests.probes.dryrun_small import reported, small_config  # noqa: E402
 
 FIELDS = {"method": "full", "lora_rank": 0, "precision": "bf16-pure", "optimizer": "adamw-8bit", "loss": "chunked"}
 
@@ -21,8 +18,7 @@ def test_states_of_the_table(stack: str) -> None:
     config = small_config("llama", num_hidden_layers=6, vocab_size=32_000)
     gpu, setup = find_gpu("rtx-4090"), TrainSetup(**FIELDS, stack=stack, seq_len_tokens=64)
     assert gpu.compute_capability is not None
-    report = report_for_config(config, gpu.compute_capability, setup)
-    assert isinstance(report, DryRunReport)
+    report = reported(config, gpu.compute_capability, setup)
     model = spec_from_config(config, model_id="tiny", source="test")
     formula = predict_memory(model, gpu, setup)
     traced, counted = (

@@ -8,10 +8,9 @@ torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
-from planner.models import catalogue  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from planner.setup.outcome import Prediction  # noqa: E402
-from probes.dryrun import dry_run  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
+from tests.probes.dryrun_small import agreeing, dried  # noqa: E402
 from tests.whole import some  # noqa: E402
 
 TYPICAL = 0.02
@@ -53,12 +52,17 @@ POINTS = (
 def test_formula_agrees_with_the_dry_run() -> None:
     errors = {}
     for name, gpu, fields in some(POINTS, 5):
-        model, card = catalogue.load(name), find_gpu(gpu)
-        assert model is not None
+        model, card = loaded(name), find_gpu(gpu)
         setup = TrainSetup(seq_len_tokens=1024, micro_batch_seqs=2, **fields)  # type: ignore[arg-type]
-        truth = dry_run(model, card, setup)
-        assert isinstance(truth, Prediction), (name, truth)
+        truth = dried(model, card, setup)
         peak_bytes = predict_memory(model, card, setup).peak_allocated_bytes
         errors[f"{name} {fields}"] = abs(peak_bytes / truth.peak_allocated_bytes - 1.0)
     assert statistics.median(errors.values()) <= TYPICAL, errors
     assert max(errors.values()) <= WORST, errors
+
+
+@pytest.mark.parametrize("fields", [{"quantization": "nf4"}, {"quantization": "nf4-double", "checkpointing": 0}])
+def test_experts_in_4_bits_are_counted_as_bitsandbytes_holds_them(fields: dict[str, object]) -> None:
+    """Its own parametrization on meta: 13 model types are within 0.4 %, this one within 0.1 %."""
+    setup = TrainSetup(method="qlora", lora_targets="attention", seq_len_tokens=512, quantize_experts=True, **fields)  # type: ignore[arg-type]
+    agreeing(loaded("allenai/olmoe-1b-7b-0924"), find_gpu("rtx-4090"), setup, 0.002)

@@ -34,6 +34,7 @@ from probes.dryrun.report import DryRunReport
 from probes.stack import timm_encoders
 from probes.stack.autocast import emulated_autocast
 from probes.stack.configs import load_config
+from tests.probes.dryrun_small import agreeing, reported
 from tests.whole import WHOLE, some
 
 TOLERANCE = 0.03
@@ -216,8 +217,7 @@ def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
     }  # fmt: skip
     model = spec_from_config(config, model_id="small", source="test")
     setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, **fields)
-    report = report_for_config(config, (9, 0), setup)
-    assert isinstance(report, DryRunReport), report
+    report = reported(config, (9, 0), setup)
     prediction = predict(model, CARD, setup)
     assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=SMALL_TOLERANCE)
     assert any("upper bound" in note for note in prediction.notes)
@@ -232,7 +232,4 @@ def test_formula_and_dry_run_agree_on_pictures(method: str) -> None:
     config["text_config"]["activation_sparsity_pattern"] = [0.95] * 3 + [0.0] * 7
     model = spec_of(SMALL, config)
     setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
-    report = report_for_config(config, (9, 0), setup)
-    assert isinstance(report, DryRunReport), report
-    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=2 * TOLERANCE)
+    agreeing(model, CARD, setup, 2 * TOLERANCE, reported(config, (9, 0), setup).prediction)

@@ -17,17 +17,16 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.memory.workspace import context_bytes
-from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens, with_vision
 from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
-from probes.dryrun.api import report_for_config
-from probes.dryrun.report import DryRunReport
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
+from tests.planner.helpers import loaded
+from tests.probes.dryrun_small import agreeing, reported
 from tests.whole import these
 
 pytestmark = pytest.mark.usefixtures("warm_children")  # module trees are read by children
@@ -141,8 +140,7 @@ def test_a_picture_becomes_what_its_processor_makes_of_it(name: str, tmp_path: P
 
 def test_a_tower_is_that_of_its_own_configuration() -> None:
     """Two models of one shape are equal, and what becomes of a picture stands in the configuration alone."""
-    model = catalogue.load("google/gemma-3-4b-it")
-    assert model is not None
+    model = loaded("google/gemma-3-4b-it")
     fewer = replace(model, config={**model.config, "mm_tokens_per_image": 64})
     assert fewer == model
     seen = Images(width=896, height=896)
@@ -162,20 +160,14 @@ def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     config = shallow(name)
     model = model_of(name, config)
     setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
-    report = report_for_config(config, (9, 0), setup)
-    assert isinstance(report, DryRunReport), report
-    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    agreeing(model, CARD, setup, TOLERANCE, reported(config, (9, 0), setup).prediction)
 
 
 def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
     config = shallow(GEMMA)
     model = model_of(GEMMA, config)
     setup = setup_of(model, METHODS["lora"], (1, 768, 2, 2)).replace(num_gpus=2, parallel="ddp")
-    report = report_for_config(config, (9, 0), setup)
-    assert isinstance(report, DryRunReport), report
-    peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
-    assert peak_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    agreeing(model, CARD, setup, TOLERANCE, reported(config, (9, 0), setup).prediction)
     with pytest.raises(SetupError, match="images are not planned with parallel 'fsdp2'"):
         setup.replace(parallel="fsdp2")
 
@@ -212,8 +204,7 @@ def test_flash_attention_has_no_mask_for_the_pictures_of_gemma() -> None:
 
 
 def test_what_has_no_eyes_is_refused_by_name() -> None:
-    text = catalogue.load("meta-llama/Llama-3.2-1B")
-    assert text is not None
+    text = loaded("meta-llama/Llama-3.2-1B")
     with pytest.raises(SetupError, match="has no eyes"):
         image_tokens(text, Images(width=512, height=512))
     unknown = replace(text, model_type="kosmos", config={"vision_config": {"depth": 1}})

@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.attention_kernels import attention_kernel  # noqa: E402
-from planner.models import catalogue  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun.kernels import Attention, choose_sdpa_kernel  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = ((8, 8, 64, 64), (8, 2, 128, 128), (16, 16, 192, 128), (8, 8, 256, 256), (4, 4, 320, 320))
@@ -37,7 +37,6 @@ def test_kernel_equals_the_dry_runs_choice() -> None:
         wanted, reason = choose_sdpa_kernel(
             Attention(query, key, value, mask, enable_gqa=True), card.compute_capability
         )
-        model = catalogue.load("meta-llama/llama-3.1-8b")
-        assert model is not None
+        model = loaded("meta-llama/llama-3.1-8b")
         kernel = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)
         assert kernel == wanted, (case, reason)

@@ -17,7 +17,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.models import catalogue  # noqa: E402
 from planner.planning.predict import predict  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from planner.setup.outcome import Prediction, ProbeFailure  # noqa: E402
@@ -29,6 +28,8 @@ from probes.dryrun.operators import OperatorLog  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.stack.kernels import listening  # noqa: E402
 from probes.stack.linear_attention import chunk_gated_delta_rule  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
+from tests.probes.dryrun_small import dried  # noqa: E402
 from tests.whole import paired  # noqa: E402
 
 TIMED = [
@@ -199,11 +200,8 @@ def test_what_flas_kernels_take_is_what_others_measured() -> None:
 
 
 def _dry(**fields: Any) -> Prediction:
-    model = catalogue.load("qwen/qwen3.5-4b")
-    assert model is not None
-    prediction = dry_run(model, find_gpu("h100-sxm"), TrainSetup(loss="chunked", **fields))
-    assert isinstance(prediction, Prediction), prediction
-    return prediction
+    model = loaded("qwen/qwen3.5-4b")
+    return dried(model, find_gpu("h100-sxm"), TrainSetup(loss="chunked", **fields))
 
 
 def test_the_path_is_the_setups() -> None:
@@ -219,8 +217,7 @@ def test_the_path_is_the_setups() -> None:
 
 @pytest.mark.parametrize(("path", "checkpointing"), paired(["torch", "fla"], [0, 1], 1))
 def test_the_formula_follows_both(path: str, checkpointing: int) -> None:
-    model, gpu = catalogue.load("qwen/qwen3.5-4b"), find_gpu("h100-sxm")
-    assert model is not None
+    model, gpu = loaded("qwen/qwen3.5-4b"), find_gpu("h100-sxm")
     fields: dict[str, Any] = {"linear_attention": path, "checkpointing": checkpointing, "kernels": "liger"}
     dry, formula = _dry(**fields), predict(model, gpu, TrainSetup(loss="chunked", **fields))
     assert formula.peak_allocated_bytes == pytest.approx(dry.peak_allocated_bytes, rel=0.015)
@@ -228,8 +225,7 @@ def test_the_formula_follows_both(path: str, checkpointing: int) -> None:
 
 
 def test_a_class_that_does_not_ask_for_the_package_is_refused() -> None:
-    model = catalogue.load("qwen/qwen3-8b")
-    assert model is not None
+    model = loaded("qwen/qwen3-8b")
     outcome = dry_run(model, find_gpu("h100-sxm"), TrainSetup(linear_attention="fla", seq_len_tokens=64))
     assert isinstance(outcome, ProbeFailure)
     assert "does not ask for flash-linear-attention" in outcome.message

@@ -27,13 +27,13 @@ from planner.models.targets import lora_linears
 from planner.planning.evidence.bands import ENCODER_BAND
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup.outcome import Prediction
-from probes.dryrun import dry_run
 from probes.module_tree import spec_of_tree
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from probes.stack.tree import _IDLE
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
+from tests.probes.dryrun_small import dried
 from tests.whole import some
 
 A100 = find_gpu("a100-80gb")
@@ -138,8 +138,7 @@ def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert (spec.num_layers, [num for layer, num in spec.idle_layers if layer.path == "model.layers"]) == (4, [2])
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", seq_len_tokens=256)
-    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
-    assert isinstance(run, Prediction), run
+    formula, run = predict(spec, A100, setup), dried(spec, A100, setup)
     assert formula.phase_peaks_bytes["step"] == pytest.approx(run.phase_peaks_bytes["step"], rel=0.01)
 
 
@@ -148,8 +147,7 @@ def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
 def test_the_text_side_of_a_model_that_sees_images_is_planned(name: str) -> None:
     spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id="m", source="s")
     setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2)
-    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
-    assert isinstance(run, Prediction), run
+    formula, run = predict(spec, A100, setup), dried(spec, A100, setup)
     assert abs(formula.peak_allocated_bytes / run.peak_allocated_bytes - 1) <= formula.memory_band_fraction
     assert "built as" in EXPORTERS["hf"](request(setup, model=spec)).refused
 
@@ -165,8 +163,7 @@ def test_a_checkpoint_with_16_bit_parts_is_run_as_it_is() -> None:
         config = {"model_type": "llama", **SIZES, "num_hidden_layers": 12, "intermediate_size": 4096}
         config["quantization_config"] = {**stored, "llm_int8_skip_modules": names}
         spec = spec_from_config(config, model_id="m", source="s")
-        formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
-        assert isinstance(run, Prediction), run
+        formula, run = predict(spec, A100, setup), dried(spec, A100, setup)
         assert abs(formula.peak_allocated_bytes / run.peak_allocated_bytes - 1) <= formula.memory_band_fraction
         peaks.append(run.peak_allocated_bytes)
     num_unquantized = 3 * 512 * 4096 + 4 * 512 * 512
@@ -196,8 +193,7 @@ def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name
     assert name not in model_types()
     setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, **fields)
     formula = predict(specs[name], A100, setup)
-    run = dry_run(specs[name], A100, setup)
-    assert isinstance(run, Prediction), run
+    run = dried(specs[name], A100, setup)
     error = formula.peak_allocated_bytes / run.peak_allocated_bytes - 1
     assert abs(error) <= formula.memory_band_fraction
     assert any("module tree" in note for note in formula.notes)
@@ -218,8 +214,7 @@ def test_an_encoders_layers_are_counted(name: str, fields: dict[str, Any]) -> No
     spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id=name, source="a test")
     assert not any(layer.parallel_residual for layer in spec.layer_kinds)
     setup = TrainSetup(objective="classification", seq_len_tokens=256, micro_batch_seqs=16, lora_rank=0, **fields)
-    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
-    assert isinstance(run, Prediction), run
+    formula, run = predict(spec, A100, setup), dried(spec, A100, setup)
     assert formula.memory_band_fraction >= ENCODER_BAND
     assert formula.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=ENCODER_BAND / 2)
 
@@ -295,8 +290,7 @@ def test_a_child_that_brings_no_tree_is_an_error_with_its_reason(
 
 
 def test_a_damaged_cache_is_read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = catalogue.load("gpt2")
-    assert spec is not None
+    spec = loaded("gpt2")
     from planner.setup.interchange import to_jsonable
 
     path = tmp_path / "spec.json"

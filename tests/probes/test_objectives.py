@@ -14,9 +14,8 @@ from planner.models.adapters import spec_from_config
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict
-from planner.setup.outcome import Prediction
-from probes.dryrun.api import dry_run, report_for_config
-from probes.dryrun.report import DryRunReport
+from probes.dryrun import DryRunReport
+from tests.probes.dryrun_small import dried, reported
 from tests.whole import paired, some
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,17 +43,22 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def agreed(objective: str, changes: dict[str, Any]) -> DryRunReport:
+    """The dry run of a setup, whose peak is the formula's."""
+    config, card = config_of(8), find_gpu("a100-80gb")
+    setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **changes})
+    report = reported(config, (8, 0), setup)
+    prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
+    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    return report
+
+
 @pytest.mark.parametrize(
     ("objective", "changes"),
     [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised] + [*some(MORE, 2)],
 )
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
-    config, card = config_of(8), find_gpu("a100-80gb")
-    setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **changes})
-    report = report_for_config(config, (8, 0), setup)
-    assert isinstance(report, DryRunReport)
-    prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
-    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    report = agreed(objective, changes)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
 
 
@@ -64,8 +68,7 @@ def test_the_dry_run_counts_vllms_share_as_the_formula_does(generator: str) -> N
     model, card = spec_from_config(config_of(4), model_id="a copy", source="test"), find_gpu("a100-80gb")
     rollout = {"generator": generator, "vllm_fraction": 0.5}
     setup = setup_from_dict({"objective": "grpo", "method": "lora", "seq_len_tokens": 512, "rollout": rollout})
-    formula, dry = predict(model, card, setup), dry_run(model, card, setup, use_cache=False)
-    assert isinstance(dry, Prediction)
+    formula, dry = predict(model, card, setup), dried(model, card, setup, use_cache=False)
     assert dry.peak_allocated_bytes == pytest.approx(formula.peak_allocated_bytes, rel=TOLERANCE)
     assert dry.peak_allocated_bytes > 0.5 * card.memory_bytes < dry.terms[0].size_bytes + 1
     assert dry.peak_phase == formula.peak_phase
@@ -87,13 +90,8 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("case", "layout"), paired(SHARED, LAYOUTS, 1))
 def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, Any]], layout: dict[str, Any]) -> None:
     objective, changes = case
-    config, card = config_of(8), find_gpu("a100-80gb")
     job = {"num_gpus": 4, "parallel": layout["parallel"], "reshard_after_forward": "keep" not in layout}
-    setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **job, **changes})
-    report = report_for_config(config, (8, 0), setup)
-    assert isinstance(report, DryRunReport)
-    prediction = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
-    assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    agreed(objective, {**job, **changes})
 
 
 def test_fsdp2_gathers_a_reference_whole_and_in_a_buffer() -> None:
@@ -103,8 +101,7 @@ def test_fsdp2_gathers_a_reference_whole_and_in_a_buffer() -> None:
         {"objective": "dpo", "method": "full", "precision": "bf16-pure", "seq_len_tokens": 128, "num_gpus": 4,
          "parallel": "fsdp2"}
     )  # fmt: skip
-    report = report_for_config(config, (8, 0), setup)
-    assert isinstance(report, DryRunReport)
+    report = reported(config, (8, 0), setup)
     groups = report.phase_groups["forward"]
     whole = sum(weight_bytes(spec_from_config(config, model_id="a copy", source="test"), setup).values())
     assert groups["workspace", "all-gather buffer"] == pytest.approx(whole, rel=0.001)

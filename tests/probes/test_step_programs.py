@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup
 from planner.speed.sized import ProgramSpeed
 from planner.speed.step_program import load_programs, save_programs
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.programs import NoProgram, Primes, ProgramBuilder, program_structures
+from tests.planner.helpers import loaded
 from tests.whole import some
 
 GPU = find_gpu("a100-80gb")
@@ -40,8 +40,7 @@ NEAR = 0.003
 def test_program_of_one_run_is_every_dry_runs(
     name: str, structure: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = catalogue.load(name)
-    assert model is not None
+    model = loaded(name)
     setup = TrainSetup(**structure, **sizes)
     builder = ProgramBuilder(model, (setup.optimizer,))
     program = builder.program(setup, GPU)
@@ -73,8 +72,7 @@ def test_sizes_are_read_off_their_factors() -> None:
 
 
 def test_what_is_asked_has_peoples_own_files_too() -> None:
-    model = catalogue.load(SMALL)
-    assert model is not None
+    model = loaded(SMALL)
     setups = [setup for setup, _ in program_structures(model, ("a100-80gb",)).values()]
     assert {setup.kernels for setup in setups} == {"eager", "liger", "fused"}
     assert not any(setup.activation_offload for setup in setups)
