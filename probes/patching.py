@@ -1,5 +1,6 @@
 """Putting something in the place of a library's own for a while."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,3 +21,15 @@ def replaced(replacements: Iterable[Replacement], *, create: bool = False) -> It
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for what need not be done."""
+
+
+@contextmanager
+def errors_only(library: str) -> Iterator[None]:
+    """Within it the logger of that name says errors alone: no notice that a person who plans cannot act on."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

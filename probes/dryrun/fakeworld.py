@@ -9,8 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
-from probes.patching import Replacement, nothing, replaced
-from probes.stack.notices import errors_only
+from probes.patching import Replacement, errors_only, nothing, replaced
 
 # Attention of a rank whose sequence is cut over several GPUs: PyTorch's own ring, on meta tensors.
 

@@ -13,23 +13,125 @@ layers that several stand for), `RepetitionError` says so and the caller runs th
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
+
+import torch
 
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.repetitions import Pattern, Repetition, Step, flat
-from probes.dryrun.full_step import OptimizerRun, Shards, StepEvents, Whole
 from probes.dryrun.layer_map import LayerMap
-from probes.dryrun.trace import Trace
-from probes.dryrun.tracker import WORKSPACE, Origin
+from probes.dryrun.metaops import quick_checks
+from probes.dryrun.trace import Trace, Trainable, claim_optimizer_state
+from probes.dryrun.tracker import WORKSPACE, Origin, Tracker
+from probes.dryrun.workspaces import temporaries
+from probes.stack.optimizers import make_optimizer
+from probes.stack.step import make_scaler, optimizer_phase
 
 _OTHERS, _ONCE = -1, -2
 
 
 class RepetitionError(ValueError):
     """The run's layers are not copies of one another."""
+
+
+class Whole:
+    """What is held of a trained parameter, and how it steps: here one GPU holds everything."""
+
+    tracker: type[Tracker] = Tracker
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Entered around the optimizer's run on the full model's parameters."""
+        return nullcontext()
+
+    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
+        """This rank's part of the parameter, on meta."""
+        return torch.nn.Parameter(torch.empty(trainable.shape, dtype=trainable.dtype, device="meta"))
+
+
+@dataclass
+class StepEvents:
+    """What one optimizer step does; `gradients` names the parameter and layer of each gradient's storage."""
+
+    events: list[Event]
+    origins: dict[int, Origin]
+    owners: dict[int, tuple[str, str]]
+    gradients: dict[int, tuple[str, int | None]]
+    numbers: dict[int, int]
+
+
+class OptimizerRun:
+    """Clipping, optimizer and release of gradients on the full model's trained parameters."""
+
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole) -> None:
+        self.setup = setup
+        self.shards = shards
+        self.operators, self.layers = trace.operators, layers
+        self.parameters = [
+            (layer, trainable, shards.parameter(trainable))
+            for trainable, layer in layers.unrolled(trace.trainables, lambda trainable: trainable.layer)
+        ]
+
+    def _gradients(self) -> dict[tuple[str, int | None], torch.Tensor]:
+        """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
+        members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
+        gradients = {}
+        for layer, trainable, parameter in self.parameters:
+            if trainable.has_gradient and trainable.gradient is None:
+                members.setdefault((trainable.gradient_of, layer), []).append(parameter)
+            elif trainable.gradient is not None:
+                from torch.distributed.tensor import DTensor
+
+                shape, placements = trainable.gradient
+                storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
+                parameter.grad = DTensor.from_local(
+                    storage,
+                    trainable.mesh,
+                    placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                gradients[trainable.gradient_of, layer] = storage
+        for key, parameters in members.items():
+            flat = torch.empty(sum(member.numel() for member in parameters), dtype=parameters[0].dtype, device="meta")
+            offset = 0
+            for member in parameters:
+                member.grad = flat[offset : offset + member.numel()].view(member.shape)
+                offset += member.numel()
+            gradients[key] = flat
+        return gradients
+
+    def steps(self, count: int) -> list[StepEvents]:
+        """Events of each of `count` optimizer steps; numbers are shared between the steps."""
+        holder = torch.nn.Module()
+        holder.list = torch.nn.ParameterList([entry[-1] for entry in self.parameters])
+        wide = [parameter for _, trainable, parameter in self.parameters if trainable.wide]
+        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
+        scaler = make_scaler(self.setup, "meta")
+        tracker = self.shards.tracker("meta", temporaries=temporaries())
+        steps: list[StepEvents] = []
+        numbers: dict[int, int] = {}
+        owners: dict[int, tuple[str, str]] = {}
+        for parameter in holder.parameters():
+            tracker.track(parameter, "load")
+        for _ in range(count):
+            gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
+            tracker.mark("step", None)
+            first = len(tracker.events)
+            tracker.log = self.operators if self.operators is not None and len(steps) == count - 1 else None
+            if tracker.log is not None:
+                tracker.log.begin_full_step(self.layers)
+            with self.shards.stepping(), quick_checks(), tracker:
+                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
+            claim_optimizer_state(tracker, optimizer, owners)
+            steps.append(StepEvents(tracker.events[first:], tracker.origins, owners, gradients, numbers))
+        tracker.close()
+        return steps
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +155,7 @@ class _Segment:
     numbers: list[int]
 
 
-def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards | None = None) -> Trace:
+def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole | None = None) -> Trace:
     """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
 
     Raises:
@@ -63,7 +165,7 @@ def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Sha
 
 
 class _Splicer:
-    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole) -> None:
         self.trace, self.layers, self.setup, self.shards = trace, layers, setup, shards
         self.segments = _split(trace)
         self.home = {

@@ -13,10 +13,10 @@ import torch
 
 from planner.memory.rank_part import stage_sizes
 from planner.setup import TrainSetup
-from probes.dryrun.data_parallel import JobWorld
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layout_tracker import LayoutTracker
+from probes.dryrun.rank import JobWorld
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.trace import Owners, load
 from probes.patching import Replacement, nothing, replaced

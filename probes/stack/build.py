@@ -12,12 +12,11 @@ from torch import nn
 from planner.memory.attention_kernels import left_unnamed
 from planner.options.objectives import Head
 from planner.setup import TrainSetup
-from probes.patching import replaced
+from probes.patching import errors_only, replaced
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import has_audio, load_config, truncated_config
 from probes.stack.dtypes import DTYPES
 from probes.stack.kernels import apply_kernels
-from probes.stack.notices import errors_only
 from probes.stack.quantize import expert_stacks, materialize_quantized, quantize_experts, quantize_modules
 from probes.stack.timm_encoders import timm_encoders
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.models.config_file import with_floats
 from planner.models.stored import kept_names
-from probes.stack.notices import errors_only
+from probes.patching import errors_only
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")

@@ -201,8 +201,8 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
     if (own_loss := OBJECTIVE_LOSSES.get(setup.objective)) is not None:
-        asked = trainer.model, trainer.inner, trainer.forward, trainer.reference
-        return own_loss(LossInputs(setup, batch, *asked, partial(tell, "forward", None)))
+        models = trainer.model, trainer.inner, trainer.forward, trainer.reference
+        return own_loss(LossInputs(setup, batch, *models, partial(tell, "forward", None)))
     if setup.loss == "full":
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:

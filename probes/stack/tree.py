@@ -486,8 +486,8 @@ def _window(module: nn.Module, index: int, text: Any) -> int | None:
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
     named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation", "dense_act_fn")
     classes = (type(module).__name__ for module in modules.values())
-    own = next((name for name in classes if name.endswith("Gelu")), "gelu")  # BloomGelu is bloom_gelu
-    activation = str(named or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", own).lower())
+    gelu = next((name for name in classes if name.endswith("Gelu")), "gelu")  # BloomGelu is bloom_gelu
+    activation = str(named or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", gelu).lower())
     stacks = [linear for linear in linears if linear.module == "parameter"]
     dense = {linear.role: linear for linear in linears if linear.module != "parameter"}
     if stacks:

@@ -351,8 +351,8 @@ def _with_loss(like: Pieces, source: Pieces, base: Pieces) -> Pieces:
         moments = [moment for moment in piece.moments if moment.phase != "loss"]
         for moment in source[key].moments:
             if moment.phase == "loss":
-                own = _plus(moment.alive, own_starts[moment.micro_batch].alive, -1)
-                moments.append(replace(moment, alive=_plus(own, starts[moment.micro_batch].alive, 1)))
+                rest = _plus(moment.alive, own_starts[moment.micro_batch].alive, -1)
+                moments.append(replace(moment, alive=_plus(rest, starts[moment.micro_batch].alive, 1)))
         pieces[key] = replace(piece, moments=moments)
     return pieces
 

@@ -32,9 +32,9 @@ from planner.speed.step_program import (
     flat,
 )
 from probes.dryrun.depths import DepthPlan, plan_depth
-from probes.dryrun.full_step import OptimizerRun, Whole
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.operators import OperatorLog, full_program
+from probes.dryrun.repeat_layers import OptimizerRun, Whole
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config

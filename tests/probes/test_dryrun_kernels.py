@@ -1,14 +1,21 @@
 """SDPA's choice of kernel, and what kernels allocate for themselves."""
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from planner.hardware.gpus import find_gpu  # noqa: E402
+from planner.memory.attention_kernels import attention_kernel  # noqa: E402
+from planner.models.spec import AttentionSpec  # noqa: E402
+from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, kernels_of, sdpa_of  # noqa: E402
 from probes.dryrun.metaops import fused_dropout  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.dryrun.workspaces import cublas_workspace_bytes, efficient_backward, flash_backward  # noqa: E402
 from probes.stack.autocast import emulated_autocast  # noqa: E402
+from tests.planner.helpers import loaded  # noqa: E402
 
 MIB = 1 << 20
 CASES = [
@@ -134,3 +141,33 @@ def test_unsloths_heads_are_repeated_for_xformers_before_ampere(dtype: torch.dty
 def test_the_tracker_is_called_without_a_wrapper_of_the_compiler() -> None:
     """`TorchDispatchMode` puts one around `__torch_dispatch__` unless told not to: a call more at every operator."""
     assert Tracker.__torch_dispatch__.__code__.co_filename.endswith("tracker.py")
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEADS = ((8, 8, 64, 64), (8, 2, 128, 128), (16, 16, 192, 128), (8, 8, 256, 256), (4, 4, 320, 320))
+RULE_CASES = list(itertools.product(("t4", "a100-80gb", "rtx-4090", "h100-sxm"), DTYPES, HEADS, (False, True)))
+
+
+def test_kernel_equals_the_dry_runs_choice() -> None:
+    """The formula's rule, on shapes and masks of its own."""
+    for case in RULE_CASES:
+        gpu, dtype, heads, packing = case
+        num_heads, num_kv_heads, head_dim, value_dim = heads
+        spec = AttentionSpec(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_dim
+        )
+        card = find_gpu(gpu)
+        assert card.compute_capability is not None, case
+        # transformers asks for grouped heads (instead of repeating them) without a mask and up to 256 wide
+        grouped = num_kv_heads != num_heads and not packing and head_dim <= 256
+        kv = num_kv_heads if grouped else num_heads
+        query = torch.empty(1, num_heads, 64, head_dim, dtype=DTYPES[dtype], device="meta")
+        key = torch.empty(1, kv, 64, head_dim, dtype=DTYPES[dtype], device="meta")
+        value = torch.empty(1, kv, 64, value_dim, dtype=DTYPES[dtype], device="meta")
+        mask = torch.empty(1, 1, 64, 64, dtype=torch.bool, device="meta") if packing else None
+        wanted, reason = choose_sdpa_kernel(
+            Attention(query, key, value, mask, enable_gqa=True), card.compute_capability
+        )
+        model = loaded("meta-llama/llama-3.1-8b")
+        kernel = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)
+        assert kernel == wanted, (case, reason)

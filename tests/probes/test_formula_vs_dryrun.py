@@ -10,7 +10,7 @@ from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from tests.planner.helpers import loaded  # noqa: E402
-from tests.probes.dryrun_small import agreeing, dried  # noqa: E402
+from tests.probes.dryrun_small import agreeing, dried, small_spec  # noqa: E402
 from tests.whole import some  # noqa: E402
 
 TYPICAL = 0.02
@@ -66,3 +66,16 @@ def test_experts_in_4_bits_are_counted_as_bitsandbytes_holds_them(fields: dict[s
     """Its own parametrization on meta: 13 model types are within 0.4 %, this one within 0.1 %."""
     setup = TrainSetup(method="qlora", lora_targets="attention", seq_len_tokens=512, quantize_experts=True, **fields)  # type: ignore[arg-type]
     agreeing(loaded("allenai/olmoe-1b-7b-0924"), find_gpu("rtx-4090"), setup, 0.002)
+
+
+@pytest.mark.parametrize("stack", ["trl", "plain-loop"])
+def test_8_bit_states_of_the_table_are_those_of_the_stack(stack: str) -> None:
+    """transformers' Trainer keeps an embedding's in 32 bits, at any depth."""
+    gpu, model = find_gpu("rtx-4090"), small_spec("llama", num_hidden_layers=6, vocab_size=32_000)
+    fields = {**FULL, "precision": "bf16-pure", "optimizer": "adamw-8bit", "loss": "chunked", "seq_len_tokens": 64}
+    setup = TrainSetup(**fields, stack=stack)  # type: ignore[arg-type]
+    traced, counted = (
+        sum(term.size_bytes for term in prediction.terms if term.category == "optimizer")
+        for prediction in (dried(model, gpu, setup, use_cache=False), predict_memory(model, gpu, setup))
+    )
+    assert counted == pytest.approx(traced, rel=0.03)  # small vectors stay in 32 bits everywhere, blocks are rounded
