@@ -84,26 +84,6 @@ class Adapter:
         return self.start_only or self.name == "lora"
 
 
-def _lora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
-    return (rank, in_features), (out_features, rank)
-
-
-def _dora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
-    return (rank, in_features), (out_features, rank), (out_features, 0)
-
-
-def _adalora(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
-    return (rank, in_features), (rank, 1), (out_features, rank)
-
-
-def _vera(in_features: int, out_features: int, rank: int, _: bool) -> Shapes:
-    return (out_features, 0), (rank, 0)
-
-
-def _ia3(in_features: int, out_features: int, _: int, of_input: bool) -> Shapes:
-    return ((1, in_features),) if of_input else ((out_features, 1),)
-
-
 def block_size(in_features: int, requested: int) -> int:
     """The block that OFT really takes: the divisor of the input's width nearest to the one asked for, smaller ones
     first.
@@ -117,19 +97,24 @@ def block_size(in_features: int, requested: int) -> int:
     return below if requested - below <= above - requested else above
 
 
-def _oft(in_features: int, out_features: int, requested: int, _: bool) -> Shapes:
+def _oft(in_features: int, out_features: int, requested: int, of_input: bool) -> Shapes:
     block = block_size(in_features, requested)
     return ((in_features // block, block * (block - 1) // 2),)
 
 
-_LOW_RANK: dict[str, Any] = {"form": "low-rank", "size": "rank", "usual_size": 16, "dropout": True}
+_LOW_RANK: dict[str, Any] = {
+    "form": "low-rank",
+    "size": "rank",
+    "usual_size": 16,
+    "dropout": True,
+    "config": "LoraConfig",
+    "shapes": lambda inner, outer, rank, _: ((rank, inner), (outer, rank)),
+}
 
 _ROWS = (
     Adapter(
         name="lora",
         title="LoRA",
-        shapes=_lora,
-        config="LoraConfig",
         trl={},
         axolotl={},
         llamafactory={},
@@ -143,9 +128,7 @@ _ROWS = (
         name="rslora",
         title="rank-stabilised LoRA",
         what="LoRA whose scale is alpha over the root of the rank, not over the rank",
-        shapes=_lora,
         start_only=True,
-        config="LoraConfig",
         arguments={"use_rslora": True},
         trl={"use_rslora": True},
         axolotl={"peft_use_rslora": True},
@@ -159,10 +142,8 @@ _ROWS = (
         name="pissa",
         title="PiSSA",
         what="LoRA from the base's principal singular vectors",
-        shapes=_lora,
         start_only=True,
         quantizations=("none",),
-        config="LoraConfig",
         arguments={"init_lora_weights": "pissa_niter_16"},
         axolotl={"peft_init_lora_weights": "pissa_niter_16"},
         llamafactory={"pissa_init": True},
@@ -175,10 +156,8 @@ _ROWS = (
         name="loftq",
         title="LoftQ",
         what="LoRA that starts from what quantization lost",
-        shapes=_lora,
         start_only=True,
         quantizations=("nf4", "nf4-double"),
-        config="LoraConfig",
         quality="better than QLoRA's start, most at 2 bits and mixed 2 and 4 bits (the paper's abstract)",
         source="Li et al. 2023, https://arxiv.org/abs/2310.08659; peft 0.21 utils/loftq_utils.py "
         "replace_lora_weights_loftq, which reads the 16-bit weights again from their safetensors",
@@ -188,8 +167,6 @@ _ROWS = (
         name="dora",
         title="DoRA",
         what="direction by LoRA, magnitude as a vector",
-        shapes=_dora,
-        config="LoraConfig",
         arguments={"use_dora": True},
         trl={"use_dora": True},
         axolotl={"peft_use_dora": True},
@@ -197,20 +174,23 @@ _ROWS = (
         quality="commonsense reasoning, average of eight tasks, Llama 7B: 78.4 against LoRA's 74.7 (the paper, "
         "table 1)",
         source="Liu et al. 2024, https://arxiv.org/abs/2402.09353; peft 0.21 tuners/lora/dora.py",
-        **_LOW_RANK,
+        **_LOW_RANK | {"shapes": lambda inner, outer, rank, _: ((rank, inner), (outer, rank), (outer, 0))},
     ),
     Adapter(
         name="adalora",
         title="AdaLoRA",
         what="rank moved between matrices while training",
-        shapes=_adalora,
-        config="AdaLoraConfig",
         arguments={"total_step": 1000},
         quality="better than its baselines, LoRA among them, most where parameters are few; encoders and summaries "
         "(the paper's abstract)",
         source="Zhang et al. 2023, https://arxiv.org/abs/2303.10512; peft 0.21 tuners/adalora, which starts every "
         "matrix at init_r (12)",
-        **(_LOW_RANK | {"usual_size": 12}),
+        **_LOW_RANK
+        | {
+            "usual_size": 12,
+            "config": "AdaLoraConfig",
+            "shapes": lambda inner, outer, rank, _: ((rank, inner), (rank, 1), (outer, rank)),
+        },
     ),
     Adapter(
         name="vera",
@@ -219,7 +199,7 @@ _ROWS = (
         form="shared",
         size="rank",
         usual_size=256,
-        shapes=_vera,
+        shapes=lambda inner, outer, rank, _: ((outer, 0), (rank, 0)),
         returns_input_type=True,
         config="VeraConfig",
         quality="as good as LoRA on GLUE and E2E with far fewer parameters (the paper's abstract)",
@@ -246,7 +226,7 @@ _ROWS = (
         title="IA3",
         what="a vector that scales keys, values and the MLP's inner layer",
         form="scales",
-        shapes=_ia3,
+        shapes=lambda inner, outer, _, of_input: ((1, inner),) if of_input else ((outer, 1),),
         config="IA3Config",
         quality="the adapter of T-Few: 75.8 % on RAFT with T0-11B, 6 points above the best before it (the paper)",
         source="Liu et al. 2022, https://arxiv.org/abs/2205.05638; peft 0.21 tuners/ia3",

@@ -64,7 +64,7 @@ class Objective:
     reference_forwards: int = 0
     head: Head = "vocabulary"
     whole_logits: Callable[[LossShape, str], LossChain] | None = None
-    losses: tuple[str, ...]
+    losses: tuple[str, ...] = ("full",)
     supervised: bool = False
     packs: bool = False
     packed: bool = False
@@ -225,6 +225,13 @@ def _pooled_chain(shape: LossShape, stack: str) -> LossChain:
     return LossChain(loss_bytes=2 * _wide(shape) * hidden, backward_bytes=4 * shape.hidden_bytes * hidden)
 
 
+_PREFERENCES: dict[str, Any] = {"columns": "chosen and rejected, with or without prompt", "data": ("preference",)}
+_ONLINE: dict[str, Any] = {
+    "rate_factor": 0.05,
+    "rolls_out": True,
+    "columns": "prompt, and what its reward functions ask for",
+    "data": ("prompt",),
+}
 _ROWS = (
     Objective(
         name="sft",
@@ -263,11 +270,10 @@ _ROWS = (
         rate_factor=0.05,
         rate_reason="DPO, as TRL's DPOConfig: 1e-6 for full fine-tuning",
         trainer="DPOTrainer",
-        columns="chosen and rejected, with or without prompt",
-        data=("preference",),
         source="trl 1.16 trainer/dpo_trainer.py: DataCollatorForPreference puts chosen and rejected into one batch; "
         "_compute_loss runs policy, then reference under no_grad without checkpointing, both with the fused head; "
         "__init__ loads a second model where there are no adapters, in the policy's type",
+        **_PREFERENCES,
     ),
     Objective(
         name="kto",
@@ -296,14 +302,12 @@ _ROWS = (
         seqs_per_sample=2,
         head="score",
         whole_logits=_score_chain,
-        losses=("full",),
         rate_factor=0.5,
         rate_reason="reward models, as TRL's example: 1e-5 for full fine-tuning, 1e-4 for LoRA",
         trainer="RewardTrainer",
-        columns="chosen and rejected, with or without prompt",
-        data=("preference",),
         source="trl 1.16 trainer/reward_trainer.py: AutoModelForSequenceClassification with one label, both halves in "
         "one forward, no loss over the vocabulary",
+        **_PREFERENCES,
     ),
     Objective(
         name="orpo",
@@ -311,15 +315,13 @@ _ROWS = (
         sample="pair",
         seqs_per_sample=2,
         whole_logits=_odds_ratio_chain,
-        losses=("full",),
         rate_factor=0.05,
         rate_reason="ORPO, as TRL's ORPOConfig: 1e-6 for full fine-tuning",
         trainer="ORPOTrainer",
-        columns="chosen and rejected, with or without prompt",
-        data=("preference",),
         source="trl 1.16 experimental/orpo/orpo_trainer.py: concatenated_forward keeps the logits of both halves, "
         "cross-entropy of the chosen one, selective_log_softmax of both; no reference. LLaMA-Factory 0.9.5 "
         "train/dpo/trainer.py (pref_loss orpo)",
+        **_PREFERENCES,
     ),
     Objective(
         name="classification",
@@ -327,7 +329,6 @@ _ROWS = (
         sample="sequence",
         head="score",
         whole_logits=_score_chain,
-        losses=("full",),
         columns="text and label",
         data=("text",),
         source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
@@ -342,7 +343,6 @@ _ROWS = (
         whole_batch=True,
         head="none",
         whole_logits=_pooled_chain,
-        losses=("full",),
         least_samples=2,
         columns="anchor and positive",
         data=("pairs",),
@@ -357,30 +357,24 @@ _ROWS = (
         sample="completion",
         whole_logits=_older_rollouts_chain,
         losses=("chunked", "full"),
-        rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
-        rolls_out=True,
         trainer="GRPOTrainer",
-        columns="prompt, and what its reward functions ask for",
-        data=("prompt",),
         source="trl 1.16 trainer/grpo_trainer.py: _generate_single_turn (generate outside accelerate's autocast where "
         "there are adapters), _get_per_token_logps_and_entropies and _compute_loss (the fused head on the "
         "completions' tokens), no reference at beta 0",
+        **_ONLINE,
     ),
     Objective(
         name="rloo",
         title="REINFORCE leave-one-out",
         sample="completion",
         losses=("chunked",),
-        rate_factor=0.05,
         rate_reason="RLOO, as TRL's RLOOConfig: 1e-6 for full fine-tuning",
-        rolls_out=True,
         asks_old=True,
         trainer="RLOOTrainer",
-        columns="prompt, and what its reward functions ask for",
-        data=("prompt",),
         source="trl 1.16 trainer/rloo_trainer.py: _generate_and_score_completions (old log-probabilities always, the "
         "reference's at beta above 0, both without gradients) and _compute_loss (the fused head, sums of sequences)",
+        **_ONLINE,
     ),
 )
 

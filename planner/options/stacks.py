@@ -10,7 +10,7 @@ stack's own default where a published run does not say it. Every stack here rele
 
 from collections.abc import Mapping
 from functools import cache
-from typing import final
+from typing import Any, final
 
 from planner.core import plugins
 from planner.core.records import dataclass
@@ -135,67 +135,61 @@ class Stack:
         return "fp32" if cast else self.plain_adapters or weights
 
 
+_TRAINER: dict[str, Any] = {"runs_trainer": True, "widens_outputs": True, "wide_embedding_states": True}
+_LOOP: dict[str, Any] = {"compiles_loss": False, "clips_gradients": False, "trainer_overhead": False}
+_OWN_MODEL: dict[str, Any] = {"traces_masks": False, "upcasts_logits": False}
+_TORCHTUNE: dict[str, Any] = {"overlaps_offload": True, "packs_rows": True}
+_OWN_TYPE: dict[str, Any] = {"quantized_adapters": "", "plain_adapters": ""}
+_BF16_ADAPTERS: dict[str, Any] = {"quantized_adapters": "bf16", "plain_adapters": "bf16"}
 _ROWS = (
     Stack(
         name="trl",
         title="TRL's SFTTrainer",
-        runs_trainer=True,
-        widens_outputs=True,
         quantized_adapters="bf16",
-        wide_embedding_states=True,
         source="trl 1.16 trainer/sft_trainer.py (adapters of a quantized base to bf16, use_reentrant False); "
         "transformers 5.23 Trainer.training_step, compute_loss, create_optimizer (GlobalOptimManager overrides every "
         "nn.Embedding); accelerate 1.15 Accelerator.prepare_model",
+        **_TRAINER,
     ),
     Stack(
         name="hf",
         title="transformers' Trainer",
-        runs_trainer=True,
-        widens_outputs=True,
         evaluates_whole=True,
-        wide_embedding_states=True,
         source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
+        **_TRAINER,
     ),
     Stack(
         name="ms-swift",
         title="ms-swift",
-        runs_trainer=True,
-        widens_outputs=True,
         evaluates_whole=True,
-        wide_embedding_states=True,
         builds_encoders=True,
         source="ms-swift 4.6 trainers/seq2seq_trainer.py (transformers' Trainer), model/models/qwen.py; its step "
         "of Qwen2.5-7B, LoRA, traced: 0.5 % fewer bytes, 0.2 % more tokens/s than the formula says "
         "(transformers 5.19, peft 0.20)",
+        **_TRAINER,
     ),
     Stack(
         name="sentence-transformers",
         title="sentence-transformers' Trainer",
-        runs_trainer=True,
-        widens_outputs=True,
-        wide_embedding_states=True,
         source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "
         "SentenceTransformer); add_adapter leaves adapters in the weights' type, our file casts them as peft does",
+        **_TRAINER,
     ),
     Stack(
         name="plain-loop",
         title="a loop of one's own that keeps `outputs`",
         keeps_outputs=True,
-        compiles_loss=False,
-        clips_gradients=False,
-        trainer_overhead=False,
         source="Python: a loop variable holds `outputs = model(...)` until it is assigned again; transformers 5.23 "
         "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/stacks.md",
+        **_LOOP,
     ),
     Stack(
         name="accelerate-loop",
         title="a loop of one's own under Accelerate's mixed precision that keeps `outputs`",
         keeps_outputs=True,
         widens_outputs=True,
-        compiles_loss=False,
-        clips_gradients=False,
-        trainer_overhead=False,
         source="as plain-loop; accelerate 1.15 Accelerator.prepare_model (convert_outputs_to_fp32 around the forward)",
+        **_LOOP,
     ),
     Stack(
         name="plain-loop-drops-outputs",
@@ -211,34 +205,27 @@ _ROWS = (
     Stack(
         name="plain-loop-own-model",
         title="a loop of one's own around a model of one's own",
-        traces_masks=False,
-        compiles_loss=False,
-        upcasts_logits=False,
-        clips_gradients=False,
-        trainer_overhead=False,
         source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
         "function beside the model",
+        **_LOOP,
+        **_OWN_MODEL,
     ),
     Stack(
         name="cs336",
         title="the transformer of Stanford's CS336",
-        traces_masks=False,
-        compiles_loss=False,
-        upcasts_logits=False,
-        clips_gradients=False,
-        trainer_overhead=False,
         single_operations=True,
         source="stanford-cs336/assignment2-systems cs336-basics (model.py, nn_utils.py): einops.einsum and rearrange, "
         "softmax, silu and cross_entropy of single operations",
+        **_LOOP,
+        **_OWN_MODEL,
     ),
     Stack(
         name="nanogpt",
         title="nanoGPT's loop",
-        traces_masks=False,
-        upcasts_logits=False,
         trainer_overhead=False,
         source="karpathy/nanoGPT and build-nanogpt: F.cross_entropy(logits.view(-1, V), targets.view(-1)) in the "
         "model's forward, which is compiled whole; clip_grad_norm_",
+        **_OWN_MODEL,
     ),
     Stack(
         name="fms-acceleration",
@@ -267,40 +254,35 @@ _ROWS = (
         title="torchtune's recipes",
         traces_masks=False,
         loss_chunks=8,
-        overlaps_offload=True,
-        packs_rows=True,
         torch_nf4=True,
-        quantized_adapters="",
-        plain_adapters="",
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
         "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
         "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows, each with its mask)",
+        **_TORCHTUNE,
+        **_OWN_TYPE,
     ),
     Stack(
         name="torchtune-in-bwd",
         title="torchtune's full recipe with its optimizer in the backward",
         traces_masks=False,
         loss_chunks=8,
-        overlaps_offload=True,
-        packs_rows=True,
         clips_gradients=False,
         steps_in_backward=True,
         source="as torchtune; recipes/full_finetune_single_device.py (optimizer_in_bwd: refuses accumulation and "
         "clipping), training/memory.py register_optim_in_bwd_hooks (step and zero_grad of one parameter as its "
         "gradient comes)",
+        **_TORCHTUNE,
     ),
     Stack(
         name="torchtune-whole-loss",
         title="torchtune's recipes before their loss was cut",
         traces_masks=False,
         compiles_loss=False,
-        overlaps_offload=True,
-        packs_rows=True,
         torch_nf4=True,
-        quantized_adapters="",
-        plain_adapters="",
         source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."
         "CrossEntropyLoss, not compiled)",
+        **_TORCHTUNE,
+        **_OWN_TYPE,
     ),
     Stack(
         name="torchtitan",
@@ -319,18 +301,16 @@ _ROWS = (
     Stack(
         name="litgpt",
         title="LitGPT",
-        traces_masks=False,
         one_kernel_gelu=True,
         keeps_outputs=True,
-        upcasts_logits=False,
         loss_chunk_tokens=128,
         compiles_loss=False,
         clips_gradients=False,
-        quantized_adapters="",
-        plain_adapters="",
         source="litgpt 0.5 finetune/lora.py (`logits` lives through fabric.backward; adapters in the precision's "
         "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type); 0.5.13 model.py "
         "GptNeoxMLP (F.gelu)",
+        **_OWN_TYPE,
+        **_OWN_MODEL,
     ),
     Stack(
         name="unsloth",
@@ -347,10 +327,7 @@ _ROWS = (
     Stack(
         name="axolotl",
         title="Axolotl",
-        runs_trainer=True,
-        widens_outputs=True,
         expandable_segments=True,
-        wide_embedding_states=True,
         one_root=True,
         widens_stacks=True,
         builds_encoders=True,
@@ -358,12 +335,11 @@ _ROWS = (
         "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
         "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
         "accelerate's); peft 0.21 autocast_adapter_dtype, prepare_model_for_kbit_training",
+        **_TRAINER,
     ),
     Stack(
         name="loggetta",
         title="Loggetta",
-        quantized_adapters="bf16",
-        plain_adapters="bf16",
         packs_rows=True,
         grouped_experts=True,
         streams_experts=True,
@@ -371,42 +347,39 @@ _ROWS = (
         source="loggetta 0.7.0 backends/experts4bit_train.py; experts4bit-qlora 0.58.1 recipe.py (QLoRASetup, "
         "estimate_qlora_footprint), engines/offload.py (one layer's stacks on the card, copied for its forward and "
         "again for its backward), engines/chunked_lm_loss.py",
+        **_BF16_ADAPTERS,
     ),
     Stack(
         name="loggetta-resident",
         title="Loggetta with all experts on the card",
-        quantized_adapters="bf16",
-        plain_adapters="bf16",
         packs_rows=True,
         grouped_experts=True,
         trainer_overhead=False,
         source='as loggetta, expert_residency "device"',
+        **_BF16_ADAPTERS,
     ),
     Stack(
         name="mlx",
         title="MLX-LM",
-        traces_masks=False,
-        upcasts_logits=False,
         clips_gradients=False,
         compiles_loss=False,
         source="mlx-lm 0.32 tuner/trainer.py (default_loss: logits in their own type, no clipping), tuner/lora.py "
         "(adapters in fp32)",
+        **_OWN_MODEL,
     ),
     Stack(
         name="llamafactory",
         title="LLaMA-Factory",
-        runs_trainer=True,
-        widens_outputs=True,
         evaluates_whole=True,
         newest_transformers="5.6",
         reentrant_checkpointing=True,
         checkpoints_trained=True,
-        wide_embedding_states=True,
         builds_encoders=True,
         source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
         "parameters in fp32 unless pure_bf16), model/model_utils/checkpointing.py "
         "get_custom_gradient_checkpointing_func (trained layers alone, whose input it makes ask for gradients), "
         "model/loader.py (load_class)",
+        **_TRAINER,
     ),
 )
 
