@@ -14,10 +14,9 @@ from planner.core.records import dataclass
 from planner.frameworks.exporters.install import BRINGS
 from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.overrides import determined, overrides, parse_sets, parse_versions
 from planner.frameworks.readers.read import installs
 from planner.frameworks.readers.sharding import LAUNCHERS
-from planner.frameworks.readers.types import Missing
+from planner.frameworks.readers.types import Missing, determined, overrides, parse_sets, parse_versions
 from planner.frameworks.tools import TOOLS
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec

@@ -13,11 +13,11 @@ from planner.core.errors import ConfigError
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.overrides import overrides
 from planner.frameworks.readers.program.source import of_cells
 from planner.frameworks.readers.read import pinned, roots_of
 from planner.frameworks.readers.rewrite import in_cells, rewrite
 from planner.frameworks.readers.shell import SUFFIXES, commands
+from planner.frameworks.readers.types import overrides
 from planner.frameworks.tools import PROGRAMS, tool_of
 from planner.frameworks.tools.field import changed_fields
 from planner.frameworks.tools.transformers import HANDED

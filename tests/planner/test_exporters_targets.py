@@ -15,7 +15,7 @@ import yaml
 from planner.core.errors import ConfigError
 from planner.core.units import GIB
 from planner.frameworks.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch, prepare
-from planner.frameworks.readers import read_text, schema
+from planner.frameworks.readers import read_text, versions
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import supported_attentions
 from planner.models import catalogue
@@ -109,8 +109,8 @@ def test_transformers_peft_and_bitsandbytes_accept_every_scripts_arguments(
 
 
 def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
-    arguments = schema.known_settings("unsloth")
-    trainer = schema.known_settings("trl")
+    arguments = versions.known_settings("unsloth")
+    trainer = versions.known_settings("trl")
     for _, launch in emitted("unsloth"):
         text = launch.files[0].text
         compile(text, "train_unsloth.py", "exec")
@@ -122,7 +122,7 @@ def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "deepspeed"])
 def test_every_setting_is_one_the_tool_knows(target: str) -> None:
-    settings = schema.known_settings(target)
+    settings = versions.known_settings(target)
     launches = emitted(target)
     assert len(launches) >= {"deepspeed": 25}.get(target, 80)
     for _, launch in launches:

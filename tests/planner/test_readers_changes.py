@@ -10,8 +10,7 @@ from finetune_planner.improvement import improve
 from planner.core.errors import NotPlanned
 from planner.core.units import gib
 from planner.frameworks.readers import FileContext, read_text
-from planner.frameworks.readers.overrides import overrides, parse_sets
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue

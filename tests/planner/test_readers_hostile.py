@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.core.errors import ConfigError, PlannerError
 from planner.frameworks.readers import FileContext, read_config, read_text
-from planner.frameworks.readers.overrides import determined
+from planner.frameworks.readers.types import determined
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)

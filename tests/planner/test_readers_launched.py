@@ -8,9 +8,8 @@ import pytest
 
 from planner.core.errors import ConfigError, Undetermined, UsageError
 from planner.frameworks.readers import FileContext, read_config, read_text
-from planner.frameworks.readers.overrides import overrides, parse_sets
 from planner.frameworks.readers.rewrite import rewrite
-from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig
+from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig, overrides, parse_sets
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.options.images import Images

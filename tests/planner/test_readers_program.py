@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from planner.core.errors import ConfigError, Undetermined, UsageError
-from planner.frameworks.readers import FileContext, hydra, read_config, read_text
-from planner.frameworks.readers.overrides import determined, overrides, parse_sets, parse_versions
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers import FileContext, loading, read_config, read_text
+from planner.frameworks.readers.types import ReadConfig, determined, overrides, parse_sets, parse_versions
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.predict import predict
@@ -816,9 +815,9 @@ def test_hydras_files_are_composed_and_filled_in(tmp_path: Path) -> None:
 
 def test_hydras_bombs_and_circles_end() -> None:
     values = {"a": "${b}", "b": "${a}", "c0": "x" * 100} | {f"c{n}": f"${{c{n - 1}}}" * 9 for n in range(1, 30)}
-    done = hydra.filled(values)
-    assert hydra.is_open(done["a"])
-    assert all(len(str(value)) <= hydra.MAX_FILLED for value in done.values())
+    done = loading.filled(values)
+    assert loading.is_open(done["a"])
+    assert all(len(str(value)) <= loading.MAX_FILLED for value in done.values())
 
 
 def test_environment_variables_without_a_default_are_taken_as_not_set(tmp_path: Path) -> None:

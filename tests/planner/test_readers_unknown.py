@@ -7,8 +7,7 @@ import pytest
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.frameworks.readers import read_config, read_text
-from planner.frameworks.readers.overrides import overrides, parse_sets
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, overrides, parse_sets
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 

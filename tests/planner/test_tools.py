@@ -3,7 +3,7 @@
 import pytest
 
 from planner.core.errors import PlannerError
-from planner.frameworks.readers import read_text, schema
+from planner.frameworks.readers import read_text, versions
 from planner.frameworks.tools import TOOLS
 from planner.setup import TrainSetup
 from planner.setup.allowed import ATTENTIONS, OPTIMIZERS
@@ -20,7 +20,7 @@ MINIMAL = {
 
 @pytest.mark.parametrize("name", ["trl", "axolotl", "llamafactory", "torchtitan", "accelerate"])
 def test_every_name_in_a_table_is_one_that_the_tools_parser_knows(name: str) -> None:
-    parser_keys = schema.known_settings(name) | {key.partition(".")[0] for key in schema.known_settings(name)}
+    parser_keys = versions.known_settings(name) | {key.partition(".")[0] for key in versions.known_settings(name)}
     for field in TOOLS[name].fields:
         assert {field.key, field.key.partition(".")[0]} & parser_keys, (name, field.key)
 
@@ -58,7 +58,7 @@ def test_every_value_of_a_yaml_file_is_told_with_its_line() -> None:
 def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None:
     """Every key that the tool's parser knows, alone, with values of each kind."""
     plain, texts = read_text(MINIMAL[name], "run.yaml"), {}
-    for key in sorted(schema.known_settings(name)):
+    for key in sorted(versions.known_settings(name)):
         if key not in plain.values and "." not in key:
             texts |= {f"{key}: {value}\n": key for value in some(("true", "auto", "false", "float32", "4"), 2)}
     mismatches = []

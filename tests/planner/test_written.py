@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -43,10 +44,6 @@ class Case:
     asked: ExportRequest
     runs: TrainSetup
 
-    @property
-    def hyper(self) -> Hyperparameters:
-        return self.asked.hyper
-
 
 OPTIM = {
     "adamw-fused": "adamw_torch_fused", "adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit",
@@ -56,121 +53,100 @@ OPTIM = {
 """transformers' names."""
 Fact = Callable[[Case], Any]
 
+ATTRIBUTES = {
+    "hyper.learning_rate": ("learning_rate", "lr"),
+    "hyper.weight_decay": ("weight_decay",),
+    "hyper.max_grad_norm": ("max_grad_norm", "max_norm", "gradient_clipping"),
+    "hyper.num_epochs": ("num_train_epochs", "num_epochs"),
+    "hyper.warmup_fraction": ("warmup_ratio",),
+    "hyper.lr_schedule": ("lr_scheduler_type", "lr_scheduler"),
+    "hyper.seed": ("seed", "random_state"),
+    "hyper.lora_alpha": ("lora_alpha",),
+    "hyper.adam_beta2": ("beta2", "adam_beta2"),
+    "logging_steps": ("logging_steps",),
+    "model_id": ("model_name_or_path", "base_model"),
+    "output_dir": ("output_dir",),
+    "num_nodes": ("num_machines",),
+}
+"""Attribute of the request -> the keys that say it."""
+SETUP_FIELDS = {
+    "micro_batch_seqs": ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+    "accumulation_steps": ("gradient_accumulation_steps",),
+    "seq_len_tokens": ("max_length", "max_seq_length", "cutoff_len", "sequence_len"),
+    "lora_rank": ("lora_r", "lora_rank", "r"),
+    "lora_dropout": ("lora_dropout",),
+    "packing": ("neat_packing",),
+    "tensor_degree": ("tensor_parallel_size",),
+    "shards": ("dp_shard_size",),
+    "trained_layers": ("freeze_trainable_layers",),
+}
+"""Attribute of the setup that runs -> the keys that say it."""
+CONSTANTS = {
+    "bnb_4bit_quant_type": "nf4", "quantization_type": "nf4", "quantization_method": "bnb",
+    "quant_method": "bitsandbytes", "stage3_gather_16bit_weights_on_model_save": True, "chosen": "chosen",
+    "rejected": "rejected", "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system", "messages": "messages", "images": "images", "ranking": True, "bias": "none",
+    "report_to": "none", "rl_beta": 0.1, "pref_beta": 0.1, "use_reentrant": False, "use_reentrant_gc": False,
+    "save_total_limit": 1, "save_only_model": True, "lora_task_type": "SEQ_CLS", "fsdp_mixed_precision": True,
+    "eval_strategy": "steps", "ddp_find_unused_parameters": False,
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
+}  # fmt: skip
+"""What a key says of every request."""
+
+
+def _same(value: Any) -> Fact:
+    return lambda _: value
+
+
 FACTS: dict[str, Fact] = {
-    "learning_rate": lambda case: case.hyper.learning_rate,
-    "lr": lambda case: case.hyper.learning_rate,
-    "weight_decay": lambda case: case.hyper.weight_decay,
-    "max_grad_norm": lambda case: case.hyper.max_grad_norm,
-    "max_norm": lambda case: case.hyper.max_grad_norm,
-    "gradient_clipping": lambda case: case.hyper.max_grad_norm,
-    "num_train_epochs": lambda case: case.hyper.num_epochs,
-    "num_epochs": lambda case: case.hyper.num_epochs,
-    "warmup_ratio": lambda case: case.hyper.warmup_fraction,
-    "lr_scheduler_type": lambda case: case.hyper.lr_schedule,
-    "lr_scheduler": lambda case: case.hyper.lr_schedule,
-    "seed": lambda case: case.hyper.seed,
-    "random_state": lambda case: case.hyper.seed,
-    "lora_alpha": lambda case: case.hyper.lora_alpha,
-    "logging_steps": lambda case: case.asked.logging_steps,
-    "model_name_or_path": lambda case: case.asked.model_id,
-    "base_model": lambda case: case.asked.model_id,
-    "output_dir": lambda case: case.asked.output_dir,
-    "per_device_train_batch_size": lambda case: case.runs.micro_batch_seqs,
-    "micro_batch_size": lambda case: case.runs.micro_batch_seqs,
-    "train_micro_batch_size_per_gpu": lambda case: case.runs.micro_batch_seqs,
-    "gradient_accumulation_steps": lambda case: case.runs.accumulation_steps,
+    **{key: attrgetter(f"asked.{path}") for path, keys in ATTRIBUTES.items() for key in keys},
+    **{key: attrgetter(f"runs.{path}") for path, keys in SETUP_FIELDS.items() for key in keys},
+    **{key: _same(value) for key, value in CONSTANTS.items()},
     "train_batch_size": lambda case: (
         case.runs.micro_batch_seqs * case.runs.accumulation_steps * case.runs.num_gpus // case.runs.split_degree
     ),
-    "max_length": lambda case: case.runs.seq_len_tokens,
-    "max_seq_length": lambda case: case.runs.seq_len_tokens,
-    "cutoff_len": lambda case: case.runs.seq_len_tokens,
-    "sequence_len": lambda case: case.runs.seq_len_tokens,
-    "lora_r": lambda case: case.runs.lora_rank,
-    "lora_rank": lambda case: case.runs.lora_rank,
-    "r": lambda case: case.runs.lora_rank,
-    "lora_dropout": lambda case: case.runs.lora_dropout,
     "load_in_4bit": lambda case: case.runs.quantization.startswith("nf4"),
     "load_in_8bit": lambda case: case.runs.quantization == "int8",
     "quantization_bit": lambda case: 8 if case.runs.quantization == "int8" else 4,
-    "bnb_4bit_quant_type": lambda case: "nf4",
-    "quantization_type": lambda case: "nf4",
-    "quantization_method": lambda case: "bnb",
-    "quant_method": lambda case: "bitsandbytes",
-    "bnb_4bit_use_double_quant": lambda case: case.runs.quantization == "nf4-double",
-    "use_bnb_nested_quant": lambda case: case.runs.quantization == "nf4-double",
-    "double_quantization": lambda case: case.runs.quantization == "nf4-double",
+    **dict.fromkeys(
+        ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization"),
+        lambda case: case.runs.quantization == "nf4-double",
+    ),
     "bnb_4bit_compute_dtype": lambda case: DTYPES[case.runs.compute_dtype],
     "bnb_4bit_quant_storage": lambda case: DTYPES[case.runs.weight_dtype],
     "num_processes": lambda case: 1 if case.runs.parallel == "device-map" else case.runs.num_gpus,
-    "num_machines": lambda case: case.asked.num_nodes,
-    "stage3_gather_16bit_weights_on_model_save": lambda case: True,
-    "chosen": lambda case: "chosen",
-    "rejected": lambda case: "rejected",
-    "field_prompt": lambda case: "prompt",
-    "field_chosen": lambda case: "chosen",
-    "field_rejected": lambda case: "rejected",
-    "role_tag": lambda case: "role",
-    "content_tag": lambda case: "content",
-    "user_tag": lambda case: "user",
-    "assistant_tag": lambda case: "assistant",
-    "system_tag": lambda case: "system",
-    "messages": lambda case: "messages",
-    "images": lambda case: "images",
-    "ranking": lambda case: True,
-    "bias": lambda case: "none",
-    "report_to": lambda case: "none",
     "full_finetuning": lambda case: case.runs.method == "full",
     "freeze_vision_tower": lambda case: case.runs.method != "full",
     "freeze_multi_modal_projector": lambda case: case.runs.method != "full",
     "image_max_pixels": lambda case: case.runs.images.width * case.runs.images.height,
     "beta": lambda case: 0.04 * case.runs.rollout_settings.reference if case.runs.objective_spec.rolls_out else 0.1,
-    "beta2": lambda case: case.hyper.adam_beta2,
-    "adam_beta2": lambda case: case.hyper.adam_beta2,
-    "rl_beta": lambda case: 0.1,
-    "pref_beta": lambda case: 0.1,
     "pref_loss": lambda case: {"dpo": "sigmoid"}.get(case.runs.objective, case.runs.objective),
-    "use_reentrant": lambda case: False,
-    "use_reentrant_gc": lambda case: False,
-    "save_total_limit": lambda case: 1,
-    "save_only_model": lambda case: True,
-    "lora_task_type": lambda case: "SEQ_CLS",
-    "fsdp_mixed_precision": lambda case: True,
-    "eval_strategy": lambda case: "steps",
-    "ddp_find_unused_parameters": lambda case: False,
-    "neat_packing": lambda case: case.runs.packing,
     "pure_bf16": lambda case: case.runs.precision == "bf16-pure",
     "fused_linear_cross_entropy": lambda case: case.runs.loss == "liger",
-    "PYTORCH_ALLOC_CONF": lambda case: "expandable_segments:True",
-    "PYTORCH_CUDA_ALLOC_CONF": lambda case: "expandable_segments:True",
     "optim": lambda case: OPTIM[case.runs.optimizer],
     "bf16": lambda case: case.runs.autocast_dtype == "bf16",
     "fp16": lambda case: case.runs.autocast_dtype == "fp16",
-    "stage3_prefetch_bucket_size": lambda case: 50_000_000,
-    "stage3_param_persistence_threshold": lambda case: 100_000,
-    "tensor_parallel_size": lambda case: case.runs.tensor_degree,
-    "dp_shard_size": lambda case: case.runs.shards,
     "dp_replicate_size": lambda case: case.runs.data_degree // case.runs.shards,
-    "freeze_trainable_layers": lambda case: case.runs.trained_layers,
     "train_on_prompt": lambda case: case.asked.loss_on == "all",
 }
 """Last part of a key -> what it says, of the request alone."""
+WARMUP: dict[str, Fact] = {"warmup_steps": attrgetter("asked.hyper.warmup_fraction")}
 OF_ONE_FILE: dict[str, dict[str, Fact]] = {
-    "trl": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
-    "hf": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
-    "unsloth": {"warmup_steps": lambda case: case.hyper.warmup_fraction},
-    "llamafactory": {"prompt": lambda case: "prompt"},
+    **dict.fromkeys(("trl", "hf", "unsloth"), WARMUP),
+    "llamafactory": {"prompt": _same("prompt")},
     "torchtune-in-bwd": {
-        "batch_size": lambda case: case.runs.micro_batch_seqs,
-        "max_seq_len": lambda case: case.runs.seq_len_tokens,
-        "lr": lambda case: case.hyper.learning_rate,
+        "batch_size": attrgetter("runs.micro_batch_seqs"),
+        "max_seq_len": attrgetter("runs.seq_len_tokens"),
+        "lr": attrgetter("asked.hyper.learning_rate"),
     },
     "loggetta": {
-        "seq": lambda case: case.runs.seq_len_tokens,
-        "micro-batch": lambda case: case.runs.micro_batch_seqs,
-        "grad-accum": lambda case: case.runs.accumulation_steps,
-        "learning-rate": lambda case: case.hyper.learning_rate,
-        "r": lambda case: case.runs.lora_rank,
+        "seq": attrgetter("runs.seq_len_tokens"),
+        "micro-batch": attrgetter("runs.micro_batch_seqs"),
+        "grad-accum": attrgetter("runs.accumulation_steps"),
+        "learning-rate": attrgetter("asked.hyper.learning_rate"),
+        "r": attrgetter("runs.lora_rank"),
     },
 }
 """Facts of a key that says another thing elsewhere."""
@@ -245,11 +221,8 @@ def cases() -> list[ExportRequest]:
     pictures = Images(width=336, height=448)
     for method in ({"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"lora_targets": "attention"}):
         setup = TrainSetup(images=pictures, attention="sdpa", loss="full", **method)
-        requests.append(
-            request(
-                setup, hyper=HYPER, model=vision_encoders, model_id=vision_encoders.model_id if vision_encoders else ""
-            )
-        )
+        name = vision_encoders.model_id if vision_encoders else ""
+        requests.append(request(setup, hyper=HYPER, model=vision_encoders, model_id=name))
     return requests
 
 
@@ -283,10 +256,8 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 with suppress(SetupError):
                     export_request = replace(export_request, setup=export_request.setup.replace(**packed), dataset=None)
             if target == "torchtune-in-bwd" and export_request.setup.method == "full":
-                export_request = replace(
-                    export_request,
-                    setup=export_request.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit"),
-                )
+                whole = export_request.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit")
+                export_request = replace(export_request, setup=whole)
         launch = EXPORTERS[target](export_request)
         if not launch.refused:
             launches.append((Case(asked=export_request, runs=launch.runs), launch))
@@ -303,13 +274,8 @@ def test_what_a_file_says_is_the_fact(target: str) -> None:
                 continue
             for key, value in said(file.path, file.text):
                 if key in expected and isinstance(value, (str, int, float)) and not str(value).isupper():
-                    assert value == pytest.approx(expected[key](case)), (
-                        target,
-                        file.path,
-                        key,
-                        value,
-                        case.asked.setup,
-                    )
+                    where = (target, file.path, key, value, case.asked.setup)
+                    assert value == pytest.approx(expected[key](case)), where
                     seen += 1
     assert seen
 
@@ -346,14 +312,9 @@ def changed(target: str, before: ExportRequest, after: ExportRequest) -> set[str
     settings = []
     for export_request in (before, after):
         launch = EXPORTERS[target](export_request)
-        settings.append(
-            {(file.path, *pair) for file in launch.files for pair in map(_text, said(file.path, file.text))}
-        )
+        pairs = [(file.path, *pair) for file in launch.files for pair in said(file.path, file.text)]
+        settings.append({(path, key, repr(value)) for path, key, value in pairs})
     return {key for _, key, _ in settings[0] ^ settings[1]}
-
-
-def _text(pair: tuple[str, Any]) -> tuple[str, str]:
-    return pair[0], repr(pair[1])
 
 
 OTHERS: dict[str, tuple[Any, set[str]]] = {
@@ -365,25 +326,12 @@ OTHERS: dict[str, tuple[Any, set[str]]] = {
     "adam_beta2": (0.9, {"adam_beta2", "beta2", "betas"}),
     "max_grad_norm": (9.0, {"max_grad_norm", "max_norm", "gradient_clipping"}),
     "num_epochs": (7.0, {"num_train_epochs", "num_epochs"}),
-    "max_steps": (
-        50,
-        {
-            "max_steps",
-            "steps",
-            "num_train_epochs",
-            "num_epochs",
-            "save_steps",
-            "eval_steps",
-            "interval",
-            "iters",
-            "steps_per_eval",
-            "save_every",
-            "warmup",
-            "arguments",
-        },
-    ),
+    "max_steps": (50, {
+        "max_steps", "steps", "num_train_epochs", "num_epochs", "save_steps", "eval_steps", "interval", "iters",
+        "steps_per_eval", "save_every", "warmup", "arguments",
+    }),
     "seed": (5, {"seed", "random_state"}),
-}
+}  # fmt: skip
 """Hyperparameter -> (another value, the keys that say it)."""
 
 

@@ -8,7 +8,7 @@ import shlex
 from planner.frameworks.exporters import chat, common, prepare
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
-from planner.frameworks.tools.mlx import MLX
+from planner.frameworks.tools.others import MLX
 from planner.models.spec import ModelSpec
 from planner.models.targets import adapts_expert_stacks, lora_linears
 from planner.samples.steps import steps_between_saves

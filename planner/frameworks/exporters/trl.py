@@ -6,8 +6,7 @@ from planner.frameworks.exporters import accelerate, chat, common, deepspeed, pr
 from planner.frameworks.exporters.install import checkpointing_key, versions
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
-from planner.frameworks.tools.transformers import DTYPES, checkpointing_kwargs
-from planner.frameworks.tools.trl import TRL
+from planner.frameworks.tools.transformers import DTYPES, TRL, checkpointing_kwargs
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup

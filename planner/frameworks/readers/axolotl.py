@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.core.errors import ConfigError, NotPlanned
-from planner.frameworks.readers import common, partial, schema
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers import common, versions
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -45,12 +45,8 @@ NOT_COUNTED = {
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an Axolotl config.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
-    """
-    settings.note_unknown(schema.known_settings(FORMAT), AXOLOTL)
+    """The setup of an Axolotl config."""
+    settings.note_unknown(versions.known_settings(FORMAT), AXOLOTL)
     if settings.raw("rl") and settings.raw("rl") not in PAIRED:
         raise NotPlanned(
             f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
@@ -64,8 +60,13 @@ def read(settings: Settings) -> ReadConfig:
     if adapter and adapter not in ADAPTERS:
         raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
     fields = settings_fields(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
+    if not settings.has("gradient_accumulation_steps") and settings.has("batch_size"):
+        micro = fields["micro_batch_seqs"]
+        steps = max(1, settings.integer("batch_size", micro, at_least=1) // micro)
+    else:
+        steps = settings_fields(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
     fields |= {
-        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
+        "accumulation_steps": steps,
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
         "compile": settings.raw("torch_compile") is True,
         "attention": _attention(settings),
@@ -73,7 +74,11 @@ def read(settings: Settings) -> ReadConfig:
         **_method(settings),
     }
     if settings.raw("rl"):
-        fields |= _pairs(settings, fields["method"])
+        if settings.raw("dpo_use_liger_kernel"):
+            settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
+        fields |= {"objective": "dpo", "loss": "full", "packing": False}
+        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
+        fields |= {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
     fields["kernels"] = _kernels(settings, fields)
     fields["precision"] = _precision(settings, fields["method"])
     named = settings.raw("attn_implementation") == XFORMERS or settings.raw("xformers_attention") is True
@@ -86,52 +91,30 @@ def read(settings: Settings) -> ReadConfig:
     if value and value is not True:
         settings.approximate("of what selective_checkpointing keeps only attention is counted")
     fields["selective_checkpointing"] = bool(value) and common.keeps_attention(settings, fields)
-    fields |= _adapter_dtype(settings, fields)
+    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
+        fields["adapter_dtype"] = "bf16" if PRECISIONS[fields["precision"]].compute == "bf16" else "auto"
+    elif fields["method"] != "full":
+        fields["adapter_dtype"] = "fp32"
     cuts = settings.first("context_parallel_size", "sequence_parallel_degree")
     fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
     if fields.get("parallel") == "fsdp2" and "context_degree" in fields:
         fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    fields |= partial.adapted_layers(settings, "peft_layers_to_transform", fields)
-    fields |= partial.frozen_but(settings, settings.model, fields)
+    fields |= common.adapted_layers(settings, "peft_layers_to_transform", fields)
+    fields |= common.frozen_but(settings, settings.model, fields)
     common.pictures(settings, "processor_type")
     settings.leave_out(NOT_COUNTED)
     config_of = settings.raw("overrides_of_model_config")
     if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
         settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
     datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
-    if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict):
-        path = datasets[0].get("path")
-        dataset = path if isinstance(path, str) else None
-    else:
-        dataset = None
+    first = datasets[0] if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict) else {}
+    dataset = first["path"] if isinstance(first.get("path"), str) else None
     return config(AXOLOTL, settings, fields, dataset=dataset, reentrant=_reentrant(settings, fields))
-
-
-def _pairs(settings: Settings, method: str) -> dict[str, Any]:
-    """What preferences make of the fields."""
-    if settings.raw("dpo_use_liger_kernel"):
-        settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
-    dropout = {"lora_dropout": 0.0} if method != "full" else {}
-    reference = {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
-    return {"objective": "dpo", "loss": "full", "packing": False, **dropout, **reference}
-
-
-def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
-    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
-        return {"adapter_dtype": "bf16" if PRECISIONS[fields["precision"]].compute == "bf16" else "auto"}
-    return {"adapter_dtype": "fp32"} if fields["method"] != "full" else {}
 
 
 PAIRED = ("dpo", "ipo")
 """Values of `rl` that run TRL's DPOTrainer."""
-
-
-def _accumulation(settings: Settings, micro: int) -> int:
-    if not settings.has("gradient_accumulation_steps") and settings.has("batch_size"):
-        return max(1, settings.integer("batch_size", micro, at_least=1) // micro)
-    steps: int = settings_fields(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
-    return steps
 
 
 def _method(settings: Settings) -> dict[str, Any]:
@@ -161,17 +144,13 @@ def _method(settings: Settings) -> dict[str, Any]:
             settings.assume("lora_target_linear adds all linear layers to lora_target_modules")
         names = ("all-linear",)
     return {
-        "method": "qlora" if quantization != "none" else "lora",
-        "quantization": quantization,
-        **settings_fields(settings, AXOLOTL, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(settings, names),
+        **common.adapters(settings, AXOLOTL, quantization, names),
         "quantize_experts": _quantizes_experts(settings, quantization),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
 
 
 def _quantizes_experts(settings: Settings, quantization: str) -> bool:
-    """Stacked experts in the base's bits."""
     model = settings.model
     if not settings.flag("quantize_moe_experts", False) or (model is not None and not has_expert_stacks(model)):
         return False
@@ -229,7 +208,6 @@ def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
 
 
 def _offloads(settings: Settings, checkpointing: int) -> bool:
-    """Checkpoints in host memory, by Axolotl's older or its present setting."""
     everything = settings.raw("activation_offloading", False)
     if everything and not checkpointing:
         settings.approximate("activation_offloading without checkpoints: counted as if nothing left the GPU")
@@ -301,7 +279,6 @@ def _parallel(settings: Settings) -> Layout:
 
 
 def _mesh(settings: Settings) -> Layout:
-    """The mesh of the run."""
     num_gpus = settings.outside.num_gpus
     names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
     shard, copies, tensor, context = (settings.integer(key, 1, at_least=1) for key in names)

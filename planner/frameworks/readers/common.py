@@ -2,18 +2,20 @@
 and settings that every tool on top of transformers' TrainingArguments writes in the same words."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from planner.core.errors import ConfigError, SetupError
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
+from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import Settings
+from planner.frameworks.tools import Tool
 from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.trained import trained_parameters
 from planner.models.encoders import SEEING
-from planner.models.spec import LIKE_BERT, ModelSpec
+from planner.models.spec import LIKE_BERT, LayerSpec, ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
@@ -126,10 +128,8 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
             "unscale fp16 gradients)",
             hint="load the weights in float32",
         )
-    try:
+    if (weights, autocast) in PRECISIONS:
         return PRECISIONS[(weights, autocast)]
-    except KeyError:
-        pass
     if autocast is not None and weights in ("bf16", "fp16"):
         settings.assume(f"{weights} weights under {autocast} autocast are counted as {autocast}-autocast")
         if autocast == "fp16" and method == "full":
@@ -238,9 +238,11 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
-    if fields.get("expert_degree", 1) > 1 and not _deals_out(fields):
+    whole = {**fields, "expert_degree": 1}
+    dealt_out = fields.get("method") == "full" and (_can_be(fields) or not _can_be(whole))
+    if fields.get("expert_degree", 1) > 1 and not dealt_out:
         settings.approximate("experts dealt out over GPUs are counted here as if every GPU that shards held them all")
-        fields = {**fields, "expert_degree": 1}
+        fields = whole
     try:
         return TrainSetup(**fields)
     except SetupError as error:
@@ -248,14 +250,7 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
         raise ConfigError(f"{settings.name}: {error.message}", hint=f"in the file: {hint}" if hint else "") from error
 
 
-def _deals_out(fields: dict[str, Any]) -> bool:
-    """Whether a setup with dealt-out experts can have these fields, or cannot be built either way."""
-    whole = {**fields, "expert_degree": 1}
-    return fields.get("method") == "full" and (_can_be(fields) or not _can_be(whole))
-
-
 def _can_be(fields: dict[str, Any]) -> bool:
-    """Whether a setup can have these fields."""
     try:
         TrainSetup(**fields)
     except SetupError:
@@ -317,7 +312,6 @@ def checkpointing(settings: Settings, default: bool) -> int:
 
 
 def _kwargs(settings: Settings) -> Settings:
-    """What the switch is told beside on and off."""
     return settings.block(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
 
 
@@ -378,3 +372,200 @@ def weight_dtype(settings: Settings, key: str, default: str) -> str:
     if word not in DTYPES:
         raise settings.error(key, "one of float32, bfloat16, float16, auto", word)
     return DTYPES[word]
+
+
+def spelled(numbers: Sequence[int], full: int) -> int | tuple[int, ...]:
+    """Layers of so many by their numbers as a setup says them: so many of the last or first, else all numbers."""
+    ordered = tuple(sorted(set(numbers)))
+    if ordered == tuple(range(full)):
+        return 0
+    if ordered == tuple(range(ordered[0], full)):
+        return len(ordered)
+    return -len(ordered) if ordered == tuple(range(len(ordered))) else ordered
+
+
+def adapted_layers(settings: Settings, key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers that carry adapters; nothing where a setting names none, or cannot be followed, which is said."""
+    numbers, model = settings.raw(key), settings.model
+    if numbers in (None, False, [], ""):
+        return {}
+    named = [numbers] if type(numbers) is int else numbers if isinstance(numbers, list) else []
+    counted = fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain")
+    valid = model is not None and all(type(number) is int and 0 <= number < model.num_layers for number in named)
+    if counted and named and valid and model is not None:
+        layers = spelled(named, model.num_layers)
+        if _counted_alone(layers, fields):
+            return {"trained_layers": layers} if layers else {}
+    settings.approximate(f"adapters on some layers ({key}) are counted on all of them")
+    return {}
+
+
+def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers that Axolotl's `unfrozen_parameters` leaves training, of which single parameters count as the whole
+    layer; nothing where parameters outside the layers train too.
+
+    Source: axolotl 0.21 `utils/freeze.py` LayerNamePattern (matched from a name's beginning, every dot is one, an index
+    range behind in brackets).
+    """
+    patterns = settings.names("unfrozen_parameters")
+    if not patterns:
+        return {}
+    layers, whole = _matched(model, patterns) if model is not None else ((), False)
+    trained_layers = spelled(layers, model.num_layers) if layers and model is not None else 0
+    if not trained_layers or fields["method"] != "full" or not _counted_alone(trained_layers, fields):
+        settings.approximate("only some parameters are trained (unfrozen_parameters): counted as full fine-tuning")
+        return {}
+    if not whole:
+        settings.approximate("unfrozen_parameters trains parts of some layers: these are counted whole, an upper bound")
+    return {"trained_layers": trained_layers}
+
+
+def _counted_alone(layers: int | tuple[int, ...], fields: Mapping[str, Any]) -> bool:
+    """Whether layers are the last ones, which every engine's memory is known of, or every GPU holds the whole model."""
+    return (isinstance(layers, int) and layers >= 0) or fields.get("parallel", "none") in ("none", "ddp")
+
+
+def _matched(model: ModelSpec, patterns: Sequence[str]) -> tuple[Sequence[int], bool]:
+    """(Layers of which a pattern names a parameter, whether it names all of theirs); none where one names a parameter
+    outside the layers, or a pattern is none."""
+    try:
+        named = [
+            re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"\[\d*(:\d*)?\]$", "", pattern))) for pattern in patterns
+        ]
+    except re.error:
+        return (), False
+    outer = [embedding.name for embedding in model.embeddings]
+    outer += [norm.name for norm in model.outer_norms]
+    outer += [linear.name for linear in model.outer_linears]
+    outer += [model.head.name] if model.head is not None else []
+    if any(pattern.match(f"{name}.weight") for pattern in named for name in outer):
+        return (), False
+    numbers, whole = [], not any(re.search(r"\[\d*(:\d*)?\]$", pattern) for pattern in patterns)
+    for number, kind in enumerate(model.layer_order):
+        layer = model.layer_kinds[kind]
+        hits = [any(pattern.match(f"{layer.path}.{number}.{name}") for pattern in named) for name in _parameters(layer)]
+        if any(hits):
+            numbers.append(number)
+            whole = whole and all(hits)
+    return numbers, whole
+
+
+def _parameters(layer: LayerSpec) -> list[str]:
+    weights = [linear.name if linear.module == "parameter" else f"{linear.name}.weight" for linear in layer.linears]
+    return [*weights, *(f"{norm.name}.weight" for norm in layer.norms)]
+
+
+def settings_fields(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
+    """Fields of a setup that one setting each says; the tool's default, and a note, where the file says nothing.
+
+    Args:
+        settings: the file, or the block of it in which the settings stand.
+    """
+    fields: dict[str, Any] = {}
+    for name in names:
+        field = tool.field(name)
+        assert field is not None, (tool.name, name)
+        key = settings.first(*(alias.rpartition(".")[2] for alias in (field.key, *field.older)))
+        default = field.default
+        if isinstance(default, bool):
+            fields[name] = settings.flag(key, default)
+            continue
+        if not settings.has(key):
+            settings.assume(f"{key} absent: {default}, {tool.title}'s default")
+        fields[name] = (
+            settings.real(key, default) if isinstance(default, float) else settings.integer(key, default, at_least=1)
+        )
+    return fields
+
+
+def adapters(settings: Settings, tool: Tool, quantization: str, names: tuple[str, ...], **more: Any) -> dict[str, Any]:
+    """Fields of a run with LoRA adapters: method, quantization, rank, dropout, targets, and `more`."""
+    return {
+        "method": "lora" if quantization == "none" else "qlora",
+        "quantization": quantization,
+        **settings_fields(settings, tool, "lora_rank", "lora_dropout"),
+        "lora_targets": targets(settings, names),
+        **more,
+    }
+
+
+def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) -> ReadConfig:
+    """The reading of a tool's file: its fields as a setup, with what was asked, assumed and approximated on the way.
+
+    Args:
+        settings: the whole file; more: other fields of the reading, the model's name where its setting does not say it.
+
+    Raises:
+        ConfigError: an impossible combination.
+    """
+    every = (settings, *settings.blocks.values())
+    named = tool.field("model")
+    if "model_id" not in more and "model" not in settings.missing and named is not None:
+        more["model_id"] = settings.optional_text(settings.first(named.key, *named.older))
+    return ReadConfig(
+        format=tool.name,
+        path=settings.name,
+        setup=build(settings, fields),
+        missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
+        assumptions=tuple(dict.fromkeys(assumption for part in every for assumption in part.assumptions)),
+        approximations=tuple(dict.fromkeys(approximation for part in every for approximation in part.approximations)),
+        refusals=tuple(refusal for part in every for refusal in part.refusals),
+        adapted_tables=tuple(table for part in every for table in part.tables),
+        unknown_keys=tuple(key for part in every for key in part.unknown_keys),
+        values=settings.values,
+        **more,
+    )
+
+
+def adapter_kind(settings: Settings, tool: str) -> str:
+    """The kind of adapter that a file's switches ask for, in the words that each kind has in that tool, else in peft's
+    LoraConfig. Kinds that need other memory come before those that only start otherwise."""
+    for row in sorted(ADAPTERS.values(), key=lambda row: row.start_only):
+        arguments = getattr(row, tool, row.arguments if row.config == "LoraConfig" else None)
+        if arguments and all(_asks(settings, key, word) for key, word in arguments.items()):
+            return row.name
+    return "lora"
+
+
+def _asks(settings: Settings, key: str, word: Any) -> bool:
+    """Whether a file sets a switch, or a word of a family ("pissa_niter_16": any of "pissa")."""
+    if isinstance(word, bool):
+        return settings.raw(key) is not None and settings.flag(key, False) is word
+    return str(settings.raw(key, "")).startswith(str(word).partition("_")[0])
+
+
+def keys(tool: Tool, values: Mapping[str, Any]) -> dict[str, str]:
+    """Field -> its key in this file: the name of it that stands there, else today's."""
+    by_field: dict[str, str] = {}
+    for field in tool.fields:
+        names = (field.key, *field.older)
+        by_field[field.of] = next((name for name in names if _value(values, name) is not None), field.key)
+    return by_field
+
+
+def origins(
+    tool: Tool, values: Mapping[str, Any], lines: Mapping[str, int], file: str, running: Mapping[str, str]
+) -> dict[str, str]:
+    """Field -> where its value comes from: "file:line", or the default of which version of the tool.
+
+    Args:
+        lines: dotted key -> its line; running: package -> the version that was named for this run.
+    """
+    newest = versions.snapshot().get(tool.name, {}).get("version", "")
+    version = running.get(tool.name, newest)
+    default = f"default of {tool.title} {version}".strip()
+    sources: dict[str, str] = {}
+    for field in tool.fields:
+        stands = [name for name in (field.key, *field.older, *field.more) if _value(values, name) is not None]
+        if stands and stands[0] in lines:
+            sources[field.of] = f"{file}:{lines[stands[0]]}"
+        elif not stands and field.of not in ("model", "num_gpus", "parallel"):
+            sources[field.of] = default
+    return sources
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    value: Any = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

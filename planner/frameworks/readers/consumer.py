@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.core.errors import ConfigError, NotPlanned
-from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.values import FileContext
 
 TOPS = (".git", "pyproject.toml", "requirements.txt", "setup.py", "README.md")
 """What lies in a project's topmost folder."""
@@ -81,7 +81,12 @@ def read(path: Path, file_reading: ReadConfig, of_program: Callable[[Path, Words
 def programs(path: Path) -> Iterator[tuple[int, Path, Words]]:
     """Programs of the project that may read a file, with the words that they are launched with: (0) those of whose
     launch with it somebody wrote, (1) those that name it, (2) those that are launched with another of its folder."""
-    top = next((above for above in path.absolute().parents[:MAX_ABOVE] if _is_top(above)), path.absolute().parent)
+    tops = (
+        above
+        for above in path.absolute().parents[:MAX_ABOVE]
+        if above != Path.home() and any((above / name).exists() for name in TOPS)
+    )
+    top = next(tops, path.absolute().parent)
     texts = {file: text for file in _files(top) if (text := _text(file)) and file != path.absolute()}
     for file, text in texts.items():
         if path.name in text:
@@ -95,12 +100,7 @@ def programs(path: Path) -> Iterator[tuple[int, Path, Words]]:
                 yield from ((2, *launch) for launch in _launched(text, file, top, path, sibling.name))
 
 
-def _is_top(folder: Path) -> bool:
-    return folder != Path.home() and any((folder / name).exists() for name in TOPS)
-
-
 def _files(top: Path) -> Iterator[Path]:
-    """The texts of a project, nearest first."""
     waiting, num = [top], 0
     while waiting and num < MAX_FILES:
         folder = waiting.pop(0)

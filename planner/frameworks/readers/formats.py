@@ -8,16 +8,16 @@ from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import (
     axolotl,
     generic,
-    hydra,
     litgpt,
     llamafactory,
+    loading,
     mlx,
-    schema,
     shell,
     swift,
     torchtune,
     trl,
     unsloth,
+    versions,
 )
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -29,10 +29,10 @@ FORMATS = (
 )  # fmt: skip
 READERS: dict[str, Callable[[Settings], ReadConfig]] = {
     reader.FORMAT: reader.read
-    for reader in (
-        trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, generic,
-    )
-}  # fmt: skip
+    for reader in (trl, axolotl, llamafactory, unsloth, swift, litgpt, torchtune, mlx, generic)
+}
+"""Format -> its reader, which raises `ConfigError`: an unknown key, a wrong value, an impossible combination, or
+`NotPlanned`: another kind of training, adapter or precision than is planned."""
 OTHER_TOOLS = {
     "nanotron": {"data_stages", "parallelism", "tokens"},
     "verl": {"actor_rollout_ref"},
@@ -76,7 +76,7 @@ def detect(values: dict[str, Any]) -> str:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())
     if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
-        foreign = len(keys - schema.known_settings(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
+        foreign = len(keys - versions.known_settings(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
         return axolotl.FORMAT if not foreign else generic.FORMAT if generic.is_training(values) else ""
     if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
         return axolotl.FORMAT
@@ -88,28 +88,24 @@ def detect(values: dict[str, Any]) -> str:
         return "accelerate"
     if unsloth.is_config(values):
         return unsloth.FORMAT
-    return _of_hf_names(values, keys)
-
-
-def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
-    """Whose settings these are, of the tools and programs that take transformers' names."""
-    others = keys - schema.accepted(trl.FORMAT)
+    # whose settings these are, of the tools and programs that take transformers' names
+    others = keys - versions.accepted(trl.FORMAT)
     of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
     if not keys & {"stage", "finetuning_type"} and generic.is_training(values):
-        strange = len(keys - schema.accepted(llamafactory.FORMAT))
+        strange = len(keys - versions.accepted(llamafactory.FORMAT))
         of_llamafactory = of_llamafactory and strange <= max(2, MAX_STRANGERS * len(keys))
     if of_llamafactory and ("model_name_or_path" in keys or not generic.is_training(values)):
         return llamafactory.FORMAT
     if others & generic.SPOKEN and generic.is_training(values):
         return generic.FORMAT  # another program's names, no slips of the pen
-    strangers = len(others)
-    if keys <= schema.accepted("transformers") and generic.is_training(values):
+    if keys <= versions.accepted("transformers") and generic.is_training(values):
         return generic.FORMAT  # the Trainer's arguments alone: of what, the program says that reads them
-    if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
+    few = len(others) <= max(2, MAX_STRANGERS * len(keys))
+    if keys & {"model_name_or_path", "per_device_train_batch_size"} and few:
         return trl.FORMAT
     if generic.is_training(values):
         return generic.FORMAT
-    return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
+    return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not others else ""
 
 
 OF_FLAGS = (trl.FORMAT, axolotl.FORMAT, litgpt.FORMAT, "torchtitan")
@@ -123,11 +119,11 @@ def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[
         overrides = dict(shell.flags(tuple(words)))
     elif kind == llamafactory.FORMAT:
         overrides = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
-    accepted = {*schema.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
+    accepted = {*versions.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
     merged = copy.deepcopy(values) if overrides else values
     for key, value in overrides.items():
         if key in accepted or key.partition(".")[0] in values:
-            hydra.put(merged, key.split("."), value)
+            loading.put(merged, key.split("."), value)
     return merged
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import NotATraining
-from planner.frameworks.readers import common, evaluating, hydra
-from planner.frameworks.readers.fields import adapter_kind, config
+from planner.frameworks.readers import common, evaluating, loading
+from planner.frameworks.readers.common import adapter_kind, config
 from planner.frameworks.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
 from planner.frameworks.readers.program.reading import PARTS_OF_LENGTH
 from planner.frameworks.readers.sharding import Layout, fsdp, with_cut_sequences, zero_stage
@@ -134,11 +134,7 @@ def _makes_sense(key: str, value: Any) -> bool:
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup that a file of settings says, with what it leaves open as `missing`.
-
-    Raises:
-        ConfigError: of another objective by its name, or a value that makes no sense.
-    """
+    """The setup that a file of settings says, with what it leaves open as `missing`."""
     values, name = settings.values, settings.name
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
@@ -147,7 +143,7 @@ def read(settings: Settings) -> ReadConfig:
         raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
     objective, certain = of_own(values, name, (name.lower(), *texts))
     entries = _named_settings(values)
-    opened = {key: value for key, (_, value) in entries.items() if hydra.is_open(value)}
+    opened = {key: value for key, (_, value) in entries.items() if loading.is_open(value)}
     entries = {key: entry for key, entry in entries.items() if key not in opened and _makes_sense(key, entry[1])}
     entries = _in_words(entries) | entries
     settings = Settings({key: value for key, (_, value) in entries.items()}, name, settings.outside)
@@ -185,7 +181,6 @@ def read(settings: Settings) -> ReadConfig:
 
 
 def _evaluated(settings: Settings) -> int:
-    """Sequences evaluated at once, 0 where the file says that none are, or nothing of it."""
     if str(settings.raw("evaluates", "")).lower() in evaluating.NEVER:
         return 0
     if settings.has("evaluates") and not settings.has("evaluated"):
@@ -198,7 +193,6 @@ ENGINES = ("engine", "strategy", "backend", "parallel", "distributed", "accelera
 
 
 def _layout(settings: Settings, values: Mapping[str, Any]) -> Layout:
-    """How the job is spread, by libraries' own blocks and by words for them; what a word leaves open is asked for."""
     blocks = dict(_named(values, ("deepspeed", "deepspeed_config", "fsdp_config", "fsdp")))
     for key, value in blocks.items():
         if key.startswith("deepspeed") and isinstance(value, (str, Mapping)) and value:
@@ -215,16 +209,12 @@ def _layout(settings: Settings, values: Mapping[str, Any]) -> Layout:
         settings.ask("parallel", " names DeepSpeed, and not of which stage")
         return {}
     if re.search(r"fsdp|(?:full|hybrid)_shard|shard_grad_op", words):
-        return fsdp(settings, dict(block) if isinstance(block, Mapping) else {"sharding_strategy": _strategy(words)})
+        named = next((word for word in ("shard_grad_op", "hybrid_shard", "no_shard") if word in words), "full_shard")
+        return fsdp(settings, dict(block) if isinstance(block, Mapping) else {"sharding_strategy": named.upper()})
     return {}
 
 
-def _strategy(words: str) -> str:
-    return next((word.upper() for word in ("shard_grad_op", "hybrid_shard", "no_shard") if word in words), "FULL_SHARD")
-
-
 def _named(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Settings of these names, at whatever depth."""
     for key, value in values.items():
         if key.lower() in names:
             yield key.lower(), value
@@ -233,7 +223,6 @@ def _named(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[st
 
 
 def _method(settings: Settings) -> dict[str, Any]:
-    """Method, quantization, precision and adapters, and what of them has to be asked for."""
     present = set(settings.values)
     adapted = settings.flag("lora", bool({"rank", "targets"} & present))
     whole = not settings.flag("quantized", True)
@@ -273,7 +262,6 @@ def _precision(settings: Settings, method: str) -> str:
 
 
 def _preferences(settings: Settings, objective: str, *, certain: bool) -> dict[str, Any]:
-    """What pairs of preferences make of the fields."""
     if not certain:
         settings.ask("objective", " has settings of preferences: of which kind the program that reads it says")
     if objective == "sft":
@@ -349,7 +337,6 @@ LAST_NAMES = frozenset(name.rpartition(".")[2] for names in NAMES.values() for n
 
 
 def _unprefixed(word: str) -> str:
-    """A setting's name without what was put before a usual one."""
     bare = next((word.removeprefix(prefix) for prefix in PREFIXES if word.startswith(prefix)), word)
     return bare if word not in LAST_NAMES and bare in LAST_NAMES else word
 

@@ -10,12 +10,11 @@ from typing import Any
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
 from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
-from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml
 from planner.frameworks.readers.sharding import num_processes, read_accelerate
 from planner.frameworks.readers.types import Missing, ReadConfig
-from planner.frameworks.readers.values import Settings
+from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, tool_of
 from planner.options.layouts import SHARDED
 
@@ -114,7 +113,6 @@ class Launches:
         return self._of_target(command, inside)
 
     def _of_target(self, command: shell.Command, inside: FileContext) -> ReadConfig:
-        """The setup of a launch that names a program or a config."""
         name, target = self.name, command.target
         of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
         engine = "verl" if of_verl else target.partition("/")[0]
@@ -180,7 +178,6 @@ class Launches:
     def _of_flags(
         self, command: shell.Command, kind: str, around: FileContext, extra: Mapping[str, Any] | None = None
     ) -> ReadConfig:
-        """The setup that a tool's flags say; those that only the shell would fill in are open."""
         given = {**shell.flags(command.arguments), **(extra or {})}
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         resolved = {key: value for key, value in given.items() if key not in opened}
@@ -190,7 +187,6 @@ class Launches:
 
 
 def _launched(read: Callable[[FileContext], ReadConfig], command: shell.Command, around: FileContext) -> ReadConfig:
-    """What a launch starts, under Accelerate's config or words where it has any."""
     launcher = around.read_by_suffix(command.launcher) if command.launcher else None
     if command.layout:
         launcher = json.dumps(dict(command.layout))

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import config, settings_fields
+from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -27,9 +27,6 @@ def read(settings: Settings) -> ReadConfig:
     """The setup of a litgpt fine-tuning.
 
     Source: Lightning-AI/litgpt `finetune/lora.py`, `finetune/full.py`, `args.py`.
-
-    Raises:
-        ConfigError: a precision or quantization that litgpt does not have.
     """
     train = settings.block("train")
     word = settings.text("precision", "bf16-true")
@@ -57,7 +54,6 @@ def read(settings: Settings) -> ReadConfig:
 
 
 def _method(settings: Settings) -> dict[str, Any]:
-    """Method and adapters: of `finetune_lora` where any of its settings is there."""
     word = settings.text("quantize", "none")
     if word != "none" and word not in QUANTIZATIONS:
         raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", word)
@@ -66,9 +62,4 @@ def _method(settings: Settings) -> dict[str, Any]:
     targets = [target for key, (target, on) in PARTS.items() if settings.flag(key, on)]
     if settings.flag("lora_mlp", False):
         targets += ["gate_proj", "up_proj", "down_proj"]
-    return {
-        "method": "lora" if word == "none" else "qlora",
-        "quantization": QUANTIZATIONS.get(word, "none"),
-        **settings_fields(settings, LITGPT, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(settings, tuple(targets)),
-    }
+    return common.adapters(settings, LITGPT, QUANTIZATIONS.get(word, "none"), tuple(targets))

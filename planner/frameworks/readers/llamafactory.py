@@ -3,8 +3,8 @@
 from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
-from planner.frameworks.readers import common, schema
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers import common, versions
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -36,18 +36,17 @@ NOT_COUNTED = {
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a LLaMA-Factory config.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
-    """
-    settings.note_unknown(schema.accepted(FORMAT), LLAMAFACTORY)
+    """The setup of a LLaMA-Factory config."""
+    settings.note_unknown(versions.accepted(FORMAT), LLAMAFACTORY)
     objective = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = settings_fields(
         settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile"
     )
     fields |= {**_method(settings), "objective": objective}
+    word = settings.text("flash_attn", "auto")
+    if word not in READ_ATTENTIONS:
+        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
     whole = settings.flag("disable_gradient_checkpointing", False)
     fields |= {
         "checkpointing": 0 if whole else 1,
@@ -55,7 +54,7 @@ def read(settings: Settings) -> ReadConfig:
         "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
         "packing": settings.flag("packing", objective == "pretrain") or settings.flag("neat_packing", False),
-        "attention": _attention(settings),
+        "attention": default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word],
         **common.liger(settings, liger, "full"),
         "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
     }
@@ -66,7 +65,13 @@ def read(settings: Settings) -> ReadConfig:
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
     if objective == "dpo" and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
-    fields |= parallel_of(settings, _layout(settings))
+    layout: Layout = {"parallel": "none"}
+    if settings.raw("fsdp"):
+        inner = settings.raw("fsdp_config", {})
+        layout = fsdp(settings, inner if isinstance(inner, dict) else {})
+    elif settings.has("deepspeed"):
+        layout = zero_stage(settings, settings.values["deepspeed"])
+    fields |= parallel_of(settings, layout)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     settings.leave_out(NOT_COUNTED)
@@ -82,11 +87,6 @@ def read(settings: Settings) -> ReadConfig:
 
 
 def _objective(settings: Settings) -> str:
-    """What the stage trains.
-
-    Raises:
-        ConfigError: nothing, or what is not planned.
-    """
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
         raise NotATraining(
@@ -100,22 +100,6 @@ def _objective(settings: Settings) -> str:
             hint="stages sft, pt and dpo are",
         )
     return objective
-
-
-def _attention(settings: Settings) -> str:
-    word = settings.text("flash_attn", "auto")
-    if word not in READ_ATTENTIONS:
-        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
-    return default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word]
-
-
-def _layout(settings: Settings) -> Layout:
-    if settings.raw("fsdp"):
-        inner = settings.raw("fsdp_config", {})
-        return fsdp(settings, inner if isinstance(inner, dict) else {})
-    if settings.has("deepspeed"):
-        return zero_stage(settings, settings.values["deepspeed"])
-    return {"parallel": "none"}
 
 
 def _method(settings: Settings) -> dict[str, Any]:
@@ -142,14 +126,8 @@ def _method(settings: Settings) -> dict[str, Any]:
             "lora_targets": common.targets(settings, settings.names("oft_target") or ("all",)),
             "adapter_dtype": "fp32",
         }
-    return {
-        "method": "lora" if quantization == "none" else "qlora",
-        "quantization": quantization,
-        **settings_fields(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(settings, settings.names("lora_target") or ("all",)),
-        "modules_to_save": _saved(settings),
-        "adapter_dtype": "fp32",
-    }
+    fields = common.adapters(settings, LLAMAFACTORY, quantization, settings.names("lora_target") or ("all",))
+    return {**fields, "modules_to_save": _saved(settings), "adapter_dtype": "fp32"}
 
 
 ADDED_TOKENS = ("add_tokens", "add_special_tokens", "new_special_tokens", "resize_vocab")

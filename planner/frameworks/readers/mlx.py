@@ -4,11 +4,11 @@ from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import config, settings_fields
+from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
-from planner.frameworks.tools.mlx import MLX
-from planner.frameworks.tools.mlx import OPTIMIZERS as WORDS
+from planner.frameworks.tools.others import MLX
+from planner.frameworks.tools.others import OPTIMIZERS as WORDS
 
 FORMAT = "mlx"
 KINDS = ("lora", "dora", "full")
@@ -23,9 +23,6 @@ def read(settings: Settings) -> ReadConfig:
     """The setup of an MLX-LM fine-tuning.
 
     Source: mlx-lm `lora.py` CONFIG_DEFAULTS, `tuner/utils.py` linear_to_lora_layers.
-
-    Raises:
-        ConfigError: another kind of training, or an optimizer of MLX's that is not planned.
     """
     if not settings.flag("train", False):
         raise NotATraining(f"{settings.name}: train is not true: MLX-LM only evaluates", hint="train: true, or --train")

@@ -6,6 +6,7 @@ different is asked for, never taken from one of them; of the evaluations that ma
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from operator import attrgetter
 
 from planner.core.errors import ConfigError, NotPlanned
 from planner.core.records import dataclass
@@ -20,7 +21,8 @@ OF_METHOD = ("lora_rank", "lora_targets", "lora_dropout", "modules_to_save", "ad
 """Fields that go with the method: who says that says them, or is asked for them beside it."""
 NOT_ASKED = ("stack", "reentrant_checkpointing", "kbit_fp32_cast")
 """Fields that another one decides."""
-EVERY = "depends on {} conditions"
+DECIDED = attrgetter("setup", "model_id", "missing", "eval_seqs", "eval_logits")
+"""What is asked, planned or said of a reading."""
 
 Read = Callable[[Mapping[str, bool]], ReadConfig]
 """The program's reading with some of its conditions decided."""
@@ -58,7 +60,7 @@ class _ConditionSearch:
         them, and the other is held against it."""
         if len(tests) > MAX_ALONE:
             together = self.ways(tests)
-            if len(together) == 2 and all(_alike(self.reading, reading) for reading in together.values()):
+            if len(together) == 2 and all(DECIDED(reading) == DECIDED(self.reading) for reading in together.values()):
                 return
             self.settle(tests[: len(tests) // 2])
             self.settle(tests[len(tests) // 2 :])
@@ -99,7 +101,7 @@ def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> Re
     )
     settling.settle(tests)
     if len(settling.decided) > 1:  # what holds where none of several does
-        settling.hold_against(settling.ways([*settling.decided]), EVERY.format(len(settling.decided)))
+        settling.hold_against(settling.ways([*settling.decided]), f"depends on {len(settling.decided)} conditions")
     missing = {entry.field: entry for entry in settling.reading.missing} | settling.open_fields
     eval_seqs, eval_logits = settling.evaluated
     return replace(
@@ -109,13 +111,6 @@ def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> Re
         eval_logits=eval_logits,
         assumptions=(*settling.reading.assumptions, *filter(None, [settling.note])),
     )
-
-
-def _alike(reading: ReadConfig, other: ReadConfig) -> bool:
-    """Whether nothing that is asked, planned or said of two readings differs."""
-    return (reading.setup, reading.model_id, reading.missing, reading.eval_seqs, reading.eval_logits) == (
-        other.setup, other.model_id, other.missing, other.eval_seqs, other.eval_logits,
-    )  # fmt: skip
 
 
 def differing(reading: ReadConfig, other: ReadConfig) -> Iterator[str]:

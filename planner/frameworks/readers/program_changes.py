@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterator
 
 from planner.frameworks.readers import common
-from planner.frameworks.readers.program import CallResult, Constant, Program, Unknown, custom_trainer, plain
-from planner.frameworks.readers.program.objects import trainer_of
+from planner.frameworks.readers.program import CallResult, Constant, Program, Unknown, loops, plain
 from planner.frameworks.readers.program.source import tree_of
-from planner.frameworks.readers.program.values import Instance, ListValue, Value
+from planner.frameworks.readers.program.values import Instance, ListValue, Value, trainer_of
 from planner.frameworks.readers.training import Training, loads_model, named_model, trained_times
 from planner.frameworks.readers.values import Settings
 from planner.options.objectives import OBJECTIVES
@@ -47,11 +46,6 @@ def cast(training: Training) -> str:
         if dtypes or (called := next((CASTS[word] for word in CASTS if word in model.called), "")):
             return dtypes[0] if dtypes else called
     return ""
-
-
-def compiled(training: Training) -> bool:
-    """Whether what the trainer gets went through `torch.compile`."""
-    return any((call.owner, call.name) == ("torch", "compile") for call in training.model_calls)
 
 
 def liger(training: Training, program: Program) -> bool:
@@ -244,13 +238,11 @@ def _objects(value: Value) -> list[CallResult]:
 
 
 def _loader(value: Value | None) -> CallResult | None:
-    """The call that loads what an object is made of, None where it is no model."""
     last = ([None, *_call_chain(value)])[-1]
     return last if last is not None and last.name == "from_pretrained" and loads_model(last.owner) else None
 
 
 def _call_chain(value: Value | None) -> Iterator[CallResult]:
-    """The calls from an object back to what loads it."""
     for _ in range(8):
         if not isinstance(value, CallResult) or trainer_of(value).name.endswith("Trainer"):
             return
@@ -277,23 +269,17 @@ TRAINED_QUANTIZERS = re.compile(
 """Packages that put quantizers between a model's layers which hold more than the layers alone."""
 
 
-def trained_quantizers(text: str) -> str:
-    """The package that makes a training aware of a later quantization, "" where none does."""
-    match = TRAINED_QUANTIZERS.search(text)
-    return match[1] if match else ""
-
-
 def note(training: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     lora.leave_out(NOT_COUNTED)
     if (
         training.trainer is not None
         and OBJECTIVES[training.objective].supervised
-        and custom_trainer.forwards(training.trainer) == 1
+        and loops.forwards(training.trainer) == 1
     ):
         arguments.approximate(f"the loss of {training.trainer.owner} is its own: counted as the stack's")
-    if package := trained_quantizers(text):
-        arguments.approximate(f"what the quantizers of {package} hold beside the layers is not counted")
+    if package := TRAINED_QUANTIZERS.search(text):
+        arguments.approximate(f"what the quantizers of {package[1]} hold beside the layers is not counted")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     switched = " ".join(subject.lower() for _, subject in _switches(text)) if training.pictures else ""

@@ -13,11 +13,11 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining
 from planner.frameworks.readers import (
+    common,
     consumer,
     evaluating,
-    fields,
     generic,
-    hydra,
+    loading,
     script,
     shell,
     swift,
@@ -27,14 +27,13 @@ from planner.frameworks.readers import (
     unsloth,
     versions,
 )
-from planner.frameworks.readers.context import FileContext
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
 from planner.frameworks.readers.launched import ALLOCATOR, Launches, under_launcher, weight, with_open
 from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, read_bounded
 from planner.frameworks.readers.program.source import environment_word, of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
-from planner.frameworks.readers.values import Settings
+from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import PROGRAMS, TOOLS
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -69,7 +68,7 @@ def read_text(
     stack = STACK_OF.get(reading.format, setup_stack) if not STACKS[setup_stack].steps_in_backward else setup_stack
     default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
     reentrant = _reentrant(reading.values, default=default)
-    named = fields.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
+    named = common.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
     older = versions.computing(around.versions) if around is not None and reading.format in BY_TRANSFORMERS else {}
     setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **older)
     reading = _with_segments(replace(reading, setup=setup), text, name)
@@ -113,7 +112,6 @@ STACK_OF = {name: name for name in STACKS} | {script.UNSLOTH: unsloth.FORMAT}
 
 
 def _reentrant(values: Mapping[str, Any], *, default: bool) -> bool:
-    """The form of checkpointing that a file asks for, under the names that its tools have for it."""
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         if isinstance(values.get(key), Mapping) and "use_reentrant" in values[key]:
             return values[key]["use_reentrant"] is True
@@ -148,7 +146,6 @@ BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT)
 
 
 def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
-    """`read_text` without its last word."""
     if launcher is not None:
         return under_launcher(lambda inside: _read(text, name, inside), launcher, around)
     if name.endswith(".py") and torchtitan.is_registry(text):
@@ -184,7 +181,6 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
 
 
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
-    """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
     # a scheduler's task file
     if any(marks <= set(parsed.values) for marks in MARKS):
@@ -195,8 +191,8 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
                 raise
     assumptions: tuple[str, ...] = ()
     opened: dict[str, str] = {}
-    if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
-        composed, files = hydra.composed(parsed.values, around.read_exact, "", around.arguments or ())
+    if loading.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
+        composed, files = loading.composed(parsed.values, around.read_exact, "", around.arguments or ())
         parsed = parsed._replace(values=composed)
         assumptions = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
@@ -205,7 +201,7 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
         kind = generic.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
     if kind != generic.FORMAT:
-        resolved, opened = hydra.without_open(parsed.values)
+        resolved, opened = loading.without_open(parsed.values)
         parsed = parsed._replace(values=resolved)
     settings = Settings(parsed.values, name, around)
     if kind in LAUNCHERS:
@@ -216,14 +212,13 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     assumptions += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
     where: dict[str, str] = {}
     if kind in TOOLS:
-        where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
+        where = common.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
     elif kind == generic.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in reading.keys.items() if key in parsed.lines}
     return replace(reading, assumptions=(*assumptions, *reading.assumptions), origins=where)
 
 
 def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
-    """A tool and its settings, where a wrapper's file holds its whole config as a block of the tool's name."""
     if kind not in ("", generic.FORMAT):
         return kind, parsed
     blocks = {key: parsed.values.get(key) for key in READERS}
@@ -235,7 +230,6 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
 
 
 def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:
-    """The setup of a notebook: of what its cells train, else of what they launch."""
     source = of_notebook(text, launches.name)
     try:
         return script.read("", launches.name, around, source)
@@ -369,7 +363,6 @@ def files_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scripts(values: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """Every command in a task file, in order, behind the variables of its block."""
     for key in ENVIRONMENTS:
         yield from (f"export {name}={shlex.quote(value)}" for name, value in _variables(values.get(key)))
     for key in SCRIPTS:
@@ -388,7 +381,6 @@ def _scripts(values: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _words(given: Any) -> list[str]:
-    """The words of a command that is one text or a list."""
     if isinstance(given, list):
         return [shlex.quote(str(word)) if not re.search(r"^\$[\w({]", str(word)) else str(word) for word in given]
     return [given] if isinstance(given, str) else []

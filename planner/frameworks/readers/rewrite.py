@@ -62,7 +62,11 @@ def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
         if len(spans) > 1 or any("$" in text[start:end] for start, end in spans):
             raise ConfigError(f"{name}: --{key} stands in no one place", hint="make the changes by hand")
         places |= dict.fromkeys((key,), spans[0]) if spans else {}
-    anchors = [spans[0] for key in TRAINERS_WORDS if len(spans := _flags(text, key)) == 1 and _ends(text, spans[0])]
+    anchors = []
+    for start, end in (spans[0] for key in TRAINERS_WORDS if len(spans := _flags(text, key)) == 1):
+        # a word goes on behind a quoted part, and in a command put in
+        if end - start > 1 and not text[end : end + 1].strip() and not re.search(r"\$\(|`", text[start:end]):
+            anchors.append((start, end))
     if not places and not anchors:
         raise ConfigError(f"{name} says none of {', '.join(edits)} itself", hint="make the changes by hand")
     last = max(places.values()) if places else anchors[0]
@@ -78,14 +82,7 @@ TRAINERS_WORDS = ("per_device_train_batch_size", "gradient_accumulation_steps", 
 """Words that transformers' Trainer takes, beside which a launch may say another one."""
 
 
-def _ends(text: str, place: tuple[int, int]) -> bool:
-    """Whether a word ends where a flag's value does: it goes on behind a quoted part, and in a command put in."""
-    start, end = place
-    return end - start > 1 and not text[end : end + 1].strip() and not re.search(r"\$\(|`", text[start:end])
-
-
 def _flags(text: str, key: str) -> list[tuple[int, int]]:
-    """Where the values of a flag stand in a script, outside comments."""
     matches = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
     return [
         match.span(1) for match in matches if "#" not in text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -97,7 +94,6 @@ _FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|
 
 
 def _word(value: Any) -> str:
-    """A value as a word of the shell."""
     return shlex.quote(
         value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
     )
@@ -170,11 +166,7 @@ def _settings(root: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
 def _written_at(
     settings: list[tuple[yaml.Node, yaml.Node, bool]], name: str, key: str, place: str, now: Any
 ) -> tuple[yaml.Node, yaml.Node]:
-    """(key node, value node) of the setting on the line that `place` names, which says what a program takes for `key`.
-
-    Raises:
-        ConfigError: no such.
-    """
+    """(key node, value node) of the setting on the line that `place` names, that says what a program takes."""
     line, loader = place.rpartition(":")[2], yaml.SafeLoader("")
     there = [(key_node, value) for key_node, value, _ in settings if str(key_node.start_mark.line + 1) == line]
     matches = [pair for pair in there if loader.construct_object(pair[1], deep=True) == now]
@@ -251,7 +243,6 @@ def in_cells(text: str, change: Callable[[list[str]], list[str]]) -> str:
 def _rewrite_notebook(
     text: str, name: str, edits: dict[str, Any], call_line: int, places: Mapping[str, str], now: Mapping[str, Any]
 ) -> str:
-    """The cells as one program, changed."""
     source = of_notebook(text, name)
 
     def changed(sources: list[str]) -> list[str]:
@@ -265,11 +256,6 @@ def _rewrite_notebook(
     return in_cells(text, changed)
 
 
-def _written(node: ast.expr) -> bool:
-    """Whether an expression says its value itself."""
-    return isinstance(node, ast.Constant) or (isinstance(node, (ast.Dict, ast.List)) and not _names_in(node))
-
-
 def _names_in(node: ast.AST) -> bool:
     return any(isinstance(child, (ast.Name, ast.Call)) for child in ast.walk(node))
 
@@ -277,9 +263,6 @@ def _names_in(node: ast.AST) -> bool:
 def _source(tree: ast.Module, source: Source, name: str, key: str, place: str, now: Mapping[str, Any]) -> ast.expr:
     """The literal that a setting's value comes from: the only one on the line that `place` names which says it, and no
     part of a sum.
-
-    Raises:
-        ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
     """
     line = source.line(place) if place.startswith(f"{name}:") else 0
     sums = (node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and node.lineno == line)
@@ -303,7 +286,6 @@ def _rewrite_python(
     places: Mapping[str, str],
     now: Mapping[str, Any],
 ) -> list[str]:
-    """The lines of a program, each with what takes its place."""
     call, tree = None, tree_of(source.text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -329,7 +311,8 @@ def _rewrite_python(
         if isinstance(node_, ast.BinOp) and _names_in(node_):  # it may follow from what another edit changes
             left.append(ConfigError(f"{name}: {key} is computed in the call", hint="make the change where it is set"))
             continue
-        if node_ is None or not _written(node_):
+        literal_ = isinstance(node_, ast.Constant) or (isinstance(node_, (ast.Dict, ast.List)) and not _names_in(node_))
+        if node_ is None or not literal_:
             node_ = _source(tree, source, name, key, places.get(key, ""), now)
         assert node_.end_lineno is not None
         assert node_.end_col_offset is not None

@@ -12,9 +12,8 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned
 from planner.core.inputs import reason
-from planner.frameworks.readers import common, evaluating, open_conditions, partial, program_changes, training, versions
-from planner.frameworks.readers.context import FileContext
-from planner.frameworks.readers.fields import config, settings_fields
+from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, versions
+from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
 from planner.frameworks.readers.program import CallResult, Constant, Program, Undecided, Unknown, plain, run
 from planner.frameworks.readers.program.embedding import PAIRS
@@ -22,20 +21,23 @@ from planner.frameworks.readers.program.reading import LENGTH_NAMES
 from planner.frameworks.readers.program.source import Source, environment_word, imported, of_script, tree_of
 from planner.frameworks.readers.program.values import Value
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
-from planner.frameworks.readers.training import Adapters, Training, heard, measures, pictures, quantization
+from planner.frameworks.readers.training import Training, heard, measures, pictures, quantization
 from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
 from planner.frameworks.readers.types import ReadConfig
-from planner.frameworks.readers.values import Settings
+from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
-from planner.frameworks.tools.transformers import HANDED
+from planner.frameworks.tools.transformers import HANDED, SCRIPT
 from planner.frameworks.tools.unsloth import converted, own_kernels
 from planner.memory.attention_kernels import default_attention
 from planner.models.stored import stored_method
+from planner.models.targets import scaling_targets
+from planner.options.adapters import Adapter
 from planner.options.objectives import OBJECTIVES, Objective
 
 FORMAT = "hf-script"
 HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure")
 UNSLOTH = "unsloth-script"
+UNSLOTH_WHOLE = "embed_tokens"
 OF_PAIRS = ("max_length", "max_prompt_length", "precompute_ref_log_probs")
 """What trainers of preferences took themselves before TRL 0.13."""
 OF_UNSLOTHS_CACHE = re.compile(
@@ -86,13 +88,10 @@ def read(text: str, name: str, context: FileContext, source: Source | None = Non
 
 
 def _has_trainer(objective: Objective) -> bool:
-    """Whether TRL has a trainer of the objective, beside SFTTrainer."""
     return not objective.supervised and "trl" in objective.targets
 
 
 class _Script:
-    """One program's training on its way to a setup."""
-
     def __init__(
         self, program: Program, training_run: Training, source: Source, name: str, context: FileContext
     ) -> None:
@@ -123,7 +122,6 @@ class _Script:
         self.bnb = self.settings(training_run.quantization)
         self.lora = self.settings(training_run.adapter)
         self.arguments.blocks |= {"loader": self.loader, "quantization": self.bnb, "adapter": self.lora}
-        self.adapters = Adapters(training_run, self.lora, self.unsloth, self.missing)
         self._settle_versions()
 
     def settings(self, made: Value | None) -> Settings:
@@ -131,7 +129,6 @@ class _Script:
         return training.settings(made, self.name, self.outside)
 
     def _settle_versions(self) -> None:
-        """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
         source, training_run = self.source, self.training_run
         named = {**dict(source.pins), **self.outside.versions}
         trainer = training_run.trainer.keywords if training_run.trainer is not None else {}
@@ -178,21 +175,26 @@ class _Script:
         model_id = self._model_id()
         label_tokens = self._label_tokens(fields["seq_len_tokens"])
         dataset = plain(self.program.module.names.get("DATASET"))
+        origins: dict[str, str] = {}
+        for key, where in (entry for part in parts for entry in part.where.items()):
+            if key in FIELD_OF and where:
+                origins.setdefault(FIELD_OF[key], where)
+        made = self.training_run.arguments  # they say the model's type, where they say nothing of its loading yet
+        of_trl = isinstance(made, CallResult) and made.name.endswith("Config") and not self.unsloth
+        says_type = of_trl and self.training_run.handed is None and self._by_name()
         return config(
             TOOLS[UNSLOTH if self.unsloth else FORMAT],
             arguments,
             fields,
             model_id=model_id,
-            origins=self._origins(parts),
+            origins=origins,
             dataset=dataset if isinstance(dataset, str) else None,
-            keys={**self.transformers.keys, **self._handed_key()},
+            keys={**self.transformers.keys, **({"precision": HANDED} if says_type else {})},
             only=self.transformers.only,
             older=self.transformers.older,
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
-            call_line=self.source.line(self.training_run.arguments.where)
-            if self.training_run.arguments is not None
-            else 0,
+            call_line=self.source.line(made.where) if made is not None else 0,
             eval_seqs=self._evaluated(),
             label_tokens=label_tokens,
             eval_logits=evaluating.keeps_logits(self.training_run.trainer, arguments),
@@ -202,7 +204,6 @@ class _Script:
         )
 
     def _evaluated(self) -> int:
-        """Sequences that it evaluates at once."""
         if self.training_run.loop is None:
             measured = measures(self.program, self.training_run.trainer)
             return evaluating.of_program(self.training_run.trainer, self.arguments, measured=measured)
@@ -211,19 +212,36 @@ class _Script:
         return self.training_run.loop.eval_seqs or 0
 
     def _fields(self) -> dict[str, Any]:
-        """The fields of the setup that the program says."""
         arguments = self.arguments
         fields = settings_fields(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
         fields |= self._method() | self.computing
         fields["checkpointing"] = self._checkpointing()
-        fields["activation_offload"] = self._offloads(fields["checkpointing"])
+        if self.unsloth:
+            fields["activation_offload"] = str(self._of_unsloth()) == "unsloth"
+        else:
+            fields["activation_offload"] = common.offloads(arguments, fields["checkpointing"])
         fields["seq_len_tokens"] = self._length()
         constants = self.program.module.names
         packed = plain(constants.get("PACKING")) is True
         fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
-        fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.training_run)
-        fields["optimizer"] = self._optimizer()
-        fields["attention"] = default_attention(self.model) if self.unsloth else self._attention()
+        compiled = any((call.owner, call.name) == ("torch", "compile") for call in self.training_run.model_calls)
+        fields["compile"] = fields.get("compile", False) or compiled
+        handed = program_changes.optimizer(self.training_run.trainer)
+        if isinstance(handed, Unknown):
+            self.missing["optimizer"] = handed.reason
+        elif isinstance(handed, Constant):
+            arguments.values = {**arguments.values, "optim": handed.data}
+            arguments.where["optim"] = handed.where
+        fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
+        word, loader = "" if self.unsloth else program_changes.attention(self.source.text, self.program), self.loader
+        if word:
+            loader.values = {**loader.values, "attn_implementation": word}
+        if self.unsloth:
+            fields["attention"] = default_attention(self.model)
+        elif not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
+            fields["attention"] = "flash-attention-2"  # transformers 4's older switch
+        else:
+            fields["attention"] = common.attention(loader, "attn_implementation")
         switch = arguments.first("use_liger_kernel", "use_liger")
         liger = arguments.flag(switch, False) or program_changes.liger(self.training_run, self.program)
         fields |= self._kernels_and_loss(fields, liger=liger)
@@ -245,33 +263,104 @@ class _Script:
             fields["stack"] = "sentence-transformers"
             fields |= training.contrast(self.training_run, arguments)
         fields |= heard(self.training_run, arguments, fields) | self._layout(constants)
-        fields = common.adapter(arguments, fields, self.adapters.kind())
-        return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
+        row = self._adapter_row()
+        fields = common.adapter(arguments, fields, row.name if row else common.adapter_kind(self.lora, SCRIPT.name))
+        return fields | common.adapted_layers(self.lora, "layers_to_transform", fields)
 
     def _method(self) -> dict[str, Any]:
-        """Method, quantization, precision and adapters."""
-        adapted = self.adapters.wanted()
+        adapted = self._adapted()
         base = self._quantization()
         method = "full" if not adapted else "lora" if base == "none" else "qlora"
         if not adapted and self.training_run.built:
             self.missing["method"] = self.missing["lora_rank"] = self.training_run.built
         if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
             self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
+        # whether TRL prepares the quantized base by itself
+        peft = self.training_run.trainer is not None and self.training_run.trainer.argument("peft_config") is not None
+        bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
+        prepares = self.trl and not self.unsloth and peft
+        prepares = prepares and self.defaults.prepares_kbit(four_bit=base in common.FOUR_BIT, bf16=bf16)
         fields: dict[str, Any] = {
             "method": method,
             "quantization": base if adapted else "none",
             "precision": self._precision(method),
-            "kbit_fp32_cast": method == "qlora"
-            and (self.training_run.prepared is not None or self._trainer_prepares(base)),
+            "kbit_fp32_cast": method == "qlora" and (self.training_run.prepared is not None or prepares),
         }
         if not adapted:
             return fields | {"lora_rank": 0}
-        stated = self.program.module.names.get("ADAPTER_DTYPE")
-        fields |= self.adapters.fields(method, self.arguments, trl=self.trl, stated=stated)
+        fields |= self._adapter_fields(method)
         fields, conversion = converted(fields, self.model if self.unsloth else None)
         if conversion:
             self.arguments.assume(conversion)
         return fields
+
+    def _adapted(self) -> bool:
+        """Whether there are adapters, with what of them has to be asked for.
+
+        Raises:
+            NotPlanned: of a kind that is not planned.
+        """
+        adapter, continued = self.training_run.adapter, self.training_run.continued
+        if isinstance(adapter, Unknown):
+            self.missing["method"] = adapter.reason
+            return True
+        if continued is not None and adapter is None:
+            self.missing["lora_rank"] = f"{continued.where}: adapters that stand in another file are trained"
+            return True
+        if isinstance(adapter, CallResult) and not adapter.owner.startswith("Fast"):
+            if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
+                self.missing["lora_rank"] = f"{adapter.where}: the adapter's settings stand in another file"
+                self.missing["lora_targets"] = self.missing["lora_rank"]
+            elif adapter.name == "get_peft_config":
+                self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
+            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
+                why = f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's"
+                raise NotPlanned(why, hint=training.RUN_IT)
+            elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
+                self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
+        return adapter is not None
+
+    def _adapter_row(self) -> Adapter | None:
+        """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
+        made = self.training_run.adapter
+        return common.CONFIGS.get(made.name) if isinstance(made, CallResult) else None
+
+    def _adapter_fields(self, method: str) -> dict[str, Any]:
+        """Size, by the adapter's own name for it, targets and types."""
+        row, lora, unsloth = self._adapter_row(), self.lora, self.unsloth
+        names = lora.text_or_names("target_modules")
+        if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
+            names = tuple(part.strip() for part in names[0].split(","))
+        saved = common.modules_to_save(lora, "modules_to_save", self.arguments)
+        if unsloth and UNSLOTH_WHOLE in names:
+            names = tuple(name for name in names if name != UNSLOTH_WHOLE)
+            saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
+            lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
+        if row is None:
+            size = lora.integer("r", 16 if unsloth else 8, at_least=1)
+        elif row.form == "rows":
+            indices = lora.raw("token_indices")
+            size = len(indices) if isinstance(indices, list) and indices else 1
+        else:
+            keys = {"shared": "r", "rotations": "oft_block_size", "prompt": "num_virtual_tokens"}
+            keys |= {"prefix": "num_virtual_tokens", "low-rank": "init_r"}
+            size = lora.integer(keys[row.form], row.usual_size, at_least=1) if row.size else 0
+        dropout = lora.real("lora_dropout", 0.0)
+        none = unsloth or (row is not None and not row.adapts_matrices)  # which adapts none: nothing is said
+        targets = common.targets(lora, names or (("all-linear",) if none else ()))
+        if row is not None and row.form == "scales" and not names and lora.model is not None:
+            targets = scaling_targets(lora.model)
+            lora.assume(
+                "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"
+            )
+        fields = {"lora_rank": size, "modules_to_save": saved, "lora_dropout": dropout, "lora_targets": targets}
+        dtype = plain(self.program.module.names.get("ADAPTER_DTYPE"))
+        if dtype in common.DTYPES:
+            return {**fields, "adapter_dtype": common.DTYPES[dtype]}
+        return fields | ({"adapter_dtype": "fp32"} if unsloth or (method == "qlora" and not self.trl) else {})
+
+    def _called(self, word: str) -> bool:
+        return any(word in model.called for model in self.training_run.model_calls)
 
     def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
         arguments = self.arguments
@@ -286,29 +375,7 @@ class _Script:
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
         return common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
 
-    def _optimizer(self) -> str:
-        handed = program_changes.optimizer(self.training_run.trainer)
-        if isinstance(handed, Unknown):
-            self.missing["optimizer"] = handed.reason
-        elif isinstance(handed, Constant):
-            self.arguments.values = {**self.arguments.values, "optim": handed.data}
-            self.arguments.where["optim"] = handed.where
-        return common.optimizer(self.arguments, "optim", self.transformers.optimizer)
-
-    def _attention(self) -> str:
-        loader = self.loader
-        if word := program_changes.attention(self.source.text, self.program):
-            loader.values = {**loader.values, "attn_implementation": word}
-        if not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
-            return "flash-attention-2"  # transformers 4's older switch
-        return common.attention(loader, "attn_implementation")
-
     def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
-        """What another objective than supervised training makes of the fields.
-
-        Raises:
-            NotPlanned: of a TRL whose trainer makes another step.
-        """
         arguments, trainer, method = self.arguments, self.training_run.trainer, base["method"]
         if self.unsloth or not self._own_arguments():
             why = "Unsloth" if self.unsloth else "an older TRL (TrainingArguments)"
@@ -348,14 +415,6 @@ class _Script:
                 arguments.assume(more)
                 self.beside_bytes = 2 * self.model.num_params
         return fields
-
-    def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
-        origins: dict[str, str] = {}
-        for part in parts:
-            for key, where in part.where.items():
-                if key in FIELD_OF and where:
-                    origins.setdefault(FIELD_OF[key], where)
-        return origins
 
     def _model_id(self) -> str | None:
         named = self.training_run.model
@@ -416,19 +475,6 @@ class _Script:
         named = self.training_run.loader is None and self.training_run.model is not None
         return bool(self.trl and named and self.objective_spec.name != "orpo" and self.defaults.dtype)
 
-    def _handed_key(self) -> dict[str, str]:
-        """What of the arguments says the type of such a model, where they say nothing of its loading yet."""
-        made, handed = self.training_run.arguments, self.training_run.handed
-        of_trl = isinstance(made, CallResult) and made.name.endswith("Config")
-        return {"precision": HANDED} if of_trl and handed is None and self._by_name() and not self.unsloth else {}
-
-    def _trainer_prepares(self, quantization: str) -> bool:
-        """Whether TRL prepares the quantized base by itself."""
-        peft = self.training_run.trainer is not None and self.training_run.trainer.argument("peft_config") is not None
-        four_bit = quantization in common.FOUR_BIT
-        bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
-        return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
-
     def _own_arguments(self) -> bool:
         """Whether SFTConfig's own defaults hold: TrainingArguments handed to SFTTrainer become an SFTConfig with every
         value written out, what is off there included.
@@ -438,16 +484,7 @@ class _Script:
         config_name = CONFIGS.get(self.training_run.objective, "SFTConfig")
         return self.training_run.arguments is None or self.training_run.arguments.name == config_name
 
-    def _called(self, word: str) -> bool:
-        return any(word in model.called for model in self.training_run.model_calls)
-
-    def _offloads(self, checkpointing: int) -> bool:
-        if not self.unsloth:
-            return common.offloads(self.arguments, checkpointing)
-        return str(self._of_unsloth()) == "unsloth"
-
     def _of_unsloth(self) -> Any:
-        """What Unsloth is told of checkpointing, with the adapters or before."""
         key = "use_gradient_checkpointing"
         return (self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")
 
@@ -468,7 +505,6 @@ class _Script:
         return common.checkpointing(arguments, default) or int(switched_on)
 
     def _switched_on(self, prepared: CallResult | None) -> bool:
-        """Whether the program itself switches checkpointing on, beside its arguments."""
         arguments = self.arguments
         inner = self.settings(prepared)
         # peft 0.21 prepare_model_for_kbit_training: bitsandbytes' bases, GPTQ's and others', not AWQ's
@@ -485,7 +521,6 @@ class _Script:
         return enabled
 
     def _reentrant(self) -> bool:
-        """Whether checkpointing is of the older form where the arguments do not say it."""
         if self.unsloth or not versions.reentrant(self.transformers, self.defaults if self.trl else None):
             return False
         calls = [model.called.get("gradient_checkpointing_enable") for model in self.training_run.model_calls]
@@ -607,7 +642,6 @@ def _one_of(
 
 
 def _named(program: Program) -> list[Constant]:
-    """Values of the main module's names for a length."""
     names = ((name.lower(), value) for name, value in program.module.names.items())
     return [
         value
@@ -629,7 +663,6 @@ def _prepared(program: Program, name: str, source: Source) -> Iterator[Constant]
 
 
 def _returned_lines(text: str) -> Iterator[int]:
-    """Lines of the calls whose result a function or lambda gives back."""
     for function in ast.walk(tree_of(text)):
         if isinstance(function, ast.Lambda) and isinstance(function.body, ast.Call):
             yield function.body.lineno

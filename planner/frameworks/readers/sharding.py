@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError, NotPlanned, Undetermined
-from planner.frameworks.readers import common, schema
-from planner.frameworks.readers.fields import config
+from planner.frameworks.readers import common, versions
+from planner.frameworks.readers.common import config
 from planner.frameworks.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -296,13 +296,9 @@ def zero_layout(settings: Settings, stage: int, *, optimizer: str, parameters: s
 
 
 def read_accelerate(settings: Settings) -> ReadConfig:
-    """The base setup of what is known outside, under an Accelerate config.
-
-    Raises:
-        ConfigError: an unknown key, or a kind of launch that is not planned.
-    """
+    """The base setup of what is known outside, under an Accelerate config."""
     missing, base = _base(settings)
-    settings.note_unknown(schema.accepted("accelerate"), ACCELERATE)
+    settings.note_unknown(versions.accepted("accelerate"), ACCELERATE)
     word = settings.raw("distributed_type")
     kind = "NO" if word is False else settings.text("distributed_type", "NO").upper()
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
@@ -333,7 +329,6 @@ def read_accelerate(settings: Settings) -> ReadConfig:
 
 
 def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict[str, Any]]:
-    """How the job is spread, and the other fields that the file says with it."""
     if kind == "FSDP":
         block = settings.block("fsdp_config")
         changes = {"checkpointing": 1} if block.flag("fsdp_activation_checkpointing", False) else {}
@@ -363,7 +358,6 @@ def num_processes(settings: Settings) -> int:
 
 
 def _mesh(settings: Settings, processes: int) -> Layout:
-    """Hybrid sharding: the groups of Accelerate's `parallelism_config`."""
     block = settings.mapping("parallelism_config")
     inner = Settings(
         {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()},
@@ -379,7 +373,6 @@ def _mesh(settings: Settings, processes: int) -> Layout:
 
 
 def _base(settings: Settings) -> tuple[dict[str, str], TrainSetup]:
-    """What a file that only spreads a job leaves open, and the setup that says it."""
     if settings.outside.base is not None:
         return {}, settings.outside.base
     names = ("model", "method", "lora_rank", "precision", "micro_batch_seqs", "accumulation_steps", "seq_len_tokens")
@@ -387,13 +380,9 @@ def _base(settings: Settings) -> tuple[dict[str, str], TrainSetup]:
 
 
 def read_deepspeed(settings: Settings) -> ReadConfig:
-    """The base setup of what is known outside, under a DeepSpeed JSON.
-
-    Raises:
-        ConfigError: an unknown key or a wrong value.
-    """
+    """The base setup of what is known outside, under a DeepSpeed JSON."""
     missing, base = _base(settings)
-    settings.note_unknown(schema.blocks("deepspeed")[""], DEEPSPEED)
+    settings.note_unknown(versions.blocks("deepspeed")[""], DEEPSPEED)
     changes: dict[str, Any] = {}
     for key, field in (
         ("train_micro_batch_size_per_gpu", "micro_batch_seqs"),

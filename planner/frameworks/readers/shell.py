@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
@@ -196,11 +196,10 @@ class Block:
 
 
 class Branches:
-    """The blocks that are open; `filled` puts variables into a word, `is_open` tells whether one is left."""
+    """The blocks that are open."""
 
-    def __init__(self, filled: Callable[[str, dict[str, str]], str], is_open: Callable[[str], bool]) -> None:
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.filled, self.is_open = filled, is_open
 
     def skips(self, line: str, variables: dict[str, str]) -> bool:
         """Follows a line; whether it does not run."""
@@ -237,20 +236,20 @@ class Branches:
         """Whether a test of one variable is true; None where that is not known."""
         test = re.sub(r"(?<!\s)\s*;\s*then\b.*$", "", condition.strip(), flags=re.DOTALL)
         if match := _ONE_OF.match(test):
-            value, patterns = self.filled(match[1], variables), match[2].split("|")
+            value, patterns = _filled(match[1], variables), match[2].split("|")
             if "*" in patterns:
                 return True
-            return None if self.is_open(value) else any(fnmatchcase(value, pattern) for pattern in patterns)
+            return None if is_open(value) else any(fnmatchcase(value, pattern) for pattern in patterns)
         if match := _EMPTY.match(test):
             value = variables.get(match[2], "")
-            return None if self.is_open(value) else (value == "") is (match[1] == "-z")
+            return None if is_open(value) else (value == "") is (match[1] == "-z")
         if match := _NUMBERS.match(test):
-            sides = [self.filled(side, variables) for side in (match[1], match[3])]
+            sides = [_filled(side, variables) for side in (match[1], match[3])]
             numbers = [int(side) for side in sides if side.isdigit()]
             return getattr(operator, match[2])(*numbers) if len(numbers) == 2 else None
         if match := _EQUAL.match(test):
-            value = self.filled(match[1], variables)
-            return None if self.is_open(value) else (value == match[3]) is (match[2] != "!=")
+            value = _filled(match[1], variables)
+            return None if is_open(value) else (value == match[3]) is (match[2] != "!=")
         return None
 
 
@@ -376,17 +375,19 @@ _FOUND = re.compile(r"\$\((?:which|command -v) +([\w.-]+)\)|`(?:which|command -v
 
 
 def _one_by_one(line: str) -> list[str]:
-    """`export A=1 B=2` as a line for each; any other line as it is."""
     return [f"export {assignment}" for assignment in _PAIR.findall(line)] if _EXPORTS.fullmatch(line) else [line]
 
 
 def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -> Iterator[Command]:
-    folder, exported, branches = ".", script.exported, Branches(_filled, is_open)
+    folder, exported, branches = ".", script.exported, Branches()
     for line in chain.from_iterable(map(_one_by_one, lines)):
         if branches.skips(line, variables):
             continue
         if line.startswith(MARK):
-            _write(line, variables, script)
+            number, _, path = line.removeprefix(MARK).partition(" ")  # a file that the script writes
+            text, filled = script.documents[int(number)]
+            text = _filled(text, variables) if filled else text
+            script.files |= {os.path.normpath(of): text for of in (_filled(path, variables), path.rpartition("/")[2])}
             continue
         exported.update(_EXPORTED.findall(line))
         if unless_set := _DEFAULT.match(line):
@@ -428,15 +429,6 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
                 )
 
 
-def _write(line: str, variables: dict[str, str], script: Script) -> None:
-    """Notes a file that the script writes, by its path and by its name."""
-    number, _, path = line.removeprefix(MARK).partition(" ")
-    text, filled = script.documents[int(number)]
-    text = _filled(text, variables) if filled else text
-    for name in (_filled(path, variables), path.rpartition("/")[2]):
-        script.files[os.path.normpath(name)] = text
-
-
 def _call(words: list[str], script: Script) -> list[str]:
     """The words of a call of one of the script's functions, [] where they are none."""
     while words and words[0] not in script.functions and (words[0] in WRAPPERS or _SET.match(words[0])):
@@ -445,7 +437,6 @@ def _call(words: list[str], script: Script) -> list[str]:
 
 
 def _called(words: list[str], variables: dict[str, str], script: Script, folder: str) -> Iterator[Command]:
-    """The launches of a function for these words; what it sets, the script has set."""
     script.called += 1
     outer = {name: variables.pop(name) for name in list(variables) if name.isdigit() or name in ("@", OF_FUNCTION)}
     variables |= positional(words[1:], shlex.join(words[1:])) | {OF_FUNCTION: words[0]}
@@ -467,7 +458,6 @@ def _handed_to_shell(words: list[str]) -> str:
 
 
 def _parts(line: str) -> list[str]:
-    """The commands of a line, cut where no quotes are open."""
     placeholders = _Placeholders("\x01")
     parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(placeholders.hold, _QUOTED.sub(placeholders.hold, line)))
     return [placeholders.back(part) for part in parts]
@@ -491,9 +481,11 @@ class _Placeholders:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Logical lines: continued ones, quotes and arrays that go over several lines in one piece."""
-    pending = ""
-    for line in re.sub(r"(?<![ \t])[ \t]*+\\\n[ \t]*+", " ", _without_comments(text).rstrip("\\ \n")).splitlines():
+    pending, kept = "", list[str]()
+    for line in text.splitlines():  # a backslash at a comment's end continues nothing
+        if line.lstrip()[:1] != "#" or (kept[-1:] and kept[-1].endswith("\\")):
+            kept.append(line)
+    for line in re.sub(r"(?<![ \t])[ \t]*+\\\n[ \t]*+", " ", "\n".join(kept).rstrip("\\ \n")).splitlines():
         line = line if pending else line.strip().removeprefix("@")
         if not pending and (not line or line.startswith("#")):
             continue
@@ -508,17 +500,7 @@ def _lines(text: str) -> Iterator[str]:
         yield from pending.splitlines()
 
 
-def _without_comments(text: str) -> str:
-    """The text without lines that are comments: a backslash at their end continues nothing."""
-    kept: list[str] = []
-    for line in text.splitlines():
-        if line.lstrip()[:1] != "#" or (kept[-1:] and kept[-1].endswith("\\")):
-            kept.append(line)
-    return "\n".join(kept)
-
-
 def _is_open(value: str, opens: str) -> bool:
-    """Whether a quote or an array that an assignment opens is not closed yet."""
     if opens == "(":
         return ")" not in re.sub(r"\$\([^)]*\)|#.*", "", value)
     return value.count(opens) - value.count("\\" + opens) < 2
@@ -541,7 +523,6 @@ def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> No
 
 
 def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
-    """Words with the script's variables put in; one that is nothing but a variable may stand for several words."""
     expanded: list[str] = []
     for word in words:
         if word in ("$@", "$*", "${@}", "${*}"):
@@ -607,17 +588,14 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         items, place = _words(variables.get(match[1], "")), int(match[2]) if match[2].isdigit() else 0
         return items[place] if place < len(items) else match[0]
 
-    return _COUNT.sub(_counted, _USE.sub(value, _SUM.sub(summed, _ELEMENT.sub(element, word))))
+    text = _USE.sub(value, _SUM.sub(summed, _ELEMENT.sub(element, word)))
+    return _COUNT.sub(lambda listed: str(len(listed[1].replace(",", " ").split())), text)
 
 
 _COUNT = re.compile(
     r"""\$\(\s*echo ["']?([\d, ]+)["']? *\| *(?:tr ["']?,["']? ['"]?\\+n['"]? *\| *wc -[lw]|awk [^|)]*NF[^|)]*)\)"""
 )
 """How many GPUs a list names, as scripts count them."""
-
-
-def _counted(match: re.Match[str]) -> str:
-    return str(len(match[1].replace(",", " ").split()))
 
 
 def is_open(word: str) -> bool:
@@ -664,7 +642,6 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
 
 
 def _python(rest: list[str], shown: int | None) -> Command | None:
-    """What Python's words start: a launcher, a tool or a program."""
     if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
         return _launched("torchrun", rest[2:], shown)
     if rest[:2] == ["-m", "accelerate.commands.launch"]:

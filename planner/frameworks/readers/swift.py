@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -45,18 +45,18 @@ Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other def
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an ms-swift run.
-
-    Raises:
-        ConfigError: another objective than supervised training, another tuner than LoRA or full.
-    """
+    """The setup of an ms-swift run."""
     _refuse_other_training(settings)
     old = any(settings.has(key) for key in OLD)
     fields = _method(settings, old=old)
     fields |= settings_fields(settings, SWIFT, "micro_batch_seqs")
+    precision = _precision(settings, fields["method"])
+    steps = max(1, math.ceil(GLOBAL_BATCH / fields["micro_batch_seqs"] / settings.outside.num_gpus))
+    if not settings.has("gradient_accumulation_steps"):
+        settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
     fields |= {
-        "precision": _precision(settings, fields["method"]),
-        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
+        "precision": precision,
+        "accumulation_steps": settings.integer("gradient_accumulation_steps", steps, at_least=1),
         "seq_len_tokens": _length(settings, old=old),
         "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
         "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
@@ -87,11 +87,6 @@ def _refuse_other_training(settings: Settings) -> None:
 
 
 def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
-    """Method and adapters.
-
-    Raises:
-        NotPlanned: another tuner than LoRA or full.
-    """
     tuner = settings.text(settings.first("sft_type", "tuner_type", "train_type"), "lora")
     if tuner not in ("lora", "full"):
         raise NotPlanned(f"{settings.name}: tuner {tuner} is not planned", hint="lora and full are")
@@ -102,13 +97,14 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
         return {"method": "full", "quantization": "none", "lora_rank": 0}
     four = "nf4-double" if settings.flag("bnb_4bit_use_double_quant", True) else "nf4"
     quantization = common.stored(settings) if not bits else "int8" if bits == 8 else four
-    return {
-        "method": "qlora" if quantization != "none" else "lora",
-        "quantization": quantization,
-        **settings_fields(settings, SWIFT, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(settings, _targets(settings, old)),
-        "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),
-    }
+    names = settings.names(settings.first("target_modules", "lora_target_modules"))
+    if names in ((), ("DEFAULT",), ("AUTO",)):
+        names = ("q_proj", "k_proj", "v_proj") if old else ("all-linear",)
+    elif names == ("ALL",):
+        names = ("all-linear",)
+    saved = settings.first("modules_to_save", "lora_modules_to_save")
+    fields = common.adapters(settings, SWIFT, quantization, names)
+    return {**fields, "modules_to_save": common.modules_to_save(settings, saved)}
 
 
 def _loss_apart(settings: Settings) -> bool:
@@ -131,28 +127,13 @@ def _precision(settings: Settings, method: str) -> str:
     return common.precision(settings, weights, autocast, method)
 
 
-def _accumulation(settings: Settings, micro: int) -> int:
-    steps = max(1, math.ceil(GLOBAL_BATCH / micro / settings.outside.num_gpus))
-    if not settings.has("gradient_accumulation_steps"):
-        settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
-    return settings.integer("gradient_accumulation_steps", steps, at_least=1)
-
-
 def _length(settings: Settings, *, old: bool) -> int:
-    """Tokens of a sequence; open where only the model's own limit cuts."""
     uncut = str(settings.raw("max_length")) == "-1" if settings.has("max_length") else not old
     if not uncut:
         return settings.integer("max_length", 2048, at_least=1)
     said_so = "is -1" if settings.has("max_length") else "absent"
     settings.ask("seq_len_tokens", f": max_length {said_so}: ms-swift cuts at the model's own limit")
     return 2048
-
-
-def _targets(settings: Settings, old: bool) -> tuple[str, ...]:
-    names = settings.names(settings.first("target_modules", "lora_target_modules"))
-    if names in ((), ("DEFAULT",), ("AUTO",)):
-        return ("q_proj", "k_proj", "v_proj") if old else ("all-linear",)
-    return ("all-linear",) if names == ("ALL",) else names
 
 
 def _attention(settings: Settings) -> str:

@@ -12,14 +12,12 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, Undetermined
 from planner.frameworks.exporters.torchtitan import FLAVORS
-from planner.frameworks.readers import schema, training
-from planner.frameworks.readers.context import FileContext
-from planner.frameworks.readers.fields import config
+from planner.frameworks.readers import training, versions
+from planner.frameworks.readers.common import config
 from planner.frameworks.readers.program import CallResult, Function, Reader
-from planner.frameworks.readers.program.values import Value
 from planner.frameworks.readers.shell import flags
 from planner.frameworks.readers.types import Missing, ReadConfig
-from planner.frameworks.readers.values import Settings
+from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
 
 FORMAT = "torchtitan"
@@ -42,17 +40,13 @@ REGISTRY_BLOCKS = ("training", "parallelism", "compile")
 
 def is_config(values: dict[str, Any]) -> bool:
     """Whether a TOML file's blocks are torchtitan's, most of them."""
-    titles = {key.partition(".")[0] for key in schema.known_settings(FORMAT)}
+    titles = {key.partition(".")[0] for key in versions.known_settings(FORMAT)}
     strangers = set(values) - titles
     return bool(titles & set(values)) and 2 * len(strangers) <= len(values)
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a torchtitan config.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, degrees that do not fit the GPUs.
-    """
+    """The setup of a torchtitan config."""
     top, parts = settings, _blocks(settings)
     training = parts["training"]
     pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
@@ -91,12 +85,7 @@ def _model(settings: Settings, top: Settings) -> str | None:
 
 
 def _blocks(top: Settings) -> dict[str, Settings]:
-    """The file's blocks, and those that are asked for.
-
-    Raises:
-        ConfigError: one, or a setting in one, that torchtitan does not have.
-    """
-    accepted = schema.known_settings(FORMAT)
+    accepted = versions.known_settings(FORMAT)
     top.refuse_unknown((key.split(".")[0] for key in accepted), FORMAT)
     parts = {title: top.block(title) for title in (*top.values, *ASKED_BLOCKS)}
     for title, block in parts.items():
@@ -106,7 +95,6 @@ def _blocks(top: Settings) -> dict[str, Settings]:
 
 
 def _layout(settings: Settings, training: Settings) -> dict[str, Any]:
-    """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
     tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
     stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
     copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
@@ -130,27 +118,18 @@ def _layout(settings: Settings, training: Settings) -> dict[str, Any]:
     }
     if training.flag("enable_cpu_offload", False):
         fields["offload"] = "parameters"
-    return fields | _experts(settings, fields)
-
-
-def _experts(settings: Settings, fields: Mapping[str, Any]) -> dict[str, int]:
-    """The degree of expert parallelism, where it can be counted; it takes its GPUs from those that shard."""
-    degree = settings.integer("expert_parallel_degree", 1, at_least=1)
+    degree = settings.integer("expert_parallel_degree", 1, at_least=1)  # it takes its GPUs from those that shard
     if degree == 1:
-        return {}
+        return fields
     if settings.integer("expert_tensor_parallel_degree", 1, at_least=1) > 1:
         settings.approximate("expert_tensor_parallel_degree is counted as 1")
     if settings.text("expert_parallel_comm_backend", "standard") != "standard":
         settings.approximate("expert_parallel_comm_backend is counted as PyTorch's own all-to-all")
-    return {"expert_degree": degree}
+    return {**fields, "expert_degree": degree}
 
 
 def _gpus(settings: Settings, others: int) -> tuple[int, int]:
-    """(GPUs of the run, of them those that share one copy's weights); `others`: those of all other degrees.
-
-    Raises:
-        ConfigError: degrees that do not divide them.
-    """
+    """(GPUs of the run, of them those that share one copy's weights); `others`: those of all other degrees."""
     shard = int(settings.real("data_parallel_shard_degree", -1))
     gpus = others * shard if shard > 0 else max(settings.outside.num_gpus, others)
     if shard < 0:
@@ -163,7 +142,6 @@ def _gpus(settings: Settings, others: int) -> tuple[int, int]:
 
 
 def _batch(settings: Settings, training: Settings, stages: int, replicas: int) -> dict[str, Any]:
-    """Micro-batch and accumulation; a pipeline cuts the local batch into its micro-batches."""
     local = training.integer("local_batch_size", 8, at_least=1)
     if stages == 1:
         total = int(training.real("global_batch_size", -1))
@@ -237,18 +215,12 @@ def read_registry(text: str, name: str, around: FileContext) -> ReadConfig:
     return _of_config(made, words, name, around)
 
 
-def _block(made: CallResult, words: dict[str, Any], name: str, title: str) -> Settings:
-    """A block's settings, the command line's on top."""
-    block = training.settings(made.argument(title), f"{name}: {title}")
-    overrides = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
-    block.values = {**block.values, **overrides}
-    return block
-
-
 def _of_config(made: CallResult, words: dict[str, Any], name: str, around: FileContext) -> ReadConfig:
-    """One config as torchtitan's TOML is read."""
-    accepted = schema.known_settings(FORMAT)
-    blocks = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}
+    accepted = versions.known_settings(FORMAT)
+    blocks = {title: training.settings(made.argument(title), f"{name}: {title}") for title in REGISTRY_BLOCKS}
+    for title, block in blocks.items():  # the command line's on top
+        overrides = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
+        block.values = {**block.values, **overrides}
     context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
     tokens = blocks["training"].integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
     total = int(blocks["training"].real(STEP, -1))
@@ -258,7 +230,11 @@ def _of_config(made: CallResult, words: dict[str, Any], name: str, around: FileC
     }
     document["training"] |= {"seq_len": context, "local_batch_size": max(1, tokens // context)}
     document["training"] |= {"global_batch_size": total // context} if total > 0 else {}
-    document["activation_checkpoint"] = _mode(made.argument("activation_checkpoint"))
+    mode = made.argument("activation_checkpoint")
+    full = isinstance(mode, CallResult) and mode.owner == "FullAC"
+    absent = mode is None or isinstance(mode, CallResult)
+    document["activation_checkpoint"] = {"mode": "full" if full else "selective" if absent else "none"}
+    document["activation_checkpoint"] |= {"selective_ac_option": "op"} if absent and not full else {}
     assets = training.settings(made, name).raw("hf_assets_path")
     document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
     reading = read(Settings(document, name, around))
@@ -275,12 +251,3 @@ def _of_config(made: CallResult, words: dict[str, Any], name: str, around: FileC
         missing["model"] = f"{made.where}: hf_assets_path names no model"
     named = None if "model" in missing else reading.model_id
     return replace(reading, model_id=named, missing=tuple(Missing(field=of, reason=why) for of, why in missing.items()))
-
-
-def _mode(given: Value | None) -> dict[str, Any]:
-    """The mode of activation checkpointing: an object of a class, None, or absent (selective by operation)."""
-    if isinstance(given, CallResult) and given.owner == "FullAC":
-        return {"mode": "full"}
-    if given is not None and not isinstance(given, CallResult):
-        return {"mode": "none"}
-    return {"mode": "selective", "selective_ac_option": "op"}

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import TEACHER, of_recipe
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
@@ -31,9 +31,6 @@ def read(settings: Settings) -> ReadConfig:
     """The setup of a torchtune recipe's config.
 
     Source: pytorch/torchtune `recipes/configs`, `recipes/*.py`.
-
-    Raises:
-        ConfigError: another kind of recipe than supervised fine-tuning.
     """
     name, num_gpus = settings.name, settings.outside.num_gpus
     loss = settings.block("loss").text("_component_", "")
@@ -45,7 +42,9 @@ def read(settings: Settings) -> ReadConfig:
             f"{name}: no recipe of supervised fine-tuning ({other}): not planned", hint="full and LoRA recipes are"
         )
     tokenizer, inner = settings.block("tokenizer"), settings.block("model")
-    dataset = Settings(_first_dataset(settings), f"{name}: dataset")
+    given = settings.raw("dataset", {})  # of several, which are packed alike, the first
+    several = isinstance(given, list) and given and isinstance(given[0], dict)
+    dataset = Settings(given[0] if several else settings.mapping("dataset"), f"{name}: dataset")
     cuts = tokenizer if tokenizer.has("max_seq_len") else dataset
     if not cuts.has("max_seq_len"):
         settings.ask("seq_len_tokens", ": tokenizer.max_seq_len is null: nothing is cut")
@@ -54,12 +53,15 @@ def read(settings: Settings) -> ReadConfig:
         settings.approximate("its Qwen 2 with adapters holds rotary tables in every layer: not counted")
     if settings.flag("enable_activation_offloading", False):
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    block = settings.block("optimizer")
+    named = block.text("_component_", "torch.optim.AdamW")
+    fused, word = named == "torch.optim.AdamW" and block.flag("fused", False), OPTIMIZERS.get(named, named)
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
         **settings_fields(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
         "seq_len_tokens": cuts.integer("max_seq_len", 2048, at_least=1),
         "packing": dataset.flag("packed", False),
-        "optimizer": common.optimizer(settings.block("optimizer"), "optim", "adamw_torch", _optimizer(settings)),
+        "optimizer": common.optimizer(block, "optim", "adamw_torch", "adamw_torch_fused" if fused else word),
         "attention": "sdpa",
         "checkpointing": int(settings.flag("enable_activation_checkpointing", False)),
         "loss": "chunked" if "Linear" in loss else "full",
@@ -77,11 +79,6 @@ def read(settings: Settings) -> ReadConfig:
 
 
 def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, Any]:
-    """Method and adapters, by the builder that the recipe names.
-
-    Raises:
-        NotPlanned: one of a model with pictures.
-    """
     builder = inner.text("_component_", "").rpartition(".")[2]
     if "vision" in inner.text("_component_", ""):
         raise NotPlanned(f"{settings.name}: {builder} reads images: not planned", hint="text models are")
@@ -100,14 +97,6 @@ def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, An
     }
 
 
-def _optimizer(settings: Settings) -> str:
-    """The optimizer under transformers' name."""
-    block = settings.block("optimizer")
-    named = block.text("_component_", "torch.optim.AdamW")
-    fused = named == "torch.optim.AdamW" and block.flag("fused", False)
-    return "adamw_torch_fused" if fused else OPTIMIZERS.get(named, named)
-
-
 def _model_id(settings: Settings, inner: Settings) -> str | None:
     """The model by the folder of its checkpoint; open where its builder is no function of torchtune."""
     component = inner.text("_component_", "")
@@ -119,11 +108,3 @@ def _model_id(settings: Settings, inner: Settings) -> str | None:
     if not block.text("_component_", "torchtune.").startswith("torchtune."):  # of a file written here: it may be an id
         return folder
     return folder.strip("/").rpartition("/")[2] if folder else None
-
-
-def _first_dataset(settings: Settings) -> dict[str, Any]:
-    """The block of the only data set, or of the first of several, which are packed alike."""
-    given = settings.raw("dataset", {})
-    if isinstance(given, list) and given and isinstance(given[0], dict):
-        return given[0]
-    return settings.mapping("dataset")

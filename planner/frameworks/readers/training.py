@@ -9,8 +9,6 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
 from planner.frameworks.readers import common
-from planner.frameworks.readers.context import FileContext
-from planner.frameworks.readers.fields import adapter_kind
 from planner.frameworks.readers.objectives import (
     BEHIND_REFERENCE,
     CONFIGS,
@@ -22,25 +20,21 @@ from planner.frameworks.readers.objectives import (
     of_other_trainer,
     refusal,
 )
-from planner.frameworks.readers.program import (
-    Argument,
-    CallResult,
-    Constant,
-    Program,
-    Unknown,
-    custom_trainer,
-    embedding,
-    plain,
-)
+from planner.frameworks.readers.program import Argument, CallResult, Constant, Program, Unknown, embedding, loops, plain
 from planner.frameworks.readers.program.loops import Loop, plain_loop
-from planner.frameworks.readers.program.objects import holds_arguments, is_trainer, trainer_of
-from planner.frameworks.readers.program.values import DictValue, ImportedName, Instance, Value
-from planner.frameworks.readers.values import Settings
-from planner.frameworks.tools.transformers import SCRIPT
+from planner.frameworks.readers.program.values import (
+    DictValue,
+    ImportedName,
+    Instance,
+    Value,
+    holds_arguments,
+    is_trainer,
+    trainer_of,
+)
+from planner.frameworks.readers.values import FileContext, Settings
 from planner.models.encoders import SEEING
 from planner.models.spec import ModelSpec
-from planner.models.targets import scaling_targets
-from planner.options.adapters import ADAPTERS, Adapter
+from planner.options.adapters import ADAPTERS
 from planner.options.sound import TEXT_TOKENS
 
 RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
@@ -116,7 +110,9 @@ def find(program: Program, name: str) -> Training:
         if training.objective == "embedding":
             training.open_objective = embedding.open_loss(trainer, name)
             training.contrast = embedding.contrast(trainer, program.calls)
-        if training.arguments is None and not _of_transformers(trainer):
+        by_name = trainer.name in PLANNED or trainer.name.endswith(HF_TRAINERS)
+        plainly = trainer.package in ("", "transformers") if trainer.name == "Trainer" else by_name
+        if training.arguments is None and not plainly:  # none that takes transformers' defaults for them
             trainer_name = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
             raise NotPlanned(
                 f"{name} trains with a trainer of its own ({trainer_name}), which cannot be read without running it",
@@ -127,10 +123,16 @@ def find(program: Program, name: str) -> Training:
     elif not program.module.names.get("OBJECTIVE") and training.arguments.name in CONFIGS.values():
         objective = next(key for key, config in CONFIGS.items() if training.arguments.name == config)
         raise _other_objective(name, objective, "a trainer of its own")
-    if program.do_train_decides and not program.trained and _asked_to_train(training.arguments) is False:
-        raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
-    if on_host := _on_host(training.arguments):
-        raise NotATraining(f"{name} trains on the CPU ({on_host})", hint="give a training on a GPU")
+    given = training.arguments
+    if given is not None and not given.more and program.do_train_decides and not program.trained:
+        do_train = given.argument("do_train")
+        if not isinstance(do_train, Constant) or do_train.data is False:
+            why = f"{name} does not train with these words: do_train is not among them"
+            raise NotATraining(why, hint="add --do_train")
+    for key in ON_HOST:
+        value = given.argument(key) if given is not None else None
+        if isinstance(value, Constant) and value.data is True:
+            raise NotATraining(f"{name} trains on the CPU ({key})", hint="give a training on a GPU")
     _follow_model(training, training.trainer.argument("model", 0) if training.trainer is not None else None, name)
     if training.loader is None and training.model is None:
         _only_loader(training, program)
@@ -148,26 +150,22 @@ def find(program: Program, name: str) -> Training:
 
 
 def _recognise(training: Training, trainer: CallResult, name: str) -> None:
-    """What a trainer trains, and its arguments.
-
-    Raises:
-        NotPlanned: another objective, or steps that only running tells.
-    """
     training.objective = PLANNED.get(trainer.name, "sft")
     if trainer.name not in PLANNED:
         objective, called = of_other_trainer((trainer.name, trainer.owner))
         if objective:
             raise _other_objective(name, objective, called)
-        objective, evidence = custom_trainer.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
+        objective, evidence = loops.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
         if objective:
             raise _other_objective(name, objective, f"{trainer.owner}, which has {evidence}")
-        if custom_trainer.forwards(trainer) > 1:
+        if loops.forwards(trainer) > 1:
             training.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
     if trainer.owner in LIGHTNING or "max_epochs" in trainer.keywords:
         raise NotPlanned(
             f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it", hint=RUN_IT
         )
-    if foreign := _of_unknown_package(trainer):
+    if trainer.package not in (*TRAINERS_OF, "", trainer.name) and trainer.name not in HF_TRAINERS[2:]:
+        foreign = f"{trainer.package}'s {trainer.name}"  # code that is not known
         if trainer.name in PLANNED or trainer.name in OTHER_TRAINERS:
             raise refusal(f"{name} trains with {foreign}", RUN_IT)
         training.open_objective = f"{trainer.where}: what a step of {foreign} is"
@@ -178,18 +176,7 @@ def _recognise(training: Training, trainer: CallResult, name: str) -> None:
         training.arguments = CallResult("TrainingArguments", where=trainer.where, more=given.reason)
 
 
-def _of_unknown_package(trainer: CallResult) -> str:
-    """A trainer's full name where its class is foreign code that is not known, "" otherwise."""
-    unknown = trainer.package not in (*TRAINERS_OF, "", trainer.name) and trainer.name not in HF_TRAINERS[2:]
-    return f"{trainer.package}'s {trainer.name}" if unknown else ""
-
-
 def _find_loading(training: Training, program: Program, name: str) -> None:
-    """How the model is loaded: by the program, or by TRL's trainer, which takes a name.
-
-    Raises:
-        NotPlanned: a model of another objective.
-    """
     if training.loader is not None:
         plainly = training.trainer is not None and training.trainer.name == "Trainer"  # transformers' own
         if training.objective == "sft" and "SequenceClassification" in training.loader.owner and plainly:
@@ -233,29 +220,8 @@ def measures(program: Program, trainer: CallResult | None) -> bool:
     return bool(called & {"evaluate", "predict"})
 
 
-def _asked_to_train(arguments: CallResult | None) -> bool | None:
-    """The arguments' `do_train`, None where they do not say."""
-    if arguments is None or arguments.more:
-        return None
-    value = arguments.argument("do_train")
-    return plain(value) if isinstance(value, Constant) else False
-
-
 ON_HOST = ("use_cpu", "no_cuda")
 """Arguments that keep a training off the GPU."""
-
-
-def _on_host(arguments: CallResult | None) -> str:
-    """The argument that keeps a training off the GPU, "" where none does."""
-    given = {key: arguments.argument(key) for key in ON_HOST} if arguments is not None else {}
-    return next((key for key, value in given.items() if isinstance(value, Constant) and value.data is True), "")
-
-
-def _of_transformers(trainer: CallResult) -> bool:
-    """Whether a trainer without arguments is known to take transformers' defaults for them."""
-    if trainer.name == "Trainer":
-        return trainer.package in ("", "transformers")
-    return trainer.name in PLANNED or trainer.name.endswith(HF_TRAINERS)
 
 
 def _trainer(program: Program) -> CallResult | None:
@@ -274,7 +240,6 @@ def _last(program: Program, wanted: Callable[[CallResult], bool]) -> CallResult 
 
 
 def _refuse(program: Program, name: str) -> None:
-    """Says why there is nothing to read."""
     called = {call.name for call in program.calls}
     loads = "from_pretrained" in called and called & {"backward", "step"}
     engine = any((call.package, call.name) == ("deepspeed", "initialize") for call in program.calls)
@@ -338,21 +303,13 @@ CHANGES_NOTHING = ("accelerate", "copy", "datasets", "deepspeed", "peft", "torch
 """Packages whose functions give a model back as they got it, or say in a configuration what they make of it."""
 
 
-def _built_elsewhere(model: CallResult) -> str:
-    """Why a call on a model's way to the trainer may put adapters on it, "" where it does not."""
-    foreign = model.receiver is None and model.package not in (*CHANGES_NOTHING, "")
-    return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
-
-
 def _follow_model(training: Training, model: Value | None, name: str) -> None:
-    """From what the trainer got back to what loaded the model.
-
-    Raises:
-        NotPlanned: its class has a forward of the program's own, which may ask a loaded model any number of times.
-    """
+    """From what the trainer got back to what loaded the model."""
     for step in range(16):
-        if class_name := _own_class(model):
-            raise refusal(f"{name} trains a model of its own ({class_name})", RUN_IT)
+        owner = model.receiver if isinstance(model, CallResult) else model  # what a call is made on
+        kind = owner.made_by if isinstance(owner, Instance) else None
+        if kind is not None and "forward" in kind.attributes:
+            raise refusal(f"{name} trains a model of its own ({kind.name})", RUN_IT)
         if isinstance(model, Constant) and isinstance(model.data, str) and model.data:
             training.model = model
             last = training.model_calls[-1] if step else None
@@ -374,7 +331,10 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
         if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
             training.loader = model
             return
-        training.built = training.built or _built_elsewhere(model)
+        configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
+        handed = [value for value in (*model.positional, *model.keywords.values()) if isinstance(value, CallResult)]
+        if model.receiver is None and model.package not in (*CHANGES_NOTHING, ""):  # it may put adapters on it
+            training.built = training.built or f"{model.where}: what {model.name}() makes of the model"
         if model.name == "from_pretrained":
             training.continued = model
             if model.owner.startswith("AutoPeft"):
@@ -382,8 +342,8 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
                 return
         elif model.name == "get_peft_model" and training.adapter is None:
             training.adapter = _handed_to_peft(model)
-        elif training.adapter is None and (given := _adapter_among(model)) is not None:
-            training.adapter = given  # a wrapper's own `get_peft_model`
+        elif training.adapter is None and (given := [value for value in handed if value.name in configs]):
+            training.adapter = given[0]  # a wrapper's own `get_peft_model`
         elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
             training.prepared = training.prepared or model
         elif model.name == "from_config":
@@ -392,23 +352,8 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
         model = model.argument("model", 0) or model.receiver
 
 
-def _own_class(model: Value | None) -> str:
-    """The name of the program's own class with a forward that a model, or what a call is made on, is of; "" of none."""
-    owner = model.receiver if isinstance(model, CallResult) else model
-    kind = owner.made_by if isinstance(owner, Instance) else None
-    return kind.name if kind is not None and "forward" in kind.attributes else ""
-
-
 def _handed_to_peft(call: CallResult) -> Value | None:
-    """The adapter's configuration, which Unsloth's call is itself."""
     return call if call.owner.startswith("Fast") else call.argument("peft_config", 1)
-
-
-def _adapter_among(call: CallResult) -> CallResult | None:
-    """The adapter's configuration among a call's arguments."""
-    configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
-    given = (*call.positional, *call.keywords.values())
-    return next((argument for argument in given if isinstance(argument, CallResult) and argument.name in configs), None)
 
 
 def contrast(training: Training, arguments: Settings) -> dict[str, int]:
@@ -478,104 +423,6 @@ def settings(made: Value | None, name: str, context: FileContext | None = None) 
 def trained_times(program: Program) -> int:
     """How many trainings the program runs."""
     return len({id(trainer_of(trainer)) for trainer, _ in program.trained})
-
-
-UNSLOTH_WHOLE = "embed_tokens"
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """One program's adapters.
-
-    Attributes:
-        training: what the program makes them of; lora: their settings.
-        missing: field of a setup -> why it has to be asked for.
-    """
-
-    training: Training
-    lora: Settings
-    unsloth: bool
-    missing: dict[str, str]
-
-    def wanted(self) -> bool:
-        """Whether there are any, with what of them has to be asked for.
-
-        Raises:
-            NotPlanned: of a kind that is not planned.
-        """
-        adapter, continued = self.training.adapter, self.training.continued
-        if isinstance(adapter, Unknown):
-            self.missing["method"] = adapter.reason
-            return True
-        if continued is not None and adapter is None:
-            self.missing["lora_rank"] = f"{continued.where}: adapters that stand in another file are trained"
-            return True
-        if isinstance(adapter, CallResult) and not adapter.owner.startswith("Fast"):
-            if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
-                self.missing["lora_rank"] = f"{adapter.where}: the adapter's settings stand in another file"
-                self.missing["lora_targets"] = self.missing["lora_rank"]
-            elif adapter.name == "get_peft_config":
-                self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
-            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
-                raise NotPlanned(
-                    f"{self.lora.name}: adapters of {adapter.name} are not planned, only LoRA's", hint=RUN_IT
-                )
-            elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
-                self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
-        return adapter is not None
-
-    def row(self) -> Adapter | None:
-        """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
-        made = self.training.adapter
-        return common.CONFIGS.get(made.name) if isinstance(made, CallResult) else None
-
-    def kind(self) -> str:
-        """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
-        row = self.row()
-        return row.name if row is not None else adapter_kind(self.lora, SCRIPT.name)
-
-    def size(self) -> int:
-        """The adapter's size by its own name."""
-        row, lora = self.row(), self.lora
-        if row is None:
-            return lora.integer("r", 16 if self.unsloth else 8, at_least=1)
-        if row.form == "rows":
-            indices = lora.raw("token_indices")
-            return len(indices) if isinstance(indices, list) and indices else 1
-        keys = {"shared": "r", "rotations": "oft_block_size", "prompt": "num_virtual_tokens"}
-        keys |= {"prefix": "num_virtual_tokens", "low-rank": "init_r"}
-        return lora.integer(keys[row.form], row.usual_size, at_least=1) if row.size else 0
-
-    def fields(self, method: str, arguments: Settings, *, trl: bool, stated: Any) -> dict[str, Any]:
-        """Size, targets and types. `stated`: the type that the program names; `trl`: TRL's trainer makes them."""
-        lora, unsloth = self.lora, self.unsloth
-        names = lora.text_or_names("target_modules")
-        if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
-            names = tuple(part.strip() for part in names[0].split(","))
-        saved = common.modules_to_save(lora, "modules_to_save", arguments)
-        if unsloth and UNSLOTH_WHOLE in names:
-            names = tuple(name for name in names if name != UNSLOTH_WHOLE)
-            saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
-            lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
-        fields: dict[str, Any] = {
-            "lora_rank": self.size(),
-            "modules_to_save": saved,
-            "lora_dropout": lora.real("lora_dropout", 0.0),
-        }
-        row = self.row()
-        none = unsloth or (row is not None and not row.adapts_matrices)  # which adapts none: nothing is said
-        fields["lora_targets"] = common.targets(lora, names or (("all-linear",) if none else ()))
-        if row is not None and row.form == "scales" and not names and lora.model is not None:
-            fields["lora_targets"] = scaling_targets(lora.model)
-            lora.assume(
-                "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"
-            )
-        stated = plain(stated)
-        if stated in common.DTYPES:
-            fields["adapter_dtype"] = common.DTYPES[stated]
-        elif unsloth or (method == "qlora" and not trl):
-            fields["adapter_dtype"] = "fp32"
-        return fields
 
 
 def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> str:

@@ -3,13 +3,13 @@
 from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned
-from planner.frameworks.readers import common, schema, versions
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers import common, versions
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import of_settings, refusal, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
 from planner.frameworks.readers.values import Settings
-from planner.frameworks.tools.trl import TRL
+from planner.frameworks.tools.transformers import TRL
 from planner.models.encoders import SEEING
 from planner.options.objectives import OBJECTIVES, Objective
 
@@ -17,21 +17,31 @@ FORMAT = "trl"
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a TRL config.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, an impossible combination.
-    """
-    settings.note_unknown(schema.accepted(FORMAT), TRL)
+    """The setup of a TRL config."""
+    settings.note_unknown(versions.accepted(FORMAT), TRL)
     values, objective = settings.values, _objective(settings)
-    defaults, of_transformers = _versions(settings, objective)
+    # whose defaults hold: of the versions that are named, else of the newest that can run the file
+    named = settings.outside.versions
+    bound = versions.taking((), filter(settings.has, values), objective=objective.name)
+    defaults = versions.trl(named.get("trl"), bound)
+    if defaults.assumed:
+        settings.assume(defaults.taken)
+    of_transformers = versions.transformers(named.get("transformers"), values, defaults)
     kwargs = settings.block("model_init_kwargs")
     inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
     fields: dict[str, Any] = {
         "objective": objective.name,
         **_kernels_and_loss(settings, objective, defaults),
         **settings_fields(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
-        **({} if objective.rolls_out else _length(settings, objective, defaults)),
+    }
+    tokens = pairs_length(objective, defaults)  # which older trainers of preferences took otherwise
+    if not objective.rolls_out and (objective.supervised or tokens == 1024 or settings.has("max_length")):
+        fields |= settings_fields(settings, TRL, "seq_len_tokens")
+    elif not objective.rolls_out:
+        if not tokens:
+            settings.ask("seq_len_tokens", f": {defaults.label} cuts no pair unless told")
+        fields["seq_len_tokens"] = tokens or 1024
+    fields |= {
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
         "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
@@ -59,32 +69,7 @@ def read(settings: Settings) -> ReadConfig:
     )  # fmt: skip
 
 
-def _length(settings: Settings, objective: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
-    """The length of a sequence, which older trainers of preferences took otherwise where they are not told."""
-    default = pairs_length(objective, defaults)
-    if objective.supervised or default == 1024 or settings.has("max_length"):
-        return settings_fields(settings, TRL, "seq_len_tokens")
-    if not default:
-        settings.ask("seq_len_tokens", f": {defaults.label} cuts no pair unless told")
-    return {"seq_len_tokens": default or 1024}
-
-
-def _versions(settings: Settings, objective: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
-    """Whose defaults hold: of the versions that are named, else of the newest that can run the file."""
-    values, named = settings.values, settings.outside.versions
-    bound = versions.taking((), (key for key in values if settings.has(key)), objective=objective.name)
-    defaults = versions.trl(named.get("trl"), bound)
-    if defaults.assumed:
-        settings.assume(defaults.taken)
-    return defaults, versions.transformers(named.get("transformers"), values, defaults)
-
-
 def _objective(settings: Settings) -> Objective:
-    """What it trains; asked for where only the command says which kind of preferences.
-
-    Raises:
-        ConfigError: nothing, or what is not planned.
-    """
     name, words = settings.name, settings.outside.arguments or ()
     objective, certain = of_settings(settings.values, name, next(iter(words), ""))
     if objective not in OBJECTIVES:
@@ -112,7 +97,6 @@ def _kernels_and_loss(settings: Settings, objective: Objective, defaults: versio
 
 
 def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults) -> dict[str, Any]:
-    """Method, quantization, precision and adapters."""
     quantization, compute = _quantization(settings, kwargs)
     peft = settings.flag("use_peft", False)
     unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
@@ -160,14 +144,12 @@ def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Sett
     Raises:
         NotPlanned: of a version or with a setting whose step is not modelled.
     """
-    version, name = defaults.version, settings.name
-    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (
-        objective.losses == ("full",) and version >= _since(objective)
-    ):
+    version, name, since = defaults.version, settings.name, versions.TRL_OF_OBJECTIVES_SINCE[objective.name]
+    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (objective.losses == ("full",) and version >= since):
         return {"loss": objective.losses[0]}
     flag = next((key for key in ("use_liger_loss", "use_liger_kernel") if settings.flag(key, False)), "")
     between = objective.name == "kto" and version >= versions.TRL_KTO_UNTIL
-    if version < _since(objective) or between or flag:
+    if version < since or between or flag:
         raise NotPlanned(
             f"{name} trains {objective.name} with {defaults.label}{f' and {flag}' * bool(flag)}, whose step is "
             "another: not modelled",
@@ -177,10 +159,6 @@ def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Sett
         if settings.raw(key) not in (None, False):
             settings.approximate(f"{key} of {defaults.label} is not counted")
     return {"loss": "full", "trl_version": ".".join(map(str, version))}
-
-
-def _since(objective: Objective) -> tuple[int, ...]:
-    return versions.TRL_OF_OBJECTIVES_SINCE[objective.name]
 
 
 BEYOND_PAIRS = ("rpo_alpha", "use_weighting", "padding_free", "use_logits_to_keep", "sync_ref_model")

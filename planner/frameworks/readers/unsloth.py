@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from planner.frameworks.readers import common, schema
-from planner.frameworks.readers.fields import adapter_kind, config, settings_fields
+from planner.frameworks.readers import common, versions
+from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -11,33 +11,29 @@ from planner.frameworks.tools.unsloth import UNSLOTH, converted, own_kernels
 from planner.memory.attention_kernels import default_attention
 
 FORMAT = "unsloth"
-DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_on_completions", "format_type"}
 """Settings that only Unsloth's files have."""
 
 
 def is_config(values: dict[str, Any]) -> bool:
     """Whether a mapping has Unsloth's blocks and no others, or settings that only Unsloth has in one of them."""
-    blocks = [values[title] for title in schema.blocks(FORMAT) if isinstance(values.get(title), dict)]
+    blocks = [values[title] for title in versions.blocks(FORMAT) if isinstance(values.get(title), dict)]
     marked = any(MARKS & set(block) for block in blocks)
     only = (
         {"training", "lora"} & set(values)
-        and set(values) <= {"model", *schema.blocks(FORMAT)}
+        and set(values) <= {"model", *versions.blocks(FORMAT)}
         and len(blocks) == len(values) - 1
     )
     return bool(blocks) and (marked or (bool(only) and isinstance(values.get("model"), str)))
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an Unsloth config.
-
-    Raises:
-        ConfigError: an unknown key or section, a wrong value.
-    """
+    """The setup of an Unsloth config."""
     top = settings
-    top.note_unknown(("model", *schema.blocks(FORMAT)), UNSLOTH)
-    parts = {section: top.block(section) for section in schema.blocks(FORMAT)}
-    for section, accepted in schema.blocks(FORMAT).items():
+    top.note_unknown(("model", *versions.blocks(FORMAT)), UNSLOTH)
+    parts = {section: top.block(section) for section in versions.blocks(FORMAT)}
+    for section, accepted in versions.blocks(FORMAT).items():
         parts[section].note_unknown(accepted, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
     fields, conversion = converted(_method(training, lora), training.model)
@@ -64,19 +60,13 @@ def _method(training: Settings, lora: Settings) -> dict[str, Any]:
     if training.text("training_type", "lora").strip().lower() == "full":
         return {"method": "full", "quantization": "none", "precision": "bf16-pure", "lora_rank": 0}
     four = training.flag("load_in_4bit", True)
-    names = lora.names("target_modules") or tuple(DEFAULT_TARGETS.split(","))
-    return {
-        "method": "qlora" if four else "lora",
-        "quantization": "nf4-double" if four else "none",
-        "precision": f"{training.outside.half}-autocast",
-        **settings_fields(lora, UNSLOTH, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(lora, names),
-        "adapter_dtype": "fp32",
-    }
+    names = lora.names("target_modules") or DEFAULT_TARGETS
+    precision = f"{training.outside.half}-autocast"
+    quantization = "nf4-double" if four else "none"
+    return common.adapters(lora, UNSLOTH, quantization, names, precision=precision, adapter_dtype="fp32")
 
 
 def _checkpointing(training: Settings) -> dict[str, Any]:
-    """Whether layers are recomputed, and their inputs lie in host memory (Unsloth's own form)."""
     word = training.raw("gradient_checkpointing", "unsloth")
     if isinstance(word, str) and word.strip().lower() == "unsloth":
         return {"checkpointing": 1, "activation_offload": True}

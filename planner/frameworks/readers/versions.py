@@ -1,4 +1,5 @@
-"""What a tool's defaults were in its other versions: published files run with the version that they were written for.
+"""Which settings each tool knows, and what its defaults were in other versions: published files run with the version
+that they were written for.
 
 Where no version is named, what a program hands over says which it cannot be: it would stop with a `TypeError`.
 
@@ -6,7 +7,11 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 0.4.7 to 1.0 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
 """
 
+import json
 from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from planner.core.records import dataclass
 from planner.options.objectives import OBJECTIVES
@@ -287,3 +292,30 @@ def parsed(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return tuple(numbers) or NEWEST_TRL
+
+
+@cache
+def snapshot() -> dict[str, Any]:
+    """tool -> {"version": ..., "fields": [...]} as committed."""
+    data: dict[str, Any] = json.loads(files("planner").joinpath("data/launch_fields.json").read_text("utf-8"))
+    return data
+
+
+def known_settings(tool: str) -> frozenset[str]:
+    """Top-level settings a tool's parser knows, legacy names included."""
+    entry = snapshot()[tool]
+    return frozenset((*entry["fields"], *entry.get("legacy", ())))
+
+
+def accepted(tool: str) -> frozenset[str]:
+    """What its files may hold beside that: the launch's settings, who rewards, other versions', whole blocks'; of tools
+    that take transformers' arguments, names that published configs still carry and its parser has dropped (none changes
+    memory or speed unless a reader looks at it)."""
+    of_transformers = snapshot()["transformers"]["legacy"] if tool in ("trl", "llamafactory") else ()
+    return known_settings(tool).union(snapshot()[tool].get("beside", ()), of_transformers)
+
+
+def blocks(tool: str) -> dict[str, list[str]]:
+    """Block of a tool's file ("": the file itself) -> its settings."""
+    by_block: dict[str, list[str]] = snapshot()[tool]["blocks"]
+    return by_block

@@ -3,17 +3,17 @@ values from it, and slips of the pen are told by it. To add a setting of a tool,
 
 from collections.abc import Mapping
 
-from planner.frameworks.tools import axolotl, llamafactory, mlx, others, transformers, trl, unsloth
+from planner.frameworks.tools import axolotl, llamafactory, others, transformers, unsloth
 from planner.frameworks.tools.field import Field, Tool, changed_fields
 
 TOOLS: Mapping[str, Tool] = {
     tool.name: tool
     for tool in (
         transformers.SCRIPT,
-        trl.TRL,
+        transformers.TRL,
         axolotl.AXOLOTL,
         llamafactory.LLAMAFACTORY,
-        mlx.MLX,
+        others.MLX,
         unsloth.UNSLOTH,
         unsloth.SCRIPT,
         *others.TOOLS,
@@ -38,7 +38,7 @@ ASKED = (
 """Fields without which there is no verdict: where nobody says them they are asked for."""
 FIELD_OF: Mapping[str, str] = {
     name: field.of
-    for tool in (others.SWIFT, trl.TRL, unsloth.SCRIPT, transformers.SCRIPT)
+    for tool in (others.SWIFT, transformers.TRL, unsloth.SCRIPT, transformers.SCRIPT)
     for field in tool.fields
     for name in field.names
 }

@@ -6,8 +6,7 @@ Source: sentence-transformers 6.2 `SentenceTransformer`, `SentenceTransformerTra
 from collections.abc import Iterable
 
 from planner.core.errors import NotPlanned
-from planner.frameworks.readers.program.objects import as_table, items_of
-from planner.frameworks.readers.program.values import CallResult, Constant, Value, plain
+from planner.frameworks.readers.program.values import CallResult, Constant, Value, as_table, items_of, plain
 
 TRAINER = "SentenceTransformerTrainer"
 LOSS = "MultipleNegativesRankingLoss"

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Sequence
 
-from planner.frameworks.readers.program import files, library, objects, options
+from planner.frameworks.readers.program import library, options, values
 from planner.frameworks.readers.program.reading import (
     CUT_NAMES,
     MAX_DEPTH,
@@ -53,7 +53,7 @@ class Expressions(Reading):
                 spend(len(value.entries))
             case Constant(data=str()):
                 spend(len(value.data))
-            case Constant(data=int()) if abs(value.data) > objects.MAX_NUMBER:
+            case Constant(data=int()) if abs(value.data) > values.MAX_NUMBER:
                 return Unknown(f"{self.place(node, scope)}: too large")
         return value
 
@@ -70,10 +70,20 @@ class Expressions(Reading):
                 return self.table(node, scope)
             case ast.List() | ast.Tuple() | ast.Set():
                 return self.items(node.elts, scope, self.place(node, scope))
-            case ast.JoinedStr() | ast.FormattedValue():
-                return self.text(node, scope)
-            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
-                return self.operation(node, scope)
+            case ast.JoinedStr():
+                return values.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
+            case ast.FormattedValue():
+                spec = self.value(node.format_spec, scope) if node.format_spec is not None else Constant("")
+                return values.in_format(self.value(node.value, scope), spec, self.place(node, scope))
+            case ast.BinOp():
+                left, right = self.value(node.left, scope), self.value(node.right, scope)
+                return values.binary(node.op, left, right, self.place(node, scope))
+            case ast.UnaryOp():
+                return values.unary(node.op, self.value(node.operand, scope), self.place(node, scope))
+            case ast.BoolOp():
+                return self.boolean(node, scope)
+            case ast.Compare():
+                return self.comparison(node, scope)
             case ast.IfExp():
                 return self.conditional(node, scope)
             case ast.Subscript():
@@ -92,28 +102,9 @@ class Expressions(Reading):
                 return self.value(node.value, scope)
         return Unknown(f"{self.place(node, scope)}: computed while the program runs")
 
-    def text(self, node: ast.JoinedStr | ast.FormattedValue, scope: Scope) -> Value:
-        """An f-string, or one of its parts in braces."""
-        if isinstance(node, ast.JoinedStr):
-            return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
-        spec = self.value(node.format_spec, scope) if node.format_spec is not None else Constant("")
-        return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
-
-    def operation(self, node: ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare, scope: Scope) -> Value:
-        """What an operator makes of its operands."""
-        match node:
-            case ast.BinOp():
-                left, right = self.value(node.left, scope), self.value(node.right, scope)
-                return objects.binary(node.op, left, right, self.place(node, scope))
-            case ast.UnaryOp():
-                return objects.unary(node.op, self.value(node.operand, scope), self.place(node, scope))
-            case ast.BoolOp():
-                return self.boolean(node, scope)
-        return self.comparison(node, scope)
-
     def conditional(self, node: ast.IfExp, scope: Scope) -> Value:
         """`a if test else b`: both where the test is not known."""
-        truth = objects.truth(self.value(node.test, scope))
+        truth = values.truth(self.value(node.test, scope))
         if truth is None:
             truth = self.decided(node.test, self.place(node, scope))
         if truth is not None:
@@ -128,8 +119,8 @@ class Expressions(Reading):
             self.cut(node.value, node.slice, scope)
         owner, place = self.value(node.value, scope), self.place(node, scope)
         if isinstance(owner, ImportedName) and owner.path == "os.environ":
-            return files.environment(self, CallResult("", positional=[key], where=place))
-        return objects.element(owner, key, place)
+            return options.environment(self, CallResult("", positional=[key], where=place))
+        return values.element(owner, key, place)
 
     def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
         """Remembers the length to which a list of tokens is cut."""
@@ -149,7 +140,7 @@ class Expressions(Reading):
         table = DictValue({}, self.place(node, scope))
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
-                inner = objects.as_table(self.value(value, scope))
+                inner = values.as_table(self.value(value, scope))
                 table.take(inner, f"{self.place(value, scope)}: ** of what is not known")
                 continue
             name = plain(self.value(key, scope))
@@ -164,7 +155,7 @@ class Expressions(Reading):
         for node in nodes:
             value = self.value(node, scope)
             if isinstance(node, ast.Starred):
-                inner = objects.items_of(value)
+                inner = values.items_of(value)
                 if inner is None:
                     return Unknown(f"{place}: * of what is not known")
                 items += inner
@@ -178,7 +169,7 @@ class Expressions(Reading):
         unknown: Value | None = None
         for part in node.values:
             value = self.value(part, scope)
-            truth = objects.truth(value)
+            truth = values.truth(value)
             if truth is None and (truth := self.decided(part)) is False:
                 value = Constant(False, self.place(part, scope))
             if truth is None:
@@ -196,15 +187,15 @@ class Expressions(Reading):
         result: Value = Constant(True)
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node, scope)
-            result = objects.compare(op, left, right, self.place(node, scope))
-            if objects.truth(result) is not True:
+            result = values.compare(op, left, right, self.place(node, scope))
+            if values.truth(result) is not True:
                 return result
             left = right
         return result
 
     def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Value:
         generator = node.generators[0]
-        over = objects.items_of(self.value(generator.iter, scope))
+        over = values.items_of(self.value(generator.iter, scope))
         inner = Scope(parent=scope, file=file_of(scope))
         if over is None or len(node.generators) > 1 or len(over) > MAX_LISTED:
             unknown = Unknown(f"{self.place(node, scope)}: a list over what is not known")
@@ -217,7 +208,7 @@ class Expressions(Reading):
         items: list[Value] = []
         for item in over:
             self.assign(generator.target, item, inner)
-            tests = [objects.truth(self.value(test, inner)) for test in generator.ifs]
+            tests = [values.truth(self.value(test, inner)) for test in generator.ifs]
             if None in tests:
                 return Undecided(f"{self.place(node, scope)}: a list with conditions that are not known")
             if all(tests):
@@ -235,23 +226,13 @@ class Expressions(Reading):
             return Unknown(f"{self.place(node, scope)}: a dictionary not known")
         return DictValue(dict(entries), self.place(node, scope))
 
-    def note_lengths(self, callee: Value, call: CallResult) -> None:
-        """Remembers lengths handed to the program's own code and to data sets."""
-        if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
-            for name, value in call.keywords.items():
-                self.note_length(name, value, call.name)
-        for first, other in PARTS_OF_LENGTH:
-            parts = (plain(call.keywords.get(first)), plain(call.keywords.get(other)))
-            if all(type(part) is int for part in parts):
-                self.program.cuts.append(Constant(sum(parts), f"{call.where}, {first} + {other}"))
-
     def call(self, node: ast.Call, scope: Scope) -> Value:
         callee = self.value(node.func, scope)
         call = CallResult(_last(node.func), where=self.place(node, scope))
         for argument in node.args:
             value = self.value(argument, scope)
             if isinstance(argument, ast.Starred):
-                call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
+                call.positional += values.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
             else:
                 call.positional.append(value)
         keywords = DictValue(call.keywords)
@@ -260,9 +241,16 @@ class Expressions(Reading):
             if keyword.arg is not None:
                 keywords.entries[keyword.arg] = value
             else:
-                keywords.take(objects.as_table(value), f"{call.where}: ** of what is not known", over=False)
+                keywords.take(values.as_table(value), f"{call.where}: ** of what is not known", over=False)
         call.more = keywords.more
-        self.note_lengths(callee, call)
+        # lengths handed to the program's own code and to data sets
+        if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
+            for name, value in call.keywords.items():
+                self.note_length(name, value, call.name)
+        for first, other in PARTS_OF_LENGTH:
+            parts = (plain(call.keywords.get(first)), plain(call.keywords.get(other)))
+            if all(type(part) is int for part in parts):
+                self.program.cuts.append(Constant(sum(parts), f"{call.where}, {first} + {other}"))
         if isinstance(callee, Function):
             return self.called(callee, call)
         if isinstance(callee, Class):
@@ -290,7 +278,7 @@ class Functions(Expressions):
                     option = options.Option.of(made)
                     function.options[option.name] = option.value(self.outside)
                 if isinstance(made, CallResult) and (made.owner, made.name) == ("hydra", "main") and node.args.args:
-                    function.options[node.args.args[0].arg] = files.hydra_settings(self, made)
+                    function.options[node.args.args[0].arg] = options.hydra_settings(self, made)
         return function
 
     def class_of(self, node: ast.ClassDef, scope: Scope) -> Class:
@@ -322,7 +310,7 @@ class Functions(Expressions):
 
     def instance(self, made_by: Class, call: CallResult) -> Value:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
-        if made_by.base and objects.is_followed(made_by.base):
+        if made_by.base and values.is_followed(made_by.base):
             fields = () if call.more else made_by.fields
             defaults = {name: made_by.attributes[name] for name in fields if name in made_by.attributes}
             call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
@@ -432,7 +420,7 @@ class Functions(Expressions):
 
     def uncalled(self, scope: Scope) -> None:
         """Functions that nothing calls, where the program trains nothing otherwise: a script may be all functions."""
-        if any(objects.is_trainer(made) for made in self.program.calls):
+        if any(values.is_trainer(made) for made in self.program.calls):
             return
         for value in list(scope.names.values()):
             methods = value.attributes.values() if isinstance(value, Class) else ()

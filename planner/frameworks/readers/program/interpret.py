@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from planner.core.errors import ConfigError
-from planner.frameworks.readers.program import loops, objects
+from planner.frameworks.readers.program import loops, values
 from planner.frameworks.readers.program.functions import Functions
 from planner.frameworks.readers.program.reading import (
     LIBRARIES,
@@ -111,7 +111,7 @@ class Reader(Functions):
     def makes_trainer(self) -> bool:
         """Whether a trainer or its arguments were made so far."""
         made = self.program.calls
-        trains = any(objects.is_trainer(call) or objects.holds_arguments(call) for call in made)
+        trains = any(values.is_trainer(call) or values.holds_arguments(call) for call in made)
         return trains or any(context.loader is not None for _, context in self.program.steps.backwards.values())
 
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
@@ -133,7 +133,7 @@ class Reader(Functions):
                 self.assign(node.target, self.value(node.value, scope), scope)
             case ast.AugAssign():
                 left = self.value(node.target, scope)
-                made = objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+                made = values.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
                 self.assign(node.target, made, scope)
             case ast.If():
                 self.branch(node, scope)
@@ -183,14 +183,14 @@ class Reader(Functions):
                 raise Loop
             case ast.Raise():
                 ended = self.value(node.exc, scope) if node.exc is not None else None
-                raise (Return if objects.ends_well(ended) else Raise)(Constant(None))
+                raise (Return if values.ends_well(ended) else Raise)(Constant(None))
         value = self.value(node.value, scope) if node.value is not None else Constant(None)
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)
         raise Return(value)
 
     def branch(self, node: ast.If, scope: Scope) -> None:
-        truth = objects.truth(self.value(node.test, scope))
+        truth = values.truth(self.value(node.test, scope))
         if truth is None:
             decides = self.turn.loader is None and changes([*node.body, *node.orelse])  # settings are made before it
             truth = self.decided(node.test, self.place(node, scope) if decides else "")
@@ -229,9 +229,11 @@ class Reader(Functions):
     def attempt(self, node: ast.Try, scope: Scope) -> None:
         """What a `try` does; where that is an import with another way without it, which holds is not known."""
         imports = [statement for statement in node.body if isinstance(statement, (ast.Import, ast.ImportFrom))]
-        without = next(
-            (handler.body for handler in node.handlers if handler.type is None or _catches_import(handler.type)), None
-        )
+        without = None
+        for handler in reversed(node.handlers):  # the first that is for a package that is absent
+            caught = {child.id for child in ast.walk(handler.type or handler) if isinstance(child, ast.Name)}
+            if handler.type is None or caught & {"ImportError", "ModuleNotFoundError", "Exception"}:
+                without = handler.body
         absent = None
         if imports and without is not None and changes([*node.body, *without]):
             place = self.place(node, scope)
@@ -276,7 +278,7 @@ class Reader(Functions):
 
     def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
         over = self.value(node.iter, scope)
-        items = objects.items_of(over)
+        items = values.items_of(over)
         if items is None or len(items) > MAX_LOOP:
             outer = self.turn
             if (loader := loops.loader_of(over)) is not None:
@@ -316,7 +318,7 @@ class Reader(Functions):
                     value.attributes["kept"] = Constant(True)
                 self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
-                parts = objects.unpacked(value, len(target.elts))
+                parts = values.unpacked(value, len(target.elts))
                 for element, part in zip(target.elts, parts, strict=True):
                     self.assign(element.value if isinstance(element, ast.Starred) else element, part, scope)
             case ast.Attribute():
@@ -384,12 +386,6 @@ class Reader(Functions):
                 self.program.sources.append(path)
                 self.modules[name] = scope
         return self.modules[name]
-
-
-def _catches_import(kind: ast.expr) -> bool:
-    """Whether a handler is for a package that is absent."""
-    names = {child.id for child in ast.walk(kind) if isinstance(child, ast.Name)}
-    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})
 
 
 def _fits(pattern: ast.pattern, subject: Any) -> bool | None:

@@ -9,19 +9,17 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
 
-from planner.frameworks.readers import hydra, schema
+from planner.frameworks.readers import loading, versions
 from planner.frameworks.readers.program.embedding import fitted
-from planner.frameworks.readers.program.files import environment, loaded, to_value
-from planner.frameworks.readers.program.objects import (
-    argument_defaults,
-    as_table,
-    is_followed,
-    is_trainer,
-    items_of,
-    trainer_of,
-    truth,
+from planner.frameworks.readers.program.options import (
+    PARSERS,
+    environment,
+    loaded,
+    of_parser,
+    on_command_line,
+    parents_of,
+    to_value,
 )
-from planner.frameworks.readers.program.options import PARSERS, of_parser, on_command_line, parents_of
 from planner.frameworks.readers.program.reading import MAX_LOOP, Reading
 from planner.frameworks.readers.program.values import (
     CallResult,
@@ -37,7 +35,14 @@ from planner.frameworks.readers.program.values import (
     Undecided,
     Unknown,
     Value,
+    argument_defaults,
+    as_table,
+    is_followed,
+    is_trainer,
+    items_of,
     plain,
+    trainer_of,
+    truth,
     where_of,
 )
 
@@ -63,7 +68,6 @@ def of_module(reader: Reading, callee: ImportedName, made: CallResult) -> Value 
 
 
 def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
-    """Libraries that read settings, and what tells which settings a class takes."""
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
             return loaded(
@@ -78,7 +82,7 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
         case "omegaconf.OmegaConf.merge":
             return _merged(made)
         case "omegaconf.OmegaConf.from_cli":
-            data, _ = hydra.composed({}, reader.outside.read_exact, words=reader.outside.arguments or ())
+            data, _ = loading.composed({}, reader.outside.read_exact, words=reader.outside.arguments or ())
             return to_value(data, "the command line")
         case "inspect.signature" | "signature":
             return CallResult(
@@ -98,7 +102,6 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
 
 
 def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
-    """The environment, the card, paths."""
     match callee.path:
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return environment(reader, made)
@@ -138,13 +141,12 @@ def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made:
 
 
 def _of_collections(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
-    """Built-in functions that make or ask collections."""
     match callee.path:
         case "dict" | "easydict.EasyDict" | "types.SimpleNamespace" | "argparse.Namespace" | "SimpleNamespace":
             inner = as_table(first) if first is not None else DictValue({}, made.where)
             if inner is None:
                 return None
-            if callee.name in ("dict",):
+            if callee.name == "dict":
                 return DictValue({**inner.entries, **made.keywords}, made.where, inner.more or made.more)
             return Instance({**inner.entries, **made.keywords}, more=inner.more or made.more)
         case "sorted" | "reversed" if first is not None:
@@ -230,7 +232,6 @@ def _is_a(value: Value | None, kind: Value) -> bool | None:
 
 
 def _in_order(first: Value, made: CallResult, *, backwards: bool) -> Value:
-    """A sorted list."""
     items = items_of(first)
     values = [plain(item) for item in items or ()]
     alike = len({type(value) for value in values}) <= 1 and all(
@@ -242,7 +243,6 @@ def _in_order(first: Value, made: CallResult, *, backwards: bool) -> Value:
 
 
 def _of_start(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
-    """What starts a program with its words."""
     match callee.path:
         case "fire.Fire" | "Fire" | "typer.run" if isinstance(first, Function):
             words = on_command_line(reader.outside.arguments)
@@ -254,14 +254,6 @@ def _of_start(reader: Reading, callee: ImportedName, first: Value | None, made: 
                 "ArgumentParser", positional=parents_of(made), keywords=dict(made.keywords), where=made.where
             )
     return None
-
-
-def command_line(reader: Reading) -> ListValue:
-    """`sys.argv`: the program's name, and what is said of its words."""
-    words = reader.outside.arguments or ()
-    return ListValue(
-        [Constant(reader.name), *(Constant(word, "the command line") for word in words)], "the command line"
-    )
 
 
 def _of_fire(value: Value) -> Value:
@@ -286,7 +278,7 @@ def parameters(reader: Reading, callee: Value | None, place: str) -> Value:
     name = callee.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(callee, ImportedName) else ""
     if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
         return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
-    names = TRAINER_PARAMETERS if name == "SFTTrainer" else schema.snapshot()["trl"]["fields"]
+    names = TRAINER_PARAMETERS if name == "SFTTrainer" else versions.snapshot()["trl"]["fields"]
     kind = Constant("KEYWORD_ONLY", place)
     return DictValue(
         {
@@ -350,7 +342,6 @@ def _number(name: str, made: CallResult) -> Value:
 
 
 def _merged(made: CallResult) -> Value:
-    """What `OmegaConf.merge` gives: of each setting the last."""
     merged = DictValue({}, made.where)
     for argument in made.positional:
         inner = as_table(argument)
@@ -410,9 +401,10 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
                 return Constant("float" in value.name, place)
             if name in ("__dataclass_fields__", "__annotations__"):
                 return parameters(reader, value, place)
-            return (
-                command_line(reader) if (value.path, name) == ("sys", "argv") else ImportedName(f"{value.path}.{name}")
-            )
+            if (value.path, name) == ("sys", "argv"):
+                words = [Constant(word, "the command line") for word in reader.outside.arguments or ()]
+                return ListValue([Constant(reader.name), *words], "the command line")
+            return ImportedName(f"{value.path}.{name}")
         case Instance() | Class():
             if name in value.attributes:
                 member = value.attributes[name]
@@ -532,9 +524,12 @@ def _counts_emulation(reader: Reading, made: CallResult) -> bool:
 
 
 def _by_others(reader: Reading, callee: ImportedName, made: CallResult) -> Value | None:
-    """What asks an object for an attribute or sets one, copies it, or makes one by its name in settings."""
     if callee.path == "getattr" and len(made.positional) >= 2:
-        return _getattr(reader, made)
+        holder, key = made.positional[0], plain(made.positional[1])
+        if not isinstance(key, str) or not isinstance(holder, (Instance, ImportedName, Class)):
+            return Unknown(f"{made.where}: computed while the program runs")
+        absent = isinstance(holder, Instance) and key not in holder.attributes and not holder.more
+        return made.positional[2] if absent and len(made.positional) > 2 else attribute(reader, holder, key, made.where)
     if callee.path == "setattr" and len(made.positional) == 3:
         owner, name, value = made.positional
         if isinstance(owner, (CallResult, Instance)) and isinstance(plain(name), str):
@@ -557,7 +552,6 @@ def _by_others(reader: Reading, callee: ImportedName, made: CallResult) -> Value
 
 
 def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
-    """Methods of objects."""
     name = made.name
     first = made.positional[0] if made.positional else None
     if isinstance(owner, Constant) and isinstance(owner.data, str):
@@ -649,16 +643,6 @@ def _of_table(reader: Reading, owner: DictValue, made: CallResult) -> Value | No
         case "copy":
             return DictValue(dict(owner.entries), owner.where, owner.more)
     return None
-
-
-def _getattr(reader: Reading, made: CallResult) -> Value:
-    owner, name = made.positional[0], plain(made.positional[1])
-    if isinstance(name, str):
-        if isinstance(owner, Instance) and name not in owner.attributes and not owner.more and len(made.positional) > 2:
-            return made.positional[2]
-        if isinstance(owner, (Instance, ImportedName, Class)):
-            return attribute(reader, owner, name, made.where)
-    return Unknown(f"{made.where}: computed while the program runs")
 
 
 def _copied(reader: Reading, made: CallResult) -> Value | None:

@@ -1,13 +1,15 @@
 """Plain training loops of PyTorch and Accelerate, read as the trainer whose step they make: one forward of one model a
 step, the loss that transformers' model itself computes, one optimizer, a `DataLoader`. Any other loop is none of these.
+And what a trainer class of the program's own does in place of its base's step, by the code of its methods.
 """
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 from planner.core.records import dataclass
-from planner.frameworks.readers.program.values import CallResult, Constant, ListValue, Unknown, Value, plain
+from planner.frameworks.readers.program.values import CallResult, Constant, Function, ListValue, Unknown, Value, plain
 
 OPTIMIZER_CLASSES = (
     "AdamW", "Adam", "SGD", "Adafactor", "RMSprop", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW",
@@ -71,12 +73,10 @@ def divisors(test: ast.expr) -> Iterator[ast.expr]:
     """What a condition counts to: `(step + 1) % every == 0`, `counter == every`."""
     parts = list(ast.walk(test))
     divided = [part.right for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]
-    reached = [part.comparators[0] for part in parts if isinstance(part, ast.Compare) and _reaches(part)]
-    yield from divided or reached
-
-
-def _reaches(test: ast.Compare) -> bool:
-    return isinstance(test.ops[0], (ast.Eq, ast.GtE)) and isinstance(test.comparators[0], (ast.Name, ast.Attribute))
+    compared = [(part.ops[0], part.comparators[0]) for part in parts if isinstance(part, ast.Compare)]
+    yield from divided or [
+        to for op, to in compared if isinstance(op, (ast.Eq, ast.GtE)) and isinstance(to, (ast.Name, ast.Attribute))
+    ]
 
 
 def autocast_of(context: Value) -> Value | None:
@@ -132,7 +132,6 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
 
 
 def _forward(loss: Value) -> CallResult | None:
-    """The call of the model whose own loss is differentiated."""
     for _ in range(MAX_WRAPPERS):
         if not isinstance(loss, CallResult):
             return None
@@ -161,7 +160,6 @@ def _precision(context: LoopContext, accelerator: CallResult | None) -> dict[str
 
 
 def _accumulation(turns: list[LoopContext], accelerator: CallResult | None, place: str) -> Value:
-    """Micro-batches of a step."""
     steps = accelerator.argument("gradient_accumulation_steps") if accelerator is not None else None
     if steps is not None:
         return steps
@@ -182,3 +180,58 @@ def _evaluated(steps: Steps, trained: CallResult, batch: Value) -> int | None:
         return None
     usual = plain(batch)
     return max([int(size) for size in sizes if isinstance(usual, int) and int(size) > usual], default=0)
+
+
+STEPS = ("compute_loss", "training_step", "_inner_training_loop", "get_batch_loss_metrics")
+"""Methods that make the step."""
+WORDS = {
+    "distillation": ("teacher", "distill", "student"),
+    "reinforcement learning": ("reward", "advantage", "critic", "value_head", "ppo", "grpo", "rollout"),
+    "preferences": ("ref_model", "reference_model", "rejected", "chosen"),
+    "embedding": ("contrastive", "info_nce", "infonce", "triplet"),
+}
+"""What a step trains -> parts of the names in it."""
+
+
+def other_objective(trainer: CallResult, trainers: Mapping[str, str]) -> tuple[str, str]:
+    """What a trainer's own step trains, and the name that says so ("" twice where nothing does).
+
+    `trainers` holds classes of trainers of other objectives: one that the class holds or makes decides.
+    """
+    for method in _methods(trainer):
+        for name in _names(method.node):
+            if name in trainers:
+                return trainers[name], name
+    for method in _steps(trainer):
+        for name in _names(method.node):
+            for objective, parts in WORDS.items():
+                if any(re.search(rf"(?:^|_){part}", name.lower()) for part in parts):
+                    return objective, name
+    return "", ""
+
+
+def forwards(trainer: CallResult) -> int:
+    """Calls of what is named as a model (`self.model(...)`) in the largest of its own steps; 0 where it has none."""
+    num = [0]
+    for method in _steps(trainer):
+        called = (call.func for call in ast.walk(method.node) if isinstance(call, ast.Call))
+        names = (of.id if isinstance(of, ast.Name) else getattr(of, "attr", "") for of in called)
+        num.append(sum(name == "model" or name.endswith("_model") for name in names))
+    return max(num)
+
+
+def _methods(trainer: CallResult) -> Iterator[Function]:
+    attributes = trainer.made_by.attributes if trainer.made_by is not None else {}
+    yield from (value for value in attributes.values() if isinstance(value, Function))
+
+
+def _steps(trainer: CallResult) -> Iterator[Function]:
+    yield from (method for method in _methods(trainer) if getattr(method.node, "name", "") in STEPS)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr

@@ -1,13 +1,17 @@
-"""Command lines: what argparse, click, typer, fire and parsers of dataclasses make of a program's words."""
+"""Settings that come from outside a program: files beside it, Hydra, its environment, its command line as argparse,
+click, typer, fire and parsers of dataclasses take it."""
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+from planner.core.errors import ConfigError
 from planner.core.records import dataclass
-from planner.frameworks.readers.program.files import loaded
-from planner.frameworks.readers.program.objects import as_table, items_of
+from planner.frameworks.readers import loading
+from planner.frameworks.readers.loading import json_lines, parse_json, parse_yaml
 from planner.frameworks.readers.program.reading import ProgramContext, Reading
 from planner.frameworks.readers.program.values import (
     CallResult,
@@ -20,11 +24,90 @@ from planner.frameworks.readers.program.values import (
     ListValue,
     Unknown,
     Value,
+    as_table,
+    items_of,
     plain,
     same,
     where_of,
 )
 from planner.frameworks.readers.shell import flags, is_open
+
+
+def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, above: str = "") -> Value:
+    """Plain data (of a YAML or JSON file) as values; `lines` tells where each dotted key stands."""
+    line = (lines or {}).get(above.removesuffix("."))
+    place = f"{where}:{line}" if line else where
+    if loading.is_open(data):
+        return Unknown(f"{place}: {above.removesuffix('.')} is {data}")
+    if isinstance(data, dict):
+        return DictValue(
+            {str(key): to_value(value, where, lines, f"{above}{key}.") for key, value in data.items()}, place
+        )
+    if isinstance(data, list):
+        return ListValue([to_value(value, place) for value in data], place)
+    return Constant(data, place)
+
+
+def environment(reader: Reading, made: CallResult) -> Value:
+    name = plain(made.positional[0]) if made.positional else ""
+    if isinstance(name, str) and name in reader.outside.environment:
+        given = reader.outside.environment[name]
+        return Unknown(f"the launch: {name}={given}") if is_open(given) else Constant(given, "the launch")
+    default = made.positional[1] if len(made.positional) > 1 else made.keywords.get("default")
+    if default is None and made.name in ("get", "getenv"):
+        return Constant(None, f"{made.where}, the environment variable {name} taken not to be set")
+    if isinstance(default, Constant):
+        return Constant(default.data, f"{made.where}, default of the environment variable {name}")
+    return Unknown(f"{made.where}: the environment variable {name}")
+
+
+def hydra_settings(reader: Reading, made: CallResult) -> Value:
+    """The settings that `@hydra.main` hands to its function: those of the named file, composed."""
+    folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
+    words = list(reader.outside.arguments or ())
+    for flag, value in pairwise(words):
+        name = value if flag in ("--config-name", "-cn") else name
+    if not isinstance(name, str):
+        return Unknown(f"{made.where}: settings of Hydra that are not known")
+    folder = folder.removeprefix("./").rstrip("/") if isinstance(folder, str) else ""
+    path = "/".join(part for part in (folder, name) if part).removesuffix(".yaml") + ".yaml"
+    text = reader.outside.read_exact(path)
+    if text is None:
+        return Unknown(f"{made.where}: settings of another file ({path})")
+    try:
+        parsed = parse_yaml(text, path)
+        values, files = loading.composed(parsed.values, reader.outside.read_exact, folder, words)
+    except ConfigError as error:
+        return Unknown(f"{made.where}: {error.message}")
+    reader.program.sources += [path, *files]
+    return to_value(values, path, {} if files else parsed.lines)
+
+
+def loaded(reader: Reading, made: CallResult) -> Value:
+    """A YAML or JSON file beside the program."""
+    source = made.positional[0] if made.positional else None
+    if made.name in ("loads", "safe_load") and isinstance(source, Constant) and isinstance(source.data, str):
+        try:  # text that stands in the program
+            return to_value(parse_yaml(source.data, made.where).values, source.where or made.where)
+        except ConfigError as error:
+            return Unknown(f"{made.where}: {error.message}")
+    if isinstance(source, CallResult) and source.name == "dumps" and source.positional:
+        return source.positional[0]  # a deep copy of settings
+    while isinstance(source, CallResult) and source.name != "open" and source.receiver is not None:
+        source = source.receiver
+    path = plain(source.positional[0]) if isinstance(source, CallResult) and source.positional else None
+    text = reader.outside.read(path) if isinstance(path, str) else None
+    if text is None or not isinstance(path, str):
+        if isinstance(path, Unknown):
+            return path
+        return Unknown(f"{made.where}: settings of another file ({path if isinstance(path, str) else 'not known'})")
+    reader.program.sources.append(path)
+    try:
+        data = parse_json(text, path) if path.endswith(".json") else (parsed := parse_yaml(text, path)).values
+    except ConfigError as error:
+        return Unknown(f"{made.where}: {error.message}")
+    return to_value(data, path, json_lines(text) if path.endswith(".json") else parsed.lines)
+
 
 TRAINS = re.compile(r"train|tune|sft|fit", re.IGNORECASE)
 """Names of subcommands that train."""
@@ -106,7 +189,6 @@ def _converted(text: Any, kind: str) -> Any:
 
 
 def _word(text: str) -> Any:
-    """A word of a command line as the value that it means."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -216,11 +298,6 @@ def _parsed(owner: CallResult, context: ProgramContext) -> Instance:
     return namespace
 
 
-def _has_no_form(option: Value) -> bool:
-    action = option.keywords.get("action") if isinstance(option, CallResult) else None
-    return isinstance(action, ImportedName) and action.name == "BooleanOptionalAction"
-
-
 def _known_flags(owner: CallResult) -> set[str] | None:
     """Every long option of a parser and its subcommands; None where some are not known by name."""
     long_options: set[str] = set()
@@ -229,10 +306,12 @@ def _known_flags(owner: CallResult) -> set[str] | None:
         return None
     for call in owner.positional:
         flags = [plain(each) for each in call.positional] if isinstance(call, CallResult) else [None]
+        action = call.keywords.get("action") if isinstance(call, CallResult) else None
+        has_no = isinstance(action, ImportedName) and action.name == "BooleanOptionalAction"
         if not all(isinstance(flag, str) for flag in flags):
             return None
         long_options |= {str(flag) for flag in flags}
-        long_options |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(call)}
+        long_options |= {f"--no-{str(flag)[2:]}" for flag in flags if has_no}
     subparsers = owner.keywords.get("subparsers")
     for inner in subparsers.attributes.values() if isinstance(subparsers, CallResult) else ():
         below = _known_flags(inner) if isinstance(inner, CallResult) else None
@@ -315,7 +394,6 @@ def _of_file(reader: Reading, owner: CallResult, made: CallResult) -> dict[str, 
 
 
 def _dataclasses(reader: Reading, owner: CallResult, made: CallResult) -> Value:
-    """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
     given = owner.argument("dataclass_types", 0)
     classes = items_of(given) if given is not None else None
     if classes is None and given is not None:

@@ -180,7 +180,6 @@ def _older(line: str, problem: str) -> str:
 
 
 def _requoted(line: str) -> str:
-    """One line with the other kind of quote inside the braces of its f-strings."""
     pieces: list[str] = []
     quote, depth, index = "", 0, 0
     while index < len(line):

@@ -1,7 +1,9 @@
-"""What a name in a program may stand for. Every value knows where it was written."""
+"""What a name in a program may stand for, and what that is where a program asks it: true or not, its elements, as text;
+what operators make of it (results stay small). Every value knows where it was written."""
 
 import ast
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import field
@@ -310,3 +312,267 @@ def same(first: Value | None, other: Value | None) -> bool:
         left, right = plain(first), plain(other)
         return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
     return False
+
+
+ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
+TOKENIZER_TRAINERS = ("BpeTrainer", "WordPieceTrainer", "UnigramTrainer", "WordLevelTrainer")
+STARTERS = ("TorchTrainer", "DataParallelTrainer", "HorovodTrainer")
+"""Ray's classes that start a function on workers."""
+ARGUMENT_DEFAULTS = {
+    "fp16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "deepspeed": None,
+    "gradient_accumulation_steps": 1, "max_steps": -1, "do_train": False, "do_eval": False, "fsdp": None,
+    "torch_compile": False, "use_liger_kernel": False, "resume_from_checkpoint": None,
+}  # fmt: skip
+"""Fields of transformers' arguments that programs ask, and what they are where nobody sets them."""
+
+
+MODEL_DEFAULTS = {
+    "model_name_or_path": None, "model_revision": "main", "dtype": "float32", "torch_dtype": "float32",
+    "trust_remote_code": False, "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_alpha": 32,
+    "lora_dropout": 0.05, "lora_target_modules": None, "lora_modules_to_save": None, "lora_target_parameters": None,
+    "use_rslora": False, "use_dora": False, "load_in_8bit": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": False,
+}  # fmt: skip
+"""Fields of TRL's `ModelConfig`. Source: TRL 1.16 `trainer/model_config.py`; before 0.24 `torch_dtype` was None, which
+transformers 4 loads in float32."""
+
+
+MAX_TEXT = 10_000
+MAX_NUMBER = 1 << 80
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitOr: operator.or_,
+    ast.BitAnd: operator.and_,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda member, many: member in many,
+    ast.NotIn: lambda member, many: member not in many,
+}
+
+
+def is_trainer(made: CallResult) -> bool:
+    """Whether a call makes a trainer."""
+    return made.name.endswith("Trainer") and made.name not in (*TOKENIZER_TRAINERS, *STARTERS)
+
+
+def holds_arguments(made: CallResult) -> bool:
+    """Whether a call makes a trainer's arguments."""
+    return made.name.endswith(("TrainingArguments", "SFTConfig"))
+
+
+def is_followed(path: str) -> bool:
+    """Whether objects of this foreign class are looked at by their settings."""
+    return path.rpartition(".")[2].endswith((*ARGUMENT_CLASSES, "Trainer"))
+
+
+def ends_well(raised: Value | None) -> bool:
+    """Whether what a program raises is its end, `SystemExit(main())`, and no error, `SystemExit("no GPU")`."""
+    if not isinstance(raised, CallResult) or raised.name != "SystemExit":
+        return False
+    return plain(raised.argument("code", 0)) in (None, 0) or isinstance(plain(raised.argument("code", 0)), Unknown)
+
+
+def truth(value: Value) -> bool | None:
+    """Whether a value is true; None where that is not known."""
+    if isinstance(value, Instance):  # true, where its class does not say when
+        attributes = value.made_by.attributes if value.made_by is not None else {}
+        return None if {"__bool__", "__len__"} & set(attributes) else True
+    if isinstance(value, (CallResult, Function, Class)):
+        return None if isinstance(value, CallResult) else True
+    if isinstance(value, ListValue):
+        return bool(value.items)
+    if isinstance(value, DictValue):
+        return True if value.entries else None if value.more else False
+    if isinstance(value, Constant):
+        return bool(value.data)
+    return None
+
+
+def items_of(value: Value) -> list[Value] | None:
+    """The elements of something a program may loop over, None where they are not known."""
+    match value:
+        case ListValue():
+            spend(len(value.items))
+            return list(value.items)
+        case DictValue() if not value.more:
+            spend(len(value.entries))
+            return [Constant(key, value.where) for key in value.entries]
+        case Constant(data=str()):
+            return [Constant(part, value.where) for part in value.data]
+    return None
+
+
+def unpacked(value: Value, count: int) -> list[Value]:
+    """The parts of a value that is assigned to `count` names."""
+    if isinstance(value, ListValue):
+        if len(value.items) == count:
+            return value.items
+        return [*value.items[:count], *[Unknown(f"{value.where}: too few parts")] * (count - len(value.items))]
+    if isinstance(value, CallResult):
+        # what loads a model gives (model, tokenizer) where two names take it
+        rest = [CallResult("item", receiver=value, where=value.where) for _ in range(count - 1)]
+        return [value, *rest]
+    apart = Unknown(f"{where_of(value)}: taken apart while the program runs")
+    return [value if isinstance(value, Unknown) else apart] * count
+
+
+def as_table(value: Value) -> DictValue | None:
+    """What ** of a value gives."""
+    if isinstance(value, DictValue):
+        return value
+    if isinstance(value, Instance):
+        spend(len(value.attributes))
+        return DictValue(dict(value.attributes), more=value.more)
+    if isinstance(value, CallResult) and is_followed(value.name):
+        more = value.more or f"{value.where}: what {value.name} itself takes for it"
+        defaults = {} if value.more else argument_defaults(value)
+        return DictValue({**defaults, **value.keywords, **value.attributes}, value.where, more)
+    return None
+
+
+def argument_defaults(made: CallResult) -> dict[str, Value]:
+    """What transformers' arguments are where nobody sets them."""
+    if made.name == "ModelConfig":
+        return {name: Constant(data, "ModelConfig's default") for name, data in MODEL_DEFAULTS.items()}
+    if not holds_arguments(made):
+        return {}
+    bf16 = {"bf16": False} if made.name.endswith("TrainingArguments") else {}
+    return {name: Constant(data, f"{made.name}'s default") for name, data in (ARGUMENT_DEFAULTS | bf16).items()}
+
+
+def element(value: Value, key: Value, place: str) -> Value:
+    """value[key]"""
+    name = plain(key)
+    if isinstance(name, Unknown) and isinstance(value, (DictValue, ListValue, Instance)) and name is not SLICE:
+        return name
+    if isinstance(value, Instance):
+        value = DictValue(value.attributes, place, value.more)
+    if isinstance(value, DictValue):
+        if isinstance(name, str) and name in value.entries:
+            return value.entries[name]
+        return Unknown(value.more or f"{place}: {name!r} is not set in the program")
+    if isinstance(value, ListValue) and isinstance(name, int) and -len(value.items) <= name < len(value.items):
+        return value.items[name]
+    return value if isinstance(value, Unknown) else Unknown(f"{place}: computed while the program runs")
+
+
+def formatted(parts: list[Value], place: str) -> Value:
+    """An f-string."""
+    texts = [plain(part) for part in parts]
+    missing = next((text for text in texts if isinstance(text, Unknown)), None)
+    return missing if missing is not None else Constant("".join(str(text) for text in texts)[:MAX_TEXT], place)
+
+
+def in_format(value: Value, spec: Value, place: str) -> Value:
+    """One value of an f-string."""
+    data, form = plain(value), plain(spec)
+    if isinstance(data, Unknown) or isinstance(form, Unknown):
+        return data if isinstance(data, Unknown) else Unknown(f"{place}: text put together while the program runs")
+    if form and not (isinstance(data, (int, float)) and len(form) < 8):
+        return Unknown(f"{place}: text put together while the program runs")
+    try:
+        return Constant(format(data, form), place)
+    except (ValueError, TypeError):
+        return Unknown(f"{place}: text put together while the program runs")
+
+
+def trainer_of(made: CallResult) -> CallResult:
+    """The trainer itself behind functions that hand one back (`train_on_responses_only(trainer)`)."""
+    for _ in range(8):
+        first = made.positional[0] if made.positional else made.keywords.get("trainer")
+        if is_trainer(made) or not isinstance(first, CallResult):
+            return made
+        made = first
+    return made
+
+
+def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
+    """left op right."""
+    if isinstance(left, ListValue) and isinstance(right, ListValue) and isinstance(op, ast.Add):
+        return ListValue([*left.items, *right.items], place)
+    if isinstance(left, DictValue) and isinstance(right, DictValue) and isinstance(op, ast.BitOr):
+        merged = DictValue(dict(left.entries), place, left.more)
+        merged.take(right, "")
+        return merged
+    if isinstance(op, (ast.Div, ast.Mult)) and isinstance(left, CallResult):
+        return left  # a loss stays one
+    first, other = plain(left), plain(right)
+    for part in (first, other):
+        if isinstance(part, Unknown):
+            return part
+    if isinstance(op, ast.Pow):
+        small = all(isinstance(part, (int, float)) and abs(part) <= 64 for part in (first, other))
+        return _checked(lambda: first**other, place) if small else Unknown(f"{place}: computed while the program runs")
+    if isinstance(op, ast.Div) and isinstance(first, str):
+        return Constant(f"{first.rstrip('/')}/{other}", place)  # pathlib
+    if isinstance(op, ast.Mult) and any(isinstance(part, (str, list)) for part in (first, other)):
+        return Unknown(f"{place}: computed while the program runs")
+    if isinstance(op, ast.Mod) and isinstance(first, str):
+        return Unknown(f"{place}: text put together while the program runs")
+    function = _BINARY.get(type(op))
+    if function is None or not all(isinstance(part, (int, float, str, bool)) for part in (first, other)):
+        return Unknown(f"{place}: computed while the program runs")
+    return _checked(lambda: function(first, other), place)
+
+
+def _is_object(value: Value) -> bool:
+    if isinstance(value, CallResult):
+        return value.name[:1].isupper() or value.name == "from_pretrained"
+    return isinstance(value, (ListValue, DictValue, Instance, Function, Class))
+
+
+def unary(op: ast.unaryop, operand: Value, place: str) -> Value:
+    """op operand."""
+    value = plain(operand)
+    if isinstance(value, Unknown):
+        return value
+    if isinstance(op, ast.Not):
+        return Constant(not value, place)
+    if isinstance(value, (int, float)) and isinstance(op, (ast.USub, ast.UAdd)):
+        return Constant(-value if isinstance(op, ast.USub) else value, place)
+    return Unknown(f"{place}: computed while the program runs")
+
+
+def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
+    """left op right, for one comparison."""
+    if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Constant) and right.data is None and _is_object(left):
+        return Constant(isinstance(op, ast.IsNot), place)
+    first, other = plain(left), plain(right)
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, DictValue) and not right.more:
+        other = list(right.entries)
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Instance) and not (right.more or right.made_by):
+        other = list(right.attributes)  # a namespace
+    for part in (first, other):
+        if isinstance(part, Unknown):
+            return Undecided(f"{place}: depends on a condition ({part.reason})" if part.reason else place)
+    function = _COMPARE.get(type(op))
+    if function is None:
+        return Unknown(f"{place}: computed while the program runs")
+    if isinstance(op, (ast.Is, ast.IsNot)) and other not in (None, True, False):
+        return Undecided(f"{place}: depends on a condition")
+    return _checked(lambda: bool(function(first, other)), place)
+
+
+def _checked(compute: Callable[[], Any], place: str) -> Value:
+    try:
+        result = compute()
+    except (TypeError, ValueError, ArithmeticError):
+        return Unknown(f"{place}: computed while the program runs")
+    long = isinstance(result, str) and len(result) > MAX_TEXT
+    if long or (isinstance(result, int) and abs(result) > MAX_NUMBER):
+        return Unknown(f"{place}: too large")
+    return Constant(result, place)
