@@ -214,12 +214,6 @@ def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     assert (small.verdict, small.evaluation_bytes) == (Verdict.FITS, 0)
 
 
-def test_settings_of_swifts_reinforcement_learning_are_no_supervised_run() -> None:
-    text = "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n"
-    with pytest.raises(NotPlanned, match=r"reinforcement learning \(num_generations, reward_funcs\)"):
-        read_text(text, "grpo.yaml", around=FileContext())
-
-
 def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
     vision = MODEL.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
     program = f"{HEAD}from transformers import AutoModelForImageTextToText\n{vision}{TRAIN.replace('{more}', '')}"

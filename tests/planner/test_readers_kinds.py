@@ -185,15 +185,6 @@ def test_deepspeeds_file_counts_before_its_name(config: str, offload: str) -> No
     assert read_text(config + launch, "run.sh").setup.offload == offload
 
 
-def test_text_for_a_person_or_a_shell_is_no_file() -> None:
-    launch = "python train.py --per_device_train_batch_size 1\n"
-    for text in (f"bash <<EOF\n{launch}EOF\n", f"ssh node1 <<'EOF'\n{launch}EOF\n"):
-        with pytest.raises(Undetermined, match=r"starts train\.py"):
-            read_text(text, "run.sh")
-    with pytest.raises(NotATraining, match="starts no training"):
-        read_text(f"cat <<EOF\nusage: {launch}EOF\n", "run.sh")
-
-
 FUNCTIONS = {
     "parameters": 'run() {\n  local name=$1\n  torchrun --nproc_per_node=$2 "$3" --model $name\n}\n'
     "run NAME 4 train.py\n",
@@ -230,24 +221,6 @@ OWN_YAML = "model_name: Qwen/Qwen3-0.6B\nuse_lora: true\nlora_r: 8\ntarget_modul
     "grad_accum: 2\nmax_seq_length: 512\ngradient_checkpointing: true\nbf16: true\ntorch_dtype: bfloat16\n"
     "load_in_4bit: false\n"
 )
-
-
-@pytest.mark.parametrize(
-    ("block", "parallel"),
-    [
-        ("engine: {name: fsdp, config: {sharding_strategy: FULL_SHARD}}\n", "fsdp2"),
-        ("trainer: {fsdp: full_shard auto_wrap}\n", "fsdp2"),
-        ("distributed_backend: fsdp2\n", "fsdp2"),
-        ("deepspeed: {zero_optimization: {stage: 2}}\n", "zero2"),
-        ("launch: {deepspeed_config: configs/ds_zero3.json}\n", "zero3"),
-        ("parallel: {strategy: ddp}\n", "ddp"),
-        ("", "ddp"),
-    ],
-)
-def test_other_programs_settings_say_how_their_jobs_are_spread(block: str, parallel: str) -> None:
-    config = read_text(OWN_YAML + block, "conf.yaml", around=FileContext(num_gpus=2))
-    assert config.format == "own settings"
-    assert (config.setup.parallel, "parallel" in open_fields(config)) == (parallel, False)
 
 
 def test_an_engine_whose_stage_nothing_says_is_asked_for() -> None:
@@ -303,42 +276,10 @@ def test_sequences_cut_beside_whole_states_are_refused_by_name() -> None:
         read_text(SWIFT.replace("lora", "full") + "--sequence_parallel_size 2", "a.sh", around=FileContext(num_gpus=2))
 
 
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ("{stage: 2}", ("zero2", "none")),
-        ("{stage: 3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}}", ("zero3", "parameters")),
-        ("{stage: 1, offload_optimizer: {device: nvme}}", ("zero1", "optimizer")),
-        ("{stage: 0}", ("none", "none")),
-    ],
-)
-def test_deepspeed_on_one_gpu_holds_its_own_states(zero: str, expected: tuple[str, str]) -> None:
-    config = read_text(AXOLOTL + f"deepspeed: {{zero_optimization: {zero}}}\n", "a.yml")
-    assert (config.setup.parallel, config.setup.offload) == expected
-    assert config.setup.num_gpus == 1
-
-
 def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
     config = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
     setup = overrides(config, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
     assert (setup.parallel, setup.images is None) == ("none", False)
-
-
-@pytest.mark.parametrize(
-    ("name", "parallel", "offload"),
-    [
-        ("zero3_offload", "zero3", "parameters"),
-        ("conf/ds_z2_offload_config.json", "zero2", "optimizer"),
-        ("deepspeed_configs/zero3_bf16_cpuoffload_all.json", "zero3", "parameters"),
-        ("examples/deepspeed/ds_z3_config.json", "zero3", "none"),
-        ("default-zero2", "zero2", "none"),
-        ("zero1.json", "zero1", "none"),
-    ],
-)
-def test_a_deepspeed_file_says_by_its_name_whether_it_offloads(name: str, parallel: str, offload: str) -> None:
-    config = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
-    assert (config.setup.parallel, config.setup.offload) == (parallel, offload)
-    assert "offload" not in open_fields(config)
 
 
 @pytest.mark.parametrize("name", ["ds_config_zero3.json", "configs/zero2_mine.json", "stage3.yaml"])
@@ -347,23 +288,6 @@ def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name
     assert "offload" in open_fields(config)
     settled = overrides(config, parse_sets(["offload=optimizer"]))
     assert (settled.setup.offload, "offload" in open_fields(settled)) == ("optimizer", False)
-
-
-@pytest.mark.parametrize(
-    ("more", "saved"),
-    [
-        ("add_tokens: <a>,<b>\n", ("embed_tokens", "lm_head")),
-        ("add_special_tokens: <|x|>\n", ("embed_tokens", "lm_head")),
-        ("new_special_tokens: <|x|>\n", ("embed_tokens", "lm_head")),
-        ("resize_vocab: true\n", ("embed_tokens", "lm_head")),
-        ("resize_vocab: true\nadditional_target: lm_head\n", ("lm_head",)),
-        ("resize_vocab: false\n", ()),
-        ("", ()),
-    ],
-)
-def test_tokens_that_llamafactory_adds_train_whole_tables(more: str, saved: tuple[str, ...]) -> None:
-    config = read_text(FACTORY.format("Qwen/Qwen3-0.6B") + more, "a.yaml")
-    assert config.setup.modules_to_save == saved
 
 
 @pytest.mark.parametrize(
@@ -443,23 +367,6 @@ def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "eval_seqs"),
-    [
-        ("training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n", 4),
-        ("trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n", 2),
-        ("eval_steps: 100\nper_device_eval_batch_size: 16\n", 16),
-        ("per_device_eval_batch_size: 3\n", 3),
-        ("eval_strategy: 'no'\nper_device_eval_batch_size: 8\n", 0),
-        ("evaluation_strategy: no\neval_batch_size: 8\n", 0),
-        ("", 0),
-    ],
-)
-def test_own_settings_say_what_they_evaluate(settings: str, eval_seqs: int) -> None:
-    config = read_text(OWN_YAML + settings, "conf.yaml")
-    assert (config.eval_seqs, open_fields(config)) == (eval_seqs, set())
-
-
-@pytest.mark.parametrize(
     "settings", ["eval_strategy: steps\n", "train: {evaluation_strategy: epoch}\n", "eval_steps: 50\n"]
 )
 def test_own_settings_that_evaluate_who_knows_how_many_ask(settings: str) -> None:
@@ -468,26 +375,80 @@ def test_own_settings_that_evaluate_who_knows_how_many_ask(settings: str) -> Non
     assert overrides(config, parse_sets(["eval_batch=8"])).eval_seqs == 8
 
 
+BARE = OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "")
+UNNAMED = OWN_YAML.replace("model_name: Qwen/Qwen3-0.6B\n", "")
+WHOLE_TABLES = {"modules_to_save": ("embed_tokens", "lm_head")}
+ZERO2 = "deepspeed: {zero_optimization: {stage: 2}}\n"
+SETTINGS_SAY: dict[tuple[str, int], dict[str, dict[str, object]]] = {
+    (OWN_YAML, 1): {
+        "training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n": {"eval_seqs": 4},
+        "trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n": {"eval_seqs": 2},
+        "eval_steps: 100\nper_device_eval_batch_size: 16\n": {"eval_seqs": 16},
+        "per_device_eval_batch_size: 3\n": {"eval_seqs": 3},
+        "eval_strategy: 'no'\nper_device_eval_batch_size: 8\n": {"eval_seqs": 0},
+        "evaluation_strategy: no\neval_batch_size: 8\n": {"eval_seqs": 0},
+        "": {"eval_seqs": 0},
+    },
+    (BARE, 1): {
+        "mixed_precision: bf16\ntorch_dtype: bfloat16\n": {"precision": "bf16-autocast"},
+        "runtime: {mixed_precision: fp16}\ndtype: float16\n": {"precision": "fp16-autocast"},
+        "accelerator:\n  mixed_precision: 'no'\nmodel: {torch_dtype: bfloat16}\n": {"precision": "bf16-pure"},
+        "mixed_precision: fp16\nmodel_dtype: float32\n": {"precision": "fp16-mixed"},
+    },
+    (UNNAMED, 1): {
+        "base_model_path: org/Qwen3-0.6B\n": {"model_id": "org/Qwen3-0.6B"},
+        "model: {base_model_path: org/Qwen3-0.6B}\n": {"model_id": "org/Qwen3-0.6B"},
+        "sft_base_model_path: org/Qwen3-0.6B\n": {"model_id": "org/Qwen3-0.6B"},
+    },
+    (OWN_YAML, 2): {
+        "engine: {name: fsdp, config: {sharding_strategy: FULL_SHARD}}\n": {"parallel": "fsdp2"},
+        "trainer: {fsdp: full_shard auto_wrap}\n": {"parallel": "fsdp2"},
+        "distributed_backend: fsdp2\n": {"parallel": "fsdp2"},
+        ZERO2: {"parallel": "zero2"},
+        "launch: {deepspeed_config: configs/ds_z3_config.json}\n": {"parallel": "zero3"},
+        "parallel: {strategy: ddp}\n": {"parallel": "ddp"},
+        "": {"parallel": "ddp", "format": "own settings"},
+    },
+    # tokens that LLaMA-Factory adds train whole tables
+    (FACTORY.format("Qwen/Qwen3-0.6B"), 1): {
+        "add_tokens: <a>,<b>\n": WHOLE_TABLES,
+        "add_special_tokens: <|x|>\n": WHOLE_TABLES,
+        "new_special_tokens: <|x|>\n": WHOLE_TABLES,
+        "resize_vocab: true\n": WHOLE_TABLES,
+        "resize_vocab: true\nadditional_target: lm_head\n": {"modules_to_save": ("lm_head",)},
+        "resize_vocab: false\n": {"modules_to_save": ()},
+        "": {"modules_to_save": ()},
+    },
+    # DeepSpeed on one GPU holds its own states
+    (AXOLOTL, 1): {
+        ZERO2: {"parallel": "zero2", "offload": "none", "num_gpus": 1},
+        ZERO2.replace("2", "3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}"): {
+            "parallel": "zero3", "offload": "parameters",
+        },
+        ZERO2.replace("2", "1, offload_optimizer: {device: nvme}"): {"parallel": "zero1", "offload": "optimizer"},
+        ZERO2.replace("2", "0"): {"parallel": "none", "offload": "none"},
+    },
+    # a DeepSpeed file says by its name whether it offloads
+    (AXOLOTL, 2): {
+        "deepspeed: zero3_offload\n": {"parallel": "zero3", "offload": "parameters"},
+        "deepspeed: conf/ds_z2_offload_config.json\n": {"parallel": "zero2", "offload": "optimizer"},
+        "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n": {"parallel": "zero3", "offload": "parameters"},
+        "deepspeed: examples/deepspeed/ds_z3_config.json\n": {"parallel": "zero3", "offload": "none"},
+        "deepspeed: default-zero2\n": {"parallel": "zero2", "offload": "none"},
+        "deepspeed: zero1.json\n": {"parallel": "zero1", "offload": "none"},
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("settings", "precision"),
-    [
-        ("mixed_precision: bf16\ntorch_dtype: bfloat16\n", "bf16-autocast"),
-        ("runtime: {mixed_precision: fp16}\ndtype: float16\n", "fp16-autocast"),
-        ("accelerator:\n  mixed_precision: 'no'\nmodel: {torch_dtype: bfloat16}\n", "bf16-pure"),
-        ("mixed_precision: fp16\nmodel_dtype: float32\n", "fp16-mixed"),
-    ],
+    ("base", "num_gpus", "text", "fields"),
+    [(*case, text, fields) for case, rows in SETTINGS_SAY.items() for text, fields in rows.items()],
 )
-def test_mixed_precision_of_own_settings_is_read(settings: str, precision: str) -> None:
-    assert (
-        read_text(OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "") + settings, "conf.yaml").setup.precision
-        == precision
-    )
-
-
-@pytest.mark.parametrize("key", ["base_model_path", "model: {base_model_path", "sft_base_model_path"])
-def test_a_model_by_its_path_is_no_unknown_one(key: str) -> None:
-    text = OWN_YAML.replace("model_name: Qwen/Qwen3-0.6B\n", f"{key}: org/Qwen3-0.6B{'}' * ('{' in key)}\n")
-    assert read_text(text, "conf.yaml").model_id == "org/Qwen3-0.6B"
+def test_what_settings_say_is_read(base: str, num_gpus: int, text: str, fields: dict[str, object]) -> None:
+    config = read_text(base + text, "conf.yaml", around=FileContext(num_gpus=num_gpus))
+    holders = {name: config.setup if hasattr(config.setup, name) else config for name in fields}
+    assert {name: getattr(holder, name) for name, holder in holders.items()} == fields
+    assert not open_fields(config)
 
 
 LOOP = """
@@ -742,34 +703,6 @@ def test_vllm_is_a_server_by_itself_before_trl_1(version: str, settings: str, ge
     assert of_trl(version, text, "grpo.yaml").setup.rollout_settings.generator == generator
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import fire\nfrom llama_cookbook.finetuning import main\nfire.Fire(main)\n",
-        "from llamafactory.train.tuner import run_exp\ndef main():\n    run_exp()\nmain()\n",
-        "from swift.llm import sft_main\nif __name__ == '__main__':\n    sft_main()\n",
-        "import typer\nfrom our_tool.pretrain import setup as begin\ntyper.run(begin)\n",
-    ],
-)
-def test_a_program_that_hands_its_training_over_says_to_whom(text: str) -> None:
-    with pytest.raises(NotPlanned, match="hands its training over"):
-        read_text(text, "finetuning.py")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from sklearn.model_selection import train_test_split\ntrain_test_split(a)\n",
-        "from transformers.trainer_utils import get_last_checkpoint\nget_last_checkpoint('o')\n",
-        "from our_tool.evaluation import main\nmain()\n",
-        "from our_tool.training import plot\n",
-    ],
-)
-def test_a_program_that_trains_nothing_hands_nothing_over(text: str) -> None:
-    with pytest.raises(NotATraining):
-        read_text(text, "finetuning.py")
-
-
 def test_what_older_trainers_cut_to_is_their_own() -> None:
     bare = OF_PAIRS.replace("max_length: 512\n", "")
     assert open_fields(of_trl("0.12.0", bare, "dpo.yaml")) == {"seq_len_tokens"}
@@ -805,20 +738,6 @@ def test_a_folder_for_checkpoints_makes_no_litgpt_of_axolotl(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "tool"),
-    [
-        ("mlx_lm.lora --model Qwen/Qwen2.5-7B --train --data d --batch-size 1", "MLX-LM"),
-        ("python -m mlx_lm.lora --train --model m", "mlx_lm"),
-        ("autotrain llm --train --model m --peft", "AutoTrain"),
-        ("CUDA_VISIBLE_DEVICES=0 autotrain llm --model m", "AutoTrain"),
-    ],
-)
-def test_launches_of_tools_whose_flags_are_not_read_are_refused_by_name(command: str, tool: str) -> None:
-    with pytest.raises(NotPlanned, match=tool):
-        read_text(command + "\n", "run.sh")
-
-
-@pytest.mark.parametrize(
     ("named", "loss"), [("CEWithChunkedOutputLoss", "full"), ("LinearCrossEntropyLoss", "chunked")]
 )
 def test_a_loss_of_torchtune_that_cuts_all_logits_has_them_all(named: str, loss: str) -> None:
@@ -841,20 +760,80 @@ def test_a_built_in_recipe_of_torchtune_says_how_to_write_it_out() -> None:
     assert "tune cp" in raised.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "tool"),
-    [
-        ("grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\n", "NeMo-RL"),
-        ("dpo: {max_num_epochs: 1}\npolicy: {model_name: m}\ncluster: {}\n", "NeMo-RL"),
-        ("task: llm-sft\nbase_model: m\nproject_name: x\nparams: {peft: true, batch_size: 2}\n", "AutoTrain"),
-        ("model: {_target_: m}\nstep_scheduler: {local_batch_size: 4}\n", "NeMo AutoModel"),
-        ("model_name_or_path: m\ntrain_file: x\ntrain_mode: qlora\nmax_seq_length: 64\n", "Firefly"),
-        ("model: m\ntrain_dataset: x\npeft_config: {name: lora}\nmicro_batch_size: 1\n", "LLaMA-Factory's v1"),
-    ],
-)
-def test_files_of_engines_that_are_not_planned_are_refused_by_name(text: str, tool: str) -> None:
-    with pytest.raises(NotPlanned, match=tool):
-        read_text(text, "conf.yaml")
+LAUNCH = "python train.py --per_device_train_batch_size 1\n"
+OF_OBJECTIVE = "training: {{{}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n"
+OF_SWIFT, RLHF = (f"swift {verb} --model Qwen/Qwen3-0.6B " for verb in ("sft", "rlhf"))
+REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
+    # text for a shell, or for a person, is no file
+    (Undetermined, r"starts train\.py", "run.sh", (f"bash <<EOF\n{LAUNCH}EOF\n", f"ssh n1 <<'EOF'\n{LAUNCH}EOF\n")),
+    (NotATraining, "starts no training", "run.sh", (f"cat <<EOF\nusage: {LAUNCH}EOF\n",)),
+    (NotPlanned, "hands its training over", "finetuning.py", (
+        "import fire\nfrom llama_cookbook.finetuning import main\nfire.Fire(main)\n",
+        "from llamafactory.train.tuner import run_exp\ndef main():\n    run_exp()\nmain()\n",
+        "from swift.llm import sft_main\nif __name__ == '__main__':\n    sft_main()\n",
+        "import typer\nfrom our_tool.pretrain import setup as begin\ntyper.run(begin)\n",
+    )),
+    (NotATraining, "no trainer", "finetuning.py", (
+        "from sklearn.model_selection import train_test_split\ntrain_test_split(a)\n",
+        "from transformers.trainer_utils import get_last_checkpoint\nget_last_checkpoint('o')\n",
+        "from our_tool.evaluation import main\nmain()\n",
+        "from our_tool.training import plot\n",
+    )),
+    # tools whose flags are not read
+    (NotPlanned, "MLX-LM", "run.sh", ("mlx_lm.lora --model Qwen/Qwen2.5-7B --train --data d --batch-size 1\n",)),
+    (NotPlanned, "mlx_lm", "run.sh", ("python -m mlx_lm.lora --train --model m\n",)),
+    (NotPlanned, "trains with megatron", "run.sh", ("megatron sft --model Qwen/Qwen2.5-7B",)),
+    (NotPlanned, "AutoTrain", "run.sh", (
+        "autotrain llm --train --model m --peft\n", "CUDA_VISIBLE_DEVICES=0 autotrain llm --model m\n",
+    )),
+    # files of engines
+    (NotPlanned, "AutoTrain", "conf.yaml", (
+        "task: llm-sft\nbase_model: m\nproject_name: x\nparams: {peft: true, batch_size: 2}\n",
+    )),
+    (NotPlanned, "NeMo-RL", "conf.yaml", (
+        "grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\n",
+        "dpo: {max_num_epochs: 1}\npolicy: {model_name: m}\ncluster: {}\n",
+    )),
+    (NotPlanned, "NeMo AutoModel", "conf.yaml", ("model: {_target_: m}\nstep_scheduler: {local_batch_size: 4}\n",)),
+    (NotPlanned, "Firefly", "conf.yaml", (
+        "model_name_or_path: m\ntrain_file: x\ntrain_mode: qlora\nmax_seq_length: 64\n",
+    )),
+    (NotPlanned, "LLaMA-Factory's v1", "conf.yaml", (
+        "model: m\ntrain_dataset: x\npeft_config: {name: lora}\nmicro_batch_size: 1\n",
+    )),
+    (NotPlanned, "trains with JAX", "train.py", ("import jax\nfrom mine import Loop\nLoop(jax.devices()).train()\n",)),
+    (NotPlanned, "trains with TensorFlow", "train.py", (
+        "from tensorflow import keras\nm = keras.Sequential()\nm.fit(x)\n",
+    )),
+    (NotPlanned, "trains with PaddlePaddle", "train.py", ("import paddle\nfrom mine import go\ngo(paddle)\n",)),
+    # other objectives
+    (NotPlanned, "rm by its name", "rm_qwen3b.yaml", (
+        "model_name_or_path: m/m\ndo_train: true\ntrain_file_dir: a\nvalidation_file_dir: b\nuse_peft: true\n"
+        "lora_rank: 8\nmax_source_length: 512\nmax_target_length: 512\ntarget_modules: all\n"
+        "per_device_train_batch_size: 4\n",
+    )),
+    (NotPlanned, "not planned", "own.yaml", tuple(
+        OF_OBJECTIVE.format(word) for word in ("method: simpo", "task: rlhf_alignment", "stage: classification")
+    )),
+    (ConfigError, "no config of a known tool", "two.yaml", ("a: 1\n---\nb: 2\n",)),
+    (NotPlanned, "trains GRPO .* with ms-swift", "run.sh", (f"{RLHF}--rlhf_type grpo",)),
+    (NotPlanned, "trains KTO .* with ms-swift", "run.sh", (f"{RLHF}--rlhf_type kto",)),
+    (NotPlanned, "trains DPO .* with ms-swift", "run.sh", (RLHF,)),
+    (NotPlanned, "trains classification .* with ms-swift", "run.sh", (
+        f"{OF_SWIFT}--task_type seq_cls --num_labels 2",
+    )),
+    (NotPlanned, "trains embedding .* with ms-swift", "run.sh", (f"{OF_SWIFT}--task_type embedding",)),
+    (NotPlanned, "trains reranking .* with ms-swift", "run.sh", (f"{OF_SWIFT}--task_type generative_reranker",)),
+    (NotPlanned, r"reinforcement learning \(num_generations, reward_funcs\)", "grpo.yaml", (
+        "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "words", "file", "text"), [(*row[:3], text) for row in REFUSED for text in row[3]])
+def test_what_is_not_planned_is_refused_by_its_name(error: type[ConfigError], words: str, file: str, text: str) -> None:
+    with pytest.raises(error, match=words):
+        read_text(text, file)
 
 
 ARGUMENTS_ALONE = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1e-3\nfp16: true\n"
