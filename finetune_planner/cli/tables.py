@@ -283,7 +283,7 @@ def compare_adapters(
         typer.echo(f"no LoRA of {request.model.model_id} fits on {request.gpu.name}: {command} says why", err=True)
         raise typer.Exit(EXIT_NOTHING_FITS)
     lora = plan.chosen.setup
-    rows = compare_kinds(request, lora)
+    rows = [*compare_kinds(request, lora)]
     show_table(out, as_json, AdaptersSheet(rows, request, lora))
 
 

@@ -25,7 +25,7 @@ from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_l
 from planner.options.kernels import KERNELS
 from planner.planning.decision.alternatives import alternatives, in_backward
 from planner.planning.decision.candidates import Ranked, candidate
-from planner.planning.decision.choosing import choose
+from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node
 from planner.planning.decision.policy import compile_s, job_notes
@@ -56,15 +56,24 @@ class _Walked(NamedTuple):
     node: Node | None
     best: WalkedSetup | None
 
-    @classmethod
-    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache) -> "_Walked":
-        """The whole space of a workload."""
-        if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
-            workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
-        elif _packs_alone(workload):
-            workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
-        values, results = dimension_values(workload), WalkResults(cache=cache)
-        return cls(workload, values, results, *choose(workload, values, results, corrections))
+
+def _walk(workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache) -> _Walked:
+    if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
+        workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
+    elif _packs_alone(workload):
+        workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
+    values, results = dimension_values(workload), WalkResults(cache=cache)
+    return _Walked(workload, values, results, *choose(workload, values, results, corrections))
+
+
+def _walk_fitting(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
+) -> _Walked | None:
+    """The same; None where nothing fits, or no setup can be."""
+    with suppress(UsageError):
+        walked = _walk(workload, corrections, cache)
+        return walked if walked.best is not None else None
+    return None
 
 
 def plan_workload(
@@ -95,25 +104,22 @@ def plan_workload(
         packed = _with_packed_experts(workload, corrections, cache)
         if packed is not None:
             return packed
-    walked = _Walked.all(workload, corrections, cache)
-    if walked.node is None or walked.best is None:
+    walked = _walk(workload, corrections, cache)
+    if walked.best is None:
         return _nothing_fits(walked, corrections, helped, explained)
-    written = _of_some_target(walked.workload, walked.best, corrections, walked.results.cache)
-    if written is None:
-        return _plan(walked, walked.node, walked.best, num_ranked, explained)
-    walked, lost = written
-    assert walked.node is not None
-    assert walked.best is not None
-    plan = _plan(walked, walked.node, walked.best, num_ranked, explained)
-    return replace(plan, notes=(*lost, *plan.notes))
+    walked, lost = _of_some_target(walked.workload, walked.best, corrections, cache) or (walked, ())
+    return _plan(walked, lost, num_ranked, explained)
 
 
-def _plan(walked: _Walked, node: Node, best: WalkedSetup, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
-    """The answer where something fits."""
-    workload, results = walked.workload, walked.results
+def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
+    workload, values, results, node, best = walked
+    assert node is not None
+    assert best is not None
     if not explained:
-        space, chosen = _space_count(workload, walked.values, results), candidate(workload, best.setup)
-        return Plan(workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space)
+        space, chosen = _space_count(workload, values, results), candidate(workload, best.setup)
+        return Plan(
+            workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space, notes=(*notes,)
+        )
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup)
     installed = _with_packages(workload, chosen, results.cache)
@@ -125,8 +131,8 @@ def _plan(walked: _Walked, node: Node, best: WalkedSetup, num_ranked: int = NUM_
         alternatives=(*installed, *alternatives(workload, chosen, node, results, alone)),
         ranked=Ranked(chosen, workload, others),
         tree=tuple(answers(workload, results, node, best, chosen, alone)),
-        space=_space_count(workload, walked.values, results),
-        notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
+        space=_space_count(workload, values, results),
+        notes=(*notes, *_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )
 
 
@@ -134,22 +140,22 @@ def _nothing_fits(
     walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True, explained: bool = True
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
-    workload, results = walked.workload, walked.results
-    space = _space_count(workload, walked.values, results)
+    workload, values, results, _, _ = walked
+    space = _space_count(workload, values, results)
     if not space.walked:
         unpacked = _of_unpacked(workload, corrections)
         if unpacked is not None:
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
-        check_something_expressed(workload, sample_setups(workload, walked.values, layouts))
+        check_something_expressed(workload, sample_setups(workload, values, layouts))
         raise _nothing_to_walk(workload, results)
-    instead = (
-        _with_packed_experts(workload, corrections, results.cache)
-        or _of_plain_copy(workload, corrections)
-        or _in_the_host(workload, corrections, results.cache)
-    )
-    if instead is not None:
-        return instead
+    if packed := _with_packed_experts(workload, corrections, results.cache):
+        return packed
+    copied = _of_unpacked(workload, corrections, "trains only unpacked and does not fit so")
+    if isinstance(copied, Plan):
+        return copied
+    if offloaded := _in_the_host(workload, corrections, results.cache):
+        return offloaded
     from planner.planning.decision.alternatives import refusal  # a plan needs none
 
     if not explained:
@@ -176,7 +182,6 @@ def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], resu
 
 
 def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
-    """The error with the reasons of the layouts that were left out."""
     contradicted = _contradiction(dimension_values(workload))
     if workload.num_gpus == 1:
         if results.too_large_for_hosts:
@@ -242,7 +247,6 @@ def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
 
 
 def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
-    """Size of the plain product of all dimensions, impossible combinations included."""
     batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
     layers = ("attention", "checkpointing", "selective_checkpointing", "loss", "kernels", "activation_offload")
     dimensions = (*BRANCH_FIELDS, *layers, "optimizer")
@@ -306,16 +310,13 @@ def _in_the_host(
     for more in ({}, {"optimizer": ("sgd",)}):
         if more.keys() & workload.fixed.keys():
             continue
-        with suppress(UsageError):
-            walked = _Walked.all(replace(workload, fixed={**fixed, **more}), corrections, cache)
-            if walked.node is not None and walked.best is not None:
-                plan = _plan(walked, walked.node, walked.best)
-                notes: list[str] = [risk("nothing fits on the card alone: states lie in its host")]
-                if more:
-                    others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
-                    eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
-                    notes.insert(0, measured("; ".join((stateless, *eight))))
-                return replace(plan, notes=(*notes, *plan.notes))
+        if walked := _walk_fitting(replace(workload, fixed={**fixed, **more}), corrections, cache):
+            plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
+            if more:
+                others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
+                eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
+                plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
+            return plan
     return None
 
 
@@ -324,13 +325,11 @@ def _with_packed_experts(
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     for request in _packed(workload):
-        with suppress(UsageError):
-            walked = _Walked.all(request, corrections, cache)
-            if walked.node is not None and walked.best is not None:
-                if pinned_bytes(workload.model, walked.best.setup) > assumed_host_bytes(workload):
-                    continue
-                plan = _plan(walked, walked.node, walked.best)
-                return replace(plan, notes=(risk(PACKING[request.targets[0]]), *plan.notes))
+        walked = _walk_fitting(request, corrections, cache)
+        if walked is None or walked.best is None:
+            continue
+        if pinned_bytes(workload.model, walked.best.setup) <= assumed_host_bytes(workload):
+            return _plan(walked, [risk(PACKING[request.targets[0]])])
     return None
 
 
@@ -345,10 +344,9 @@ def _of_some_target(
     order = preferred_nodes(workload)
     options: list[tuple[int, float, str, _Walked]] = []
     for name in writers(workload):
-        with suppress(UsageError):
-            walked = _Walked.all(replace(workload, targets=(name,)), corrections, cache)
-            if walked.node is not None and walked.best is not None:
-                options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
+        walked = _walk_fitting(replace(workload, targets=(name,)), corrections, cache)
+        if walked is not None and walked.node is not None and walked.best is not None:
+            options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
     if not options:
         return None
     _, slowness, _, walked = min(options, key=lambda option: option[:3])
@@ -357,37 +355,19 @@ def _of_some_target(
     return walked, (note,) if -slowness < fastest.tokens_per_s else ()  # what a tool runs otherwise may be faster
 
 
-def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
-    """The plan of the 16-bit copy of weights that nothing here trains as they are published; None where none fits."""
-    plan = _of_unpacked(workload, corrections, "trains only unpacked and does not fit so")
-    return plan if isinstance(plan, Plan) else None
-
-
 def _of_unpacked(
     workload: Workload, corrections: Mapping[CorrectionKey, float] | None, why: str = "the named target does not unpack"
 ) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
-    copy = plain_copy(workload.model)
-    try:
-        plan = plan_workload(replace(workload, model=copy), corrections) if copy is not None else None
-    except UsageError:
+    if (copy := plain_copy(workload.model)) is None:
         return None
-    if copy is None or plan is None:
+    try:
+        plan = plan_workload(replace(workload, model=copy), corrections)
+    except UsageError:
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
     note = f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}"
     return replace(plan, notes=(measured(note), *plan.notes))
-
-
-def _chosen(workload: Workload) -> Candidate | None:
-    """What the plan of this work would choose, without the rest of it; None where nothing fits."""
-    try:
-        _, best = choose(workload, dimension_values(workload), WalkResults())
-    except UsageError:
-        return None
-    if best is not None:
-        return candidate(workload, best.setup)
-    return next((chosen for packed in _packed(workload) if (chosen := _chosen(packed)) is not None), None)
 
 
 def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
@@ -395,28 +375,26 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     if not dequantizing_class(workload.model):
         return ()
     config = {key: value for key, value in workload.model.config.items() if key != "quantization_config"}
-    chosen = _chosen(replace(workload, model=replace(workload.model, config=config)))
+    request = replace(workload, model=replace(workload.model, config=config))
+    chosen = next(filter(None, map(choose_alone, (request, *_packed(request)))), None)
     if chosen is None:
         return ()
     title = chosen.setup.trainer.title
     experts = f", experts too, in {title}" if chosen.setup.quantize_experts else ""
     words = f"name a 16-bit copy of it: it trains in {chosen.setup.quantization}{experts}"
     saved = nearest.formula.peak_device_bytes - chosen.formula.peak_device_bytes
-    return (Remedy(action=words, saves_bytes=saved, fits=True),)
+    return (Remedy(words, saved),)
 
 
 def _with_packages(workload: Workload, chosen: Candidate | None, cache: WalkCache) -> tuple[Alternative, ...]:
     """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
     if not workload.absent_packages:
         return ()
-    request = replace(workload, absent_packages=())
-    values = dimension_values(request)
-    _, best = choose(request, values, WalkResults(cache=cache))
-    if best is None or (chosen is not None and best.setup == chosen.setup):
+    other = choose_alone(replace(workload, absent_packages=()), cache)
+    if other is None or (chosen is not None and other.setup == chosen.setup):
         return ()
-    other = candidate(request, best.setup)
     words = trade(chosen, other) if chosen is not None else "fits"
-    return (Alternative(label=f"with {' and '.join(packages_of(other.setup))}", candidate=other, trade=words),)
+    return (Alternative(f"with {' and '.join(packages_of(other.setup))}", other, words),)
 
 
 def _attention_price(workload: Workload, chosen: Candidate) -> str:
@@ -446,7 +424,6 @@ def _attention_price(workload: Workload, chosen: Candidate) -> str:
 
 
 def _package_notes(workload: Workload, chosen: Candidate | None, installed: tuple[Alternative, ...]) -> tuple[str, ...]:
-    """What kernels beside the plain stack's buy and need, and what more is to be had by installing a package here."""
     notes: list[str] = []
     if chosen is not None and chosen.setup.kernels != "eager" and "kernels" not in workload.fixed:
         words = f"{KERNELS[chosen.setup.kernels].words}: {kernels_words(workload, chosen.setup)}"
@@ -460,13 +437,11 @@ def _package_notes(workload: Workload, chosen: Candidate | None, installed: tupl
             command = (
                 f"plan with --target {programs[0]} --out DIR, whose run.sh installs it in an environment of its own"
             )
-        words = f"not installed here: {' and '.join(missing)}; with that, {alternative.trade}: {command}"
-        notes.append(risk(words))
+        notes.append(risk(f"not installed here: {' and '.join(missing)}; with that, {alternative.trade}: {command}"))
     return tuple(notes)
 
 
 def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
-    """The stated assumptions of a plan, one sentence each."""
     notes = [*filter(None, (workload.model.taken_as, workload.gpu.taken_as)), *target_notes(workload, chosen.setup)]
     if chosen.setup.activation_offload:
         checkpoints_bytes = checkpointed_inputs_bytes(workload.model, chosen.setup)
@@ -503,28 +478,21 @@ def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
     if cluster is None:
         return ()
     within = f"{cluster.within.name}, {cluster.within.bytes_per_s / 1e9:,.0f} GB/s each way for one GPU"
-    notes = []
-    if cluster.gpus_per_node > 1:
-        notes.append(f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)")
+    links = [f"{cluster.gpus_per_node} GPUs in a node talk over {within}"] * (cluster.gpus_per_node > 1)
     if cluster.between is not None:
-        notes.append(
-            f"{cluster.num_nodes} nodes talk over {cluster.between.name}, "
-            f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
-        )
-    return tuple(map(usual, notes))
+        rate = f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node"
+        links.append(f"{cluster.num_nodes} nodes talk over {cluster.between.name}, {rate}")
+    return tuple(usual(f"{link} (nominal; --interconnect changes it)") for link in links)
 
 
 def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
     """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
     if isinstance(answer, NoPlan):
         return {}
-    classes = [
-        alternative.candidate
-        for alternative in answer.alternatives
-        if alternative.label in {node.words for node in Node}
-    ]
+    words = {node.words for node in Node}
+    classes = [alternative.candidate for alternative in answer.alternatives if alternative.label in words]
+    fitting = [option for option in (answer.chosen, *classes) if option.fits]
     by_method: dict[str, Candidate] = {}
-    for option in sorted((answer.chosen, *classes), key=lambda option: -option.tokens_per_s):
-        if option.fits:
-            by_method.setdefault(option.setup.method, option)
+    for option in sorted(fitting, key=lambda option: -option.tokens_per_s):
+        by_method.setdefault(option.setup.method, option)
     return by_method

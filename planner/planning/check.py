@@ -6,8 +6,6 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
-from typing import Self
 
 from planner.core.notes import measured
 from planner.core.records import dataclass
@@ -36,8 +34,6 @@ EVALUATION_BAND_FRACTION = 0.08
 MIN_SPEEDUP = 1.01
 """A change must promise at least this to be called faster."""
 
-EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_UNREADABLE, EXIT_UNCERTAIN = 0, 1, 2, 3
-
 
 class Verdict(StrEnum):
     """What the device peak, with its error band, says against the budget."""
@@ -48,12 +44,7 @@ class Verdict(StrEnum):
     CANNOT_RUN = "cannot_run"  # whatever its memory
 
 
-EXIT_CODES = {
-    Verdict.FITS: EXIT_FITS,
-    Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT,
-    Verdict.UNCERTAIN: EXIT_UNCERTAIN,
-    Verdict.CANNOT_RUN: EXIT_DOES_NOT_FIT,
-}
+EXIT_CODES = {Verdict.FITS: 0, Verdict.DOES_NOT_FIT: 1, Verdict.UNCERTAIN: 3, Verdict.CANNOT_RUN: 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,32 +70,6 @@ class Change:
     speedup: float
     changes_training: bool
     in_place: bool
-
-    @classmethod
-    def of(
-        cls,
-        label: str,
-        setup: TrainSetup,
-        after: Prediction,
-        *,
-        config: ReadConfig,
-        before: Prediction,
-        budget_bytes: int,
-        band: Band,
-        changes_training: bool = False,
-    ) -> Self:
-        """The change of a config to `setup`, whose prediction is `after`."""
-        return cls(
-            label=label,
-            fields=changed_fields(config.setup, setup),
-            setup=setup,
-            prediction=after,
-            verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
-            saves_bytes=before.peak_device_bytes - after.peak_device_bytes,
-            speedup=speedup(before, after),
-            changes_training=changes_training,
-            in_place=config.allows(setup, in_place=True),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,15 +184,13 @@ def _keeps_all_logits(config: ReadConfig) -> bool:
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
-    """What evaluating takes, where it decides, and what keeps it small."""
     notes = []
     if decides_bytes:
-        key, micro = setting_of(config), config.setup.micro_batch_seqs
-        whole = around.evaluates_whole(config.setup)
-        notes.append(
-            f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
-            f"{gib(decides_bytes)}: {WHOLE_EVALUATION if whole else f'{key} {micro} keeps it below'}"
-        )
+        keeps = f"{setting_of(config)} {config.setup.micro_batch_seqs} keeps it below"
+        if around.evaluates_whole(config.setup):
+            keeps = "Liger's loss makes no logits in training alone"
+        more = f"takes more than a step, up to {gib(decides_bytes)}"
+        notes.append(f"the evaluation of {config.eval_seqs} sequences at once {more}: {keeps}")
     if _keeps_all_logits(config):
         each = gib(2 * around.logits_bytes(model, config.setup))
         notes.append(
@@ -235,9 +198,6 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
             "eval_accumulation_steps 1 sends them to the host"
         )
     return tuple(notes)
-
-
-WHOLE_EVALUATION = "Liger's loss makes no logits in training alone"
 
 
 def reload_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
@@ -254,15 +214,13 @@ def loaded_ahead_bytes(config: ReadConfig, model: ModelSpec) -> int:
 
 
 def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
-    """What loading takes of the host where several processes do it, and a second model after the training."""
-    notes = []
-    setup, where = config.setup, config.loaded_again[0]
+    notes, setup = [], config.setup
     on_node = min(setup.num_gpus, GPUS_PER_NODE)
     if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
-        whole = around.loading_host_bytes(model, setup, 1)
-        who = "its first process" if loading == whole else f"each of its {on_node} processes"
+        first_alone = loading == around.loading_host_bytes(model, setup, 1)
+        who = "its first process" if first_alone else f"each of its {on_node} processes"
         notes.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
-        if loading == whole and setup.method == "full":
+        if first_alone and setup.method == "full":
             dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
             size = gib(SIZE_BYTES[dtype] * model.num_params)
             notes.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
@@ -273,8 +231,8 @@ def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterw
         )
     if afterwards > step_bytes:
         notes.append(
-            f"{where} loads the model once more while the trainer holds the first: {gib(afterwards)}, more than a "
-            'step; del trainer, model and torch.cuda.empty_cache() before it, or device_map="cpu"'
+            f"{config.loaded_again[0]} loads the model once more while the trainer holds the first: {gib(afterwards)}, "
+            'more than a step; del trainer, model and torch.cuda.empty_cache() before it, or device_map="cpu"'
         )
     return tuple(notes)
 
@@ -289,19 +247,33 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     step_band = band_of(of_step, config)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
-    change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
-    changes = []
+    changes: list[Change] = []
+
+    def add(label: str, setup: TrainSetup, after: Prediction, band: Band, changes_training: bool = False) -> None:
+        changes.append(
+            Change(
+                label=label,
+                fields=changed_fields(config.setup, setup),
+                setup=setup,
+                prediction=after,
+                verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
+                saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
+                speedup=speedup(prediction, after),
+                changes_training=changes_training,
+                in_place=config.allows(setup, in_place=True),
+            )
+        )
+
     if decides and config.eval_seqs > config.setup.micro_batch_seqs:
         at_micro = replace(config, eval_seqs=config.setup.micro_batch_seqs)
         least = evaluating_bytes(at_micro, model, gpu, config.setup)
         fewer = replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
-        changes = [change(evaluation_label(config.setup), config.setup, fewer, band=step_band)]
+        add(evaluation_label(config.setup), config.setup, fewer, step_band)
     for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
         if config.allows(setup):
             after = predict(setup)
             # a changed setup stands on the formula: its band, where that is wider
-            change_band = step_band.wider(band_of(after, config))
-            changes.append(change(label, setup, after, band=change_band, changes_training=changes_training))
+            add(label, setup, after, step_band.wider(band_of(after, config)), changes_training)
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
@@ -329,7 +301,6 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
 
 
 def _cache_notes(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
-    """What is said where only the allocator's cache is too much."""
     needed = without_cache_bytes(prediction)
     if not needed <= budget_bytes < prediction.peak_device_bytes:
         return ()
@@ -361,7 +332,6 @@ def left_by_lengths_bytes(prediction: Prediction, setup: TrainSetup) -> tuple[in
 
 
 def _length_notes(prediction: Prediction, setup: TrainSetup) -> tuple[str, ...]:
-    """What is said where the memory reserved hangs on the order of the samples."""
     if setup.expandable_segments or setup.packing:
         return ()
     least, most = left_by_lengths_bytes(prediction, setup)
@@ -379,15 +349,12 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
     A config that fits: the faster ones that still fit, by speed. One that does not: those that make it fit (training
     unchanged first, then by speed), then the others that save memory, by bytes.
     """
-    if verdict is Verdict.FITS:
-        faster = [change for change in changes if change.verdict is Verdict.FITS and change.speedup >= MIN_SPEEDUP]
-        return tuple(sorted(faster, key=lambda change: (change.changes_training, -change.speedup)))
     fitting = [change for change in changes if change.verdict is Verdict.FITS]
+    fitting.sort(key=lambda change: (change.changes_training, -change.speedup))
+    if verdict is Verdict.FITS:
+        return tuple(change for change in fitting if change.speedup >= MIN_SPEEDUP)
     rest = [change for change in changes if change.verdict is not Verdict.FITS and change.saves_bytes > 0]
-    return (
-        *sorted(fitting, key=lambda change: (change.changes_training, -change.speedup)),
-        *sorted(rest, key=lambda change: -change.saves_bytes),
-    )
+    return (*fitting, *sorted(rest, key=lambda change: -change.saves_bytes))
 
 
 def summary(result: CheckResult) -> str:

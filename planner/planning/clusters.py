@@ -120,7 +120,7 @@ Outcome = ClusterOption | UsageError | None
 
 def every_outcome(jobs: Iterable[Job], limits: Limits) -> list[Outcome]:
     """What becomes of each job of one method."""
-    return _Plans(limits).all_of(jobs)
+    return [*map(_Plans(limits).of, jobs)]
 
 
 def deciding_outcomes(jobs: Sequence[Job], limits: Limits) -> list[Outcome]:
@@ -154,71 +154,54 @@ def deciding_outcomes(jobs: Sequence[Job], limits: Limits) -> list[Outcome]:
     size = attrgetter("cluster.num_gpus", "workload.memory_bytes")
     for _, of_number in groupby(sorted(could, key=size), lambda job: job.cluster.num_gpus):
         sizes = [[*of_size] for _, of_size in groupby(of_number, size)]
-        first = bisect_left(sizes, True, key=lambda of_size: any(map(_fits, plans.all_of(of_size))))
-        if any(_meets(outcome) for of_size in sizes[first:] for outcome in plans.all_of(of_size)):
+        first = bisect_left(sizes, True, key=lambda of_size: bool(plans.fitting(of_size)))
+        if any(option.meets for of_size in sizes[first:] for option in plans.fitting(of_size)):
             break
-    return plans.outcomes
-
-
-def _fits(outcome: Outcome) -> bool:
-    return isinstance(outcome, ClusterOption)
-
-
-def _meets(outcome: Outcome) -> bool:
-    return isinstance(outcome, ClusterOption) and outcome.meets
+    return [*plans.outcomes.values()]
 
 
 class _Plans:
-    """The plans of jobs of one method, each made once."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._caches: dict[int, WalkCache] = {}
-        self._outcomes: dict[int, Outcome] = {}
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return list(self._outcomes.values())
+        self.outcomes: dict[int, Outcome] = {}
 
     @property
     def options(self) -> list[ClusterOption]:
-        return [outcome for outcome in self.outcomes if isinstance(outcome, ClusterOption)]
+        return [outcome for outcome in self.outcomes.values() if isinstance(outcome, ClusterOption)]
 
-    def all_of(self, jobs: Iterable[Job]) -> list[Outcome]:
-        return [self.of(job) for job in jobs]
+    def fitting(self, jobs: Iterable[Job]) -> list[ClusterOption]:
+        return [outcome for job in jobs if isinstance(outcome := self.of(job), ClusterOption)]
 
     def of(self, job: Job) -> Outcome:
-        if id(job) not in self._outcomes:
+        if id(job) not in self.outcomes:
             cache = self._caches.setdefault(job.cluster.num_gpus, WalkCache())
             try:
-                self._outcomes[id(job)] = job.option(self._limits, cache)
+                self.outcomes[id(job)] = job.option(self._limits, cache)
             except UsageError as error:
-                self._outcomes[id(job)] = error
-        return self._outcomes[id(job)]
+                self.outcomes[id(job)] = error
+        return self.outcomes[id(job)]
 
 
 def smallest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The fewest GPUs that keep deadline and budget; of those the least memory, then the fastest."""
-    kept = [option for option in options if option.meets]
-    return min(
-        kept,
-        key=lambda option: (option.cluster.num_gpus, option.workload.memory_bytes, option.duration_s),
-        default=None,
-    )
+    return _least(options, "cluster.num_gpus", "workload.memory_bytes", "duration_s")
 
 
 def cheapest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The least cost that keeps deadline and budget; of equals the fewer GPUs."""
-    kept = [option for option in options if option.meets and option.cost_usd is not None]
-    return min(kept, key=lambda option: (option.cost_usd, option.cluster.num_gpus), default=None)
+    return _least([option for option in options if option.cost_usd is not None], "cost_usd", "cluster.num_gpus")
 
 
 def fastest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The shortest time that keeps deadline and budget; of equals the fewer GPUs."""
-    kept = [option for option in options if option.meets]
-    return min(kept, key=lambda option: (option.duration_s, option.cluster.num_gpus), default=None)
+    return _least(options, "duration_s", "cluster.num_gpus")
+
+
+def _least(options: Iterable[ClusterOption], *names: str) -> ClusterOption | None:
+    return min((option for option in options if option.meets), key=attrgetter(*names), default=None)
 
 
 def nearest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """Where nothing keeps the limits: the fastest of what fits, because more time or money would make it do."""
-    return min(options, key=lambda option: option.duration_s, default=None)
+    return min(options, key=attrgetter("duration_s"), default=None)

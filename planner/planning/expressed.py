@@ -39,10 +39,7 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
     variants: dict[TrainSetup, None] = {}
     for layout in layouts:
         differences = TARGETS[workload.targets[0]].differences(branch.replace_trusted(**layout), workload.gpu)
-        changes = {
-            difference.field: difference.runs_as for difference in differences if difference.field in NOT_PLANNED
-        }
-        changes = {name: value for name, value in changes.items() if name not in workload.fixed}
+        changes = {each.field: each.runs_as for each in differences if each.field in {*NOT_PLANNED} - {*workload.fixed}}
         with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
             variants[branch.replace(**changes).run_by(workload.targets[0])] = None
     yield from variants
@@ -79,13 +76,9 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
             if isinstance(runs, str):
                 refused[runs] += 1
             elif runs != setup and not place:
-                differences = TARGETS[target].differences(setup, workload.gpu)
-                chosen = [
-                    difference
-                    for difference in differences
-                    if difference.field not in NOT_PLANNED or difference.field in workload.fixed
-                ]
-                otherwise.update(difference.sentence() for difference in chosen)
+                for difference in TARGETS[target].differences(setup, workload.gpu):
+                    if difference.field not in NOT_PLANNED or difference.field in workload.fixed:
+                        otherwise[difference.sentence()] += 1
         reasons = otherwise or refused  # what it does run is nearer
         if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
             reason = reasons.most_common(1)[0][0]

@@ -2,6 +2,7 @@
 what `plan` chooses at each sequence length, which is one of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -73,8 +74,12 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     What no slider changes (optimizer, loss, attention, kernels, ...) is what a plan takes of the method at that length;
     of a method that does not fit, what it takes of the chosen one.
     """
-    cache = WalkCache()
-    answers = tuple(_answer(workload, cache) for workload in workloads)
+    cache, answers = WalkCache(), list[Plan | NoPlan | None]()
+    for workload in workloads:
+        try:
+            answers.append(plan_workload(workload, cache=cache, num_ranked=1))
+        except PlannerError:
+            answers.append(None)
     chosen = [answer.chosen.setup for answer in answers if isinstance(answer, Plan)]
     ranks = sorted({*RANKS, *(setup.lora_rank for setup in chosen if setup.method != "full")})
     methods = (("full", 0), *product(METHODS[1:], ranks))
@@ -93,7 +98,7 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     return Grid(
         workloads=tuple(workloads),
         usual=usual,
-        answers=answers,
+        answers=tuple(answers),
         methods=methods,
         lengths=tuple(workload.seq_len_tokens for workload in workloads),
         batches=batches,
@@ -102,15 +107,7 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     )
 
 
-def _answer(workload: Workload, cache: WalkCache) -> Plan | NoPlan | None:
-    try:
-        return plan_workload(workload, cache=cache, num_ranked=1)
-    except PlannerError:
-        return None
-
-
 def _cell(workload: Workload, base: TrainSetup | None, rank: int, batch: int, every: int) -> Candidate | None:
-    """A setup of the grid, None where it cannot be."""
     if base is None:
         return None
     steps = max(1, workload.global_batch_seqs // batch)
@@ -128,10 +125,9 @@ def _cell(workload: Workload, base: TrainSetup | None, rank: int, batch: int, ev
 
 def _bases(workload: Workload, answer: Plan | NoPlan | None) -> dict[str, TrainSetup]:
     """Method -> the setup whose other settings its cells have."""
-    best = (
-        {method: candidate.setup for method, candidate in best_by_method(answer).items()} if answer is not None else {}
-    )
+    best: dict[str, TrainSetup] = {}
     if isinstance(answer, Plan):
+        best = {method: option.setup for method, option in best_by_method(answer).items()}
         best[answer.chosen.setup.method] = answer.chosen.setup
     try:
         values = dimension_values(workload)
@@ -150,15 +146,14 @@ def _usual_bases(
         wanted = getattr(like, name, None)
         common[name] = wanted if wanted in values[name] else values[name][0]
     for method in METHODS:
-        quantizations = ("nf4-double",) if method == "qlora" else ("none",)
-        if method not in values["method"] or not set(quantizations) <= set(values["quantization"]):
+        bits = "nf4-double" if method == "qlora" else "none"
+        if method not in values["method"] or bits not in values["quantization"]:
             continue
         rank = RANKS[0] if method != "full" else 0
-        fields = {"method": (method,), "quantization": quantizations, "kbit_fp32_cast": (False,), "lora_rank": (rank,)}
-        setups = list(branches(workload, {**values, **fields}))
-        first = next((setup for setup in setups if PRECISIONS[setup.precision].autocast), setups[0] if setups else None)
-        if first is not None:
-            try:
+        fields = {"method": (method,), "quantization": (bits,), "kbit_fp32_cast": (False,), "lora_rank": (rank,)}
+        setups = sorted(
+            branches(workload, {**values, **fields}), key=lambda each: not PRECISIONS[each.precision].autocast
+        )
+        for first in setups[:1]:
+            with suppress(SetupError):
                 yield method, first.replace(**common, seq_len_tokens=workload.seq_len_tokens)
-            except SetupError:
-                continue

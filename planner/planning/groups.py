@@ -3,6 +3,7 @@ open; and what walks of one model know of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import SetupError
@@ -70,11 +71,7 @@ class SetupGroup:
 class WalkCache:
     """What walks of one model computed: the runs and their memory, for cards that run the same kernels."""
 
-    def __init__(self) -> None:
-        self._begin(None)
-
-    def _begin(self, model: ModelSpec | None) -> None:
-        """Forgets all that is of another model."""
+    def __init__(self, model: ModelSpec | None = None) -> None:
         self._model = model
         self._runs: dict[Any, tuple[SetupGroup, ...]] = {}
         self._peaks: dict[Any, dict[tuple[str, tuple[str, ...]], Peaks]] = {}
@@ -85,15 +82,14 @@ class WalkCache:
     ) -> Iterable[SetupGroup]:
         """The runs of a workload; named launch targets may ask whose card it is."""
         if self._model is not workload.model:
-            self._begin(workload.model)
+            vars(self).update(vars(WalkCache(workload.model)))  # forgets all that is of another
         named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
         request = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
         layout = tuple(tuple(placement.fields.items()) for placement in layouts)
         key = (_memory_kind(workload), named, request, tuple(values.items()), layout)
-        runs = self._runs.get(key)
-        if runs is None:
-            runs = self._runs[key] = tuple(_runs(workload, values, layouts))
-        return runs
+        if key not in self._runs:
+            self._runs[key] = tuple(_runs(workload, values, layouts))
+        return self._runs[key]
 
     def peaks(self, workload: Workload, run: SetupGroup, loss: str) -> Peaks:
         """The peaks of a run with one loss, of the fullest rank."""
@@ -105,24 +101,19 @@ class WalkCache:
             of = (loss, run.choices[loss])
             peaks = run.alike.get(of)
             if peaks is None:
-                ranks = [family.peaks(*of) for family in self._families(workload, run)]
-                peaks = run.alike[of] = Peaks(ranks, len(run.pairs))
+                if not run.ranks:
+                    parts = distinct_parts(workload.model, run.setup)
+                    run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
+                if not run.families:
+                    run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
+                peaks = run.alike[of] = Peaks([family.peaks(*of) for family in run.families], len(run.pairs))
             run.peaks[loss] = peaks
         return peaks
-
-    def _families(self, workload: Workload, run: SetupGroup) -> list[Family]:
-        if not run.ranks:
-            parts = distinct_parts(workload.model, run.setup)
-            run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
-        if not run.families:
-            run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
-        return run.families
 
 
 def _runs(
     workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]"
 ) -> Iterator[SetupGroup]:
-    """The runs of a workload, in the order in which they are walked."""
     model, gpu = workload.model, workload.gpu
     for branch in branches(workload, values):
         of_branch = same_kernels(model, gpu, branch, values["attention"])
@@ -159,11 +150,9 @@ def _runs_of(
     choices: Choices,
     pairs: tuple[tuple[int, int], ...],
 ) -> Iterable[SetupGroup]:
-    """The runs of a branch under one layout, by kernels and layers."""
     ranks = list[Rank]()
-    layers_of = sorted(
-        layer_variants(setup, values), key=lambda layers: min(2, layers["checkpointing"])
-    )  # ends come first
+    # ends come first
+    layers_of = sorted(layer_variants(setup, values), key=lambda layers: min(2, layers["checkpointing"]))
     runs: dict[tuple[Any, ...], SetupGroup] = {}
     expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():
@@ -201,12 +190,8 @@ def _name_rivals(
     for (attention, kernels, *layers), run in runs.items():
         if fused is not None and "attention" not in workload.fixed and UNFUSED & set(run.kernels):
             attention, layers[-1] = fused, False  # selective checkpointing keeps what only fused kernels have
-        rival = runs.get((attention, first or kernels, *layers))
-        if (
-            rival is not None
-            and rival is not run
-            and all(set(optimizers) <= set(rival.choices.get(loss, ())) for loss, optimizers in run.choices.items())
-        ):
+        rival = runs.get((attention, first or kernels, *layers), run)
+        if rival is not run and all({*run.choices[loss]} <= {*rival.choices.get(loss, ())} for loss in run.choices):
             run.rival = rival
 
 
@@ -220,10 +205,9 @@ def _expressed(
     for attention in attentions:
         runnable = {}
         for loss, optimizers in choices.items():
-            families = [
-                shared.replace_trusted(attention=attention, loss=loss, optimizer=optimizer) for optimizer in optimizers
-            ]
-            fitting = tuple([family.optimizer for family in families if variants_as_run(family, workload) is not None])
+            family = shared.replace_trusted(attention=attention, loss=loss)
+            families = [family.replace_trusted(optimizer=optimizer) for optimizer in optimizers]
+            fitting = tuple([each.optimizer for each in families if variants_as_run(each, workload) is not None])
             if fitting:
                 runnable[loss] = fitting
         if groups and groups[-1][1] == runnable:
@@ -234,18 +218,12 @@ def _expressed(
 
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
-    """The optimizers that the engines run with each loss; losses without any are left out."""
     if setup.single_gpu:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
-    choices = {}
-    for loss in values["loss"]:
-        fitting = tuple(
-            optimizer
-            for optimizer in values["optimizer"]
-            if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer))
-        )
-        if fitting:
-            choices[loss] = fitting
+    choices: dict[str, tuple[str, ...]] = {}
+    for loss, optimizer in product(values["loss"], values["optimizer"]):
+        if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer)):
+            choices[loss] = (*choices.get(loss, ()), optimizer)
     return choices
 
 
@@ -254,8 +232,7 @@ def same_kernels(
 ) -> dict[tuple[str, ...], list[str]]:
     """The attention implementations that can exist here, by the kernels that they run in every layer."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    dtypes = dtype_policy_of(branch)
-    dtype = dtypes.attention_input
+    dtype = dtype_policy_of(branch).attention_input
     for attention in attentions:
         try:
             attended = branch.replace(attention=attention)

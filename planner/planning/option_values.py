@@ -45,10 +45,10 @@ def length(text: str | int) -> int:
 
 
 def _whole(text: str | int, thousand: int, usual: str) -> int:
-    match = _AMOUNT.fullmatch(str(text).strip())
     value = Decimal("0.5")
-    if match:
-        value = Decimal(match[1].translate(_NO_MARKS)) * thousand ** _THOUSANDS[match[2].lower()]
+    if match := _AMOUNT.fullmatch(str(text).strip()):
+        number = match[1].replace(",", "").replace("_", "")
+        value = Decimal(number) * thousand ** _THOUSANDS[match[2].lower()]
     if value != int(value):
         raise UsageError(f"expected a positive whole number, got {str(text)!a:.60}", hint=f"for example {usual}")
     return int(value)
@@ -67,7 +67,6 @@ def named(name: str, parse: Callable[[str], int]) -> Callable[[str], int]:
     return parsed
 
 
-_NO_MARKS = str.maketrans("", "", ",_")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
@@ -115,12 +114,10 @@ def parse_targets(value: str) -> str | tuple[str, ...]:
     if value in (*fields.TARGET_SETS, fields.EXPERT_TARGETS):
         return value
     names = tuple(part.strip() for part in value.split(",") if part.strip())
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
-            raise UsageError(
-                f"--targets must be attention, all-linear or module names; got {name!r}",
-                hint="for example q_proj,v_proj",
-            )
+    if odd := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.]+", name)]:
+        raise UsageError(
+            f"--targets must be attention, all-linear or module names; got {odd[0]!r}", hint="for example q_proj,v_proj"
+        )
     if not names:
         raise UsageError("--targets is empty", hint="attention, all-linear, or names such as q_proj,v_proj")
     return names

@@ -106,19 +106,17 @@ class _Layers:
     def activations(self, inner: TrainSetup) -> _Activations:
         """The activations of a setup; `inner` has micro-batch 1."""
         key = (inner.checkpointing, inner.activation_offload, inner.selective_checkpointing)
-        activations = self._activations.get(key)
-        if activations is None:
-            activations = self._activations[key] = _Activations(self, inner)
-        return activations
+        if key not in self._activations:
+            self._activations[key] = _Activations(self, inner)
+        return self._activations[key]
 
     def computed(self, inner: TrainSetup, seqs: int) -> tuple[ActivationParts, tuple[Moment, ...]]:
         """The activations of a micro-batch of so many samples, and what computing holds."""
         part, gpu = self._part, self._gpu
-        ground = self._grounds.get(seqs)
-        if ground is None:
-            ground = shared_layer_costs(part.model, gpu, self._inner.replace_trusted(micro_batch_seqs=seqs))
-            self._grounds[seqs] = ground
-        parts = step_parts(part.model, gpu, inner.replace_trusted(micro_batch_seqs=seqs), ground)
+        if seqs not in self._grounds:
+            batched = self._inner.replace_trusted(micro_batch_seqs=seqs)
+            self._grounds[seqs] = shared_layer_costs(part.model, gpu, batched)
+        parts = step_parts(part.model, gpu, inner.replace_trusted(micro_batch_seqs=seqs), self._grounds[seqs])
         return parts, computing(part.model, parts, last=part.last)
 
 
@@ -151,13 +149,9 @@ class _RankBaseline(NamedTuple):
     stepping: Stepping
 
 
-class _LossMemory(NamedTuple):
-    """The loss of one micro-batch: its moment, bytes of other micro-batches' in flight, and of the logits that the
-    stack's loop holds all along."""
-
-    moment: LossMoment
-    others: int
-    kept: int
+_LossMemory = tuple[LossMoment, int, int]
+"""The loss of one micro-batch: its moment, bytes of other micro-batches' in flight, and of the logits that the stack's
+loop holds all along."""
 
 
 class Rank:
@@ -178,8 +172,7 @@ class Rank:
     ) -> None:
         self.part, self.gpu, self.pairs, self._shared = part, gpu, pairs, shared_layers
         self.engine = engine_of(setup)
-        self.extra_bytes = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
-        self.extra_bytes += communicator_bytes(gpu, setup)
+        self.extra_bytes = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup) + communicator_bytes(gpu, setup)
         self.in_flight = [0] * len(pairs)
         if setup.pipeline_degree > 1:
             self.in_flight = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
@@ -195,10 +188,6 @@ class Rank:
         if layers is None:
             layers = self._layers[key] = self._shared.of(self.part, self.gpu, inner, kernels)
         return layers.activations(inner)
-
-    def generating(self, setup: TrainSetup, state: RankState) -> int:
-        """Bytes of generation at its largest moment beyond what is resident."""
-        return total_bytes(generation_terms(self.part.model, self.gpu, setup, state.trained.size_bytes))
 
     def baseline(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> _RankBaseline:
         """What the rank holds with a loss, and what its optimizers add."""
@@ -232,11 +221,6 @@ class Rank:
             chained = self._chains[key] = last_stage_loss(self.part, setup, inner, self.in_flight[index])
         return chained
 
-    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _LossMemory:
-        """The loss at one pair."""
-        chain, outputs, others = self.chain(setup, loss, index, state)
-        return _LossMemory(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
-
 
 class Family:
     """What all losses, optimizers and micro-batches of one rank, kernel and checkpointing share."""
@@ -244,7 +228,6 @@ class Family:
     def __init__(self, rank: Rank, setup: TrainSetup, kernels: tuple[str, ...]) -> None:
         self._rank, self._setup, self._kernels = rank, setup, kernels
         self._inner = rank.engine.computes(setup)
-        self.pairs = rank.pairs
         self._lines: dict[tuple[int, ...], RankMemoryLines] = {}  # losses whose states weigh alike share them
 
     @cached_property
@@ -253,29 +236,25 @@ class Family:
 
     @cached_property
     def _plain(self) -> bool:
-        return not (
-            self._activations.parts.encoder.inputs or self._rank.in_flight[0] or self._setup.objective_spec.rolls_out
-        )
+        pictures = self._activations.parts.encoder.inputs
+        return not (pictures or self._rank.in_flight[0] or self._setup.objective_spec.rolls_out)
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         """The peaks without the CUDA context, by the step profile where there is one."""
         whole = self._setup.replace_trusted(loss=loss)
         step = step_profile_of(self._rank.part.model, self._rank.gpu, whole)
-        if step is not None:
-            by_profile = self._of_rank if whole.parallel in SHARDED else self._profiled
-            return by_profile(step, loss, optimizers)
-        return self._by_closed_forms(loss, optimizers)
+        if step is None:
+            return self._by_closed_forms(loss, optimizers)
+        return (self._of_rank if whole.parallel in SHARDED else self._profiled)(step, loss, optimizers)
 
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
         stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
         for accumulated in (False, True):
             baseline = self._rank.baseline(self._setup, loss, accumulated=accumulated)
             at_end = baseline.state.moment_bytes["step"]
-            for by_accumulation, (states, step_bytes) in zip(
-                stepping, self._rank.stepping(baseline, optimizers), strict=True
-            ):
-                by_accumulation[accumulated] = states, step_bytes - at_end
-        state, extra_bytes, pairs = baseline.state, self._rank.extra_bytes, self.pairs
+            for of_optimizer, (states, more) in zip(stepping, self._rank.stepping(baseline, optimizers), strict=True):
+                of_optimizer[accumulated] = states, more - at_end
+        state, extra_bytes, pairs = baseline.state, self._rank.extra_bytes, self._rank.pairs
         return lambda index: profiled_peaks(step, state, extra_bytes, pairs[index], stepping)
 
     def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
@@ -283,9 +262,7 @@ class Family:
 
         rank, setup, of_loss = self._rank, self._setup, formula_loss_gap_share(loss, self._setup.checkpointing)
         holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
-        rank_moments = [
-            RankMoments(step, baseline.state, accumulated=place > 0) for place, baseline in enumerate(holding)
-        ]
+        rank_moments = [RankMoments(step, held.state, accumulated=place > 0) for place, held in enumerate(holding)]
 
         def at(index: int) -> list[int]:
             micro, steps = rank.pairs[index]
@@ -295,10 +272,8 @@ class Family:
             resident = baseline.state.moment_bytes["resident"] + rank.extra_bytes
             largest = before.size_bytes + before.gap_bytes
             at_end = sizes["step"][0].size_bytes - baseline.state.moment_bytes["step"] + GAP_FLOOR_BYTES
-            return [
-                resident + states + max(largest, at_end + stepping)
-                for states, stepping in rank.stepping(baseline, optimizers)
-            ]
+            steps_of = rank.stepping(baseline, optimizers)
+            return [resident + states + max(largest, at_end + stepping) for states, stepping in steps_of]
 
         return at
 
@@ -312,9 +287,11 @@ class Family:
             state, lines, stepping, resident, losses = variants[steps > 1 or always]
             in_loss = 0
             if last:
-                loss_memory = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
-                in_loss = loss_memory.moment.largest(until, reference) + loss_memory.others
-                resident += loss_memory.kept
+                if index not in losses:
+                    chain, outputs, others = rank.chain(setup, loss, index, state)
+                    losses[index] = LossMoment.of(state, chain, outputs), others, chain.kept_bytes
+                moment, others, kept = losses[index]
+                in_loss, resident = moment.largest(until, reference) + others, resident + kept
             largest, (alone, layer) = lines.largest(micro, in_loss), lines.transient_bytes(micro, in_loss)
             if not self._plain:
                 more, largest, generated = self._rare_parts(state, index, largest)
@@ -337,16 +314,14 @@ class Family:
         largest += (micro - 1) * (micro - 2) * encoder.mask  # beyond its straight line through 1 and 2
         if setup.objective_spec.rolls_out:
             whole = setup.replace_trusted(micro_batch_seqs=micro, accumulation_steps=steps)
-            generated = rank.generating(whole, state)
+            generated = total_bytes(generation_terms(rank.part.model, rank.gpu, whole, state.trained.size_bytes))
         return resident, max(largest, generated), generated
 
     def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
-        """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
         first_bytes, slope = self._activations.lines.saved
         in_flight = in_flight_bytes(state, self._setup, first_bytes + (micro - 1) * slope, flight, steps)
         batched = self._inner.replace_trusted(micro_batch_seqs=micro)
-        part = self._rank.part
-        return boundary_bytes(part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
+        return boundary_bytes(self._rank.part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
@@ -357,14 +332,8 @@ class Family:
         baseline = rank.baseline(self._setup, loss, accumulated=accumulated)
         state = baseline.state
         key = tuple(state.moment_bytes.values())
-        lines = self._lines.get(key)
-        if lines is None:
-            lines = self._lines[key] = RankMemoryLines.through(state, self._activations.lines)
+        if key not in self._lines:
+            self._lines[key] = RankMemoryLines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
-        return (
-            state,
-            lines,
-            rank.stepping(baseline, optimizers),
-            state.moment_bytes["resident"] + rank.extra_bytes,
-            losses,
-        )
+        resident = state.moment_bytes["resident"] + rank.extra_bytes
+        return state, self._lines[key], rank.stepping(baseline, optimizers), resident, losses

@@ -14,7 +14,7 @@ from planner.setup.outcome import Candidate, Measurement, Prediction, Verdict
 CorrectionKey = tuple[object, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PrunedBranch:
     """A branch the tree did not take: which setups, why, and the bytes that decided it."""
 
@@ -25,7 +25,7 @@ class PrunedBranch:
     budget_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answer:
     """One question of the decision tree with its answer.
 
@@ -46,7 +46,7 @@ class Answer:
     cuts: tuple[PrunedBranch, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alternative:
     """A candidate worth knowing beside the chosen one, and what it costs or buys."""
 
@@ -120,13 +120,13 @@ def _trade(
     return f"{speed}, {memory}" + {"fits": "", "tight": ", may not fit", "over": ", does not fit"}[verdict]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remedy:
     """One change that would make something fit, smallest first in a NoPlan."""
 
     action: str
     saves_bytes: int
-    fits: bool
+    fits: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

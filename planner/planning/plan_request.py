@@ -77,20 +77,27 @@ class PlanRequest:
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
         seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)
+        num = model.num_layers
         for trained_layers in self.fixed.get("trained_layers", ()):
             if trained_layers == 0:
                 raise UsageError(
                     "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
                     hint="leave --trained-layers out to train all layers, or give 1 for the last",
                 )
-            if isinstance(trained_layers, int) and abs(trained_layers) > model.num_layers:
+            if isinstance(trained_layers, int) and abs(trained_layers) > num:
                 raise UsageError(
-                    f"--trained-layers {trained_layers}: {model.model_id} has {model.num_layers} layers",
-                    hint=f"give 1 to {model.num_layers} for the last, -1 to -{model.num_layers} for the first",
+                    f"--trained-layers {trained_layers}: {model.model_id} has {num} layers",
+                    hint=f"give 1 to {num} for the last, -1 to -{num} for the first",
                 )
         fixed = kind_fields(model, self.fixed, several=cluster is not None)
         floor, reason = self._floor(model, fixed, data.epoch_tokens)
         usd, source = self._price(gpu, cluster)
+        batch = positive("global-batch", self.global_batch) or steps.global_batch(
+            data.epoch_seqs,
+            cluster.num_gpus if cluster is not None else 1,
+            samples_per_seq=data.samples_per_seq,
+            seq_len_tokens=seq_len_tokens,
+        )
         return Workload(
             model=model,
             gpu=gpu,
@@ -98,7 +105,7 @@ class PlanRequest:
             headroom_bytes=headroom,
             host_bytes=int((between("host-memory", self.host_gib, 100_000, "64") or 0) * GIB),
             seq_len_tokens=seq_len_tokens,
-            global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1, seq_len_tokens),
+            global_batch_seqs=batch,
             fixed=dict(fixed),
             min_rank=max(1, floor),
             min_rank_reason=reason,
@@ -121,7 +128,6 @@ class PlanRequest:
         return replace(self, absent_packages=absent_packages, fixed={"compile": (False,), **self.fixed})
 
     def _length(self, model: ModelSpec) -> int:
-        """Tokens per sequence where nobody says: the usual length, or room for text beside the pictures."""
         default = DEFAULT_SEQ_LEN if model.front_end is None else TEXT_TOKENS
         usual = min(default, model.max_position_embeddings or default)
         if (images := self.fixed.get("images", (None,))[0]) is None:
@@ -130,15 +136,7 @@ class PlanRequest:
 
         return max(usual, with_text(image_tokens(model, images)))
 
-    def _batch(self, data: Data, num_gpus: int, seq_len_tokens: int) -> int:
-        """Sequences of an optimizer step: as asked for, or a usual number for the data, their length and the GPUs."""
-        requested_batch = positive("global-batch", self.global_batch)
-        return requested_batch or steps.global_batch(
-            data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq, seq_len_tokens=seq_len_tokens
-        )
-
     def _data(self, seq_len_tokens: int) -> Data:
-        """One pass over the data."""
         tokens, samples = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60), self.data.num_samples
         if self.data.epoch_seqs is not None:
             return self.data
@@ -148,7 +146,6 @@ class PlanRequest:
     def _floor(
         self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None
     ) -> tuple[int, str]:
-        """The least rank that is planned, and why."""
         if ranks := fixed.get("lora_rank"):
             kind = ADAPTERS[self.fixed.get("adapter", ("lora",))[0]]
             return ranks[0], "given with --rank" if kind.like_lora else f"{kind.size or 'no size'} of {kind.name}"
@@ -171,15 +168,11 @@ class PlanRequest:
             offer = cluster_offer(gpu.key, spot=self.spot, least_bytes_per_s=cluster.between.bytes_per_s)
             if offer is None:
                 return None, ""
-            joined_by = f"machines joined by {offer.network}"
-            if offer.network != cluster.between.key:
-                joined_by += f" where {cluster.between.key} is planned"
+            planned = f" where {cluster.between.key} is planned" * (offer.network != cluster.between.key)
+            joined_by = f"machines joined by {offer.network}{planned}"
             return offer.usd_per_h, f"{offer.provider}, {offer.kind}, {joined_by}, {offer.as_of}"
-        price = price_per_hour(gpu.key, spot=self.spot)
-        if price is None:
-            return None, ""
-        usd, source, as_of = price
-        return usd, f"{source}, {as_of}"
+        usd, source, as_of = price_per_hour(gpu.key, spot=self.spot) or (None, "", "")
+        return usd, f"{source}, {as_of}" if source else ""
 
 
 def counted_data(data: Data, fixed: Mapping[str, tuple[Any, ...]], seq_len_tokens: int) -> Data:
@@ -201,15 +194,14 @@ def counted_data(data: Data, fixed: Mapping[str, tuple[Any, ...]], seq_len_token
 
 def of_length(workload: Workload, seq_len_tokens: int) -> Workload:
     """A workload whose length nobody said, of shorter sequences: its data and the rank that they ask for follow."""
-    data = counted_data(workload.data, workload.fixed, seq_len_tokens)
-    floors = [
-        rank_floor(workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], each.epoch_tokens)
-        for each in (workload.data, data)
-    ]
+    data, targets = counted_data(workload.data, workload.fixed, seq_len_tokens), workload.fixed.get("lora_targets")
+    before, after = (
+        rank_floor(workload.model, (targets or ("all-linear",))[0], each.epoch_tokens) for each in (workload.data, data)
+    )
     shorter = replace(workload, seq_len_tokens=seq_len_tokens, data=data)
-    if (workload.min_rank, workload.min_rank_reason) != (max(1, floors[0][0]), floors[0][1]):
+    if (workload.min_rank, workload.min_rank_reason) != (max(1, before[0]), before[1]):
         return shorter  # asked for
-    return replace(shorter, min_rank=max(1, floors[1][0]), min_rank_reason=floors[1][1])
+    return replace(shorter, min_rank=max(1, after[0]), min_rank_reason=after[1])
 
 
 def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:
@@ -223,9 +215,7 @@ def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, sever
     row = ADAPTERS[fixed.get("adapter", ("lora",))[0]]
     if row.quantizations != fields.QUANTIZATIONS:
         quantizations = settled.get("quantization", fields.QUANTIZATIONS)
-        settled["quantization"] = tuple(
-            quantization for quantization in quantizations if quantization in row.quantizations
-        )
+        settled["quantization"] = tuple(each for each in quantizations if each in row.quantizations)
         if not settled["quantization"]:
             raise UsageError(
                 f"--adapter {row.name} does not take --quantization {', '.join(quantizations)}",

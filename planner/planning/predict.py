@@ -38,7 +38,6 @@ from planner.planning.evidence.bands import (
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.memory_terms import RankMemory
 from planner.setup.outcome import Fidelity, Prediction
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
@@ -71,11 +70,10 @@ def predict(
     ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
-    # What several GPUs make necessary to say.
-    notes = []
+    notes = [*memory_notes(model, gpu, setup)]
+    peaks = tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
     if len(ranks) > 1:
-        worst = ranks[0]
-        notes.append(f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+        notes.append(f"the memory is that of the fullest GPUs ({ranks[0].name}, {ranks[0].num_ranks} of them)")
     if setup.offload != "none":
         from planner.memory.engines.host import host_bytes_per_node  # one GPU never needs it
 
@@ -95,19 +93,10 @@ def predict(
         time_band_fraction=max(speed.band_fraction, time_band(model)),
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
-        notes=(
-            *memory_notes(model, gpu, setup),
-            *notes,
-            *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed),
-            *speed.notes,
-        ),
-        rank_peaks=_rank_peaks(ranks) if setup.num_gpus > 1 else (),
+        notes=(*notes, *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed), *speed.notes),
+        rank_peaks=peaks if setup.num_gpus > 1 else (),
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
-
-
-def _rank_peaks(ranks: tuple[RankMemory, ...]) -> tuple[tuple[str, int, int], ...]:
-    return tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
 
 
 def _step_time(
@@ -128,7 +117,6 @@ def _loop_notes(
     peak_device_bytes: int,
     speed: StepTime,
 ) -> list[str]:
-    """What flash-linear-attention would give where transformers' own loop is counted."""
     if setup.linear_attention != "torch" or linear_attention_refusal(model, gpu):
         return []
     other = setup.replace_trusted(linear_attention="fla")
@@ -148,9 +136,12 @@ def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_devic
     ("zero overhead if all the memory fits onto the device"); Park et al. 2020, Page reuse in cyclic thrashing of GPU
     under oversubscription, CASES. Nobody is known to have measured it.
     """
+    return peak_device_bytes + _paged_bytes(model, setup) > gpu.memory_bytes
+
+
+def _paged_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     trained = trained_parameters(model, setup)
-    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
-    return peak_device_bytes + paged > gpu.memory_bytes
+    return paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
 
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
@@ -192,21 +183,17 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         pinned = pinned_bytes(model, setup)
         words = f"{gib(pinned)} of the host's memory, pinned, hold {gib(sum(streamed))} of experts in 4 bits"
         notes.append(risk(f"{words}; one layer's {gib(streamed[0])} are on the card"))
-    plain = unquantized_expert_bytes(model, setup)
-    if plain:
+    if plain := unquantized_expert_bytes(model, setup):
         stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
         bits = 32 if setup.wide_stacks else 8 * SIZE_BYTES[setup.weight_dtype]
         way = ", and peft's k-bit preparation casts to fp32 (quantize_moe_experts: true quantizes them)"
         notes.append(risk(f"{gib(plain)} of the experts stay {bits}-bit: {stacked}{way * setup.wide_stacks}"))
-    trained = trained_parameters(model, setup)
-    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
-    if paged:
+    if paged := _paged_bytes(model, setup):
         notes.append(risk(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count"))
     return tuple(notes)
 
 
 def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
-    """What is less sure of this model on this card than elsewhere, and what its kernels cannot do there."""
     notes: list[str] = []
     if model.from_tree:
         notes.append(
@@ -216,36 +203,27 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if "encoder" in model.lacks:
         notes.append(risk(f"{model.built_class} is the decoder alone: the encoder is neither loaded nor trained"))
     if unknown_mixers(model):
-        notes.append(
-            risk(
-                f"{model.model_type} mixes tokens in plain PyTorch: its packages (mamba-ssm and causal-conv1d, or "
-                "flash-linear-attention), where they are installed, take less memory and far less time"
-            )
-        )
+        packages = "its packages (mamba-ssm and causal-conv1d, or flash-linear-attention), where they are installed"
+        gain = f"{packages}, take less memory and far less time"
+        notes.append(risk(f"{model.model_type} mixes tokens in plain PyTorch: {gain}"))
     if setup.linear_attention == "fla":
         hopper = "; on Hopper it refuses Triton 3.4 to 3.7.0" if gpu.arch == "Hopper" else ""
-        notes.append(
-            risk(
-                f"linear attention is counted as {DELTA}'s kernels, which run.sh installs{hopper}; its speed was "
-                "compared with those kernels alone (docs/kernels.md)"
-            )
-        )
+        compared = "its speed was compared with those kernels alone (docs/kernels.md)"
+        kernels = f"{DELTA}'s kernels, which run.sh installs{hopper}"
+        notes.append(risk(f"linear attention is counted as {kernels}; {compared}"))
     elif model.model_type in DELTA_TYPES - CHUNKED_TYPES:
         notes.append(risk(f"memory and speed are those of transformers' own loop: {DELTA} takes less of both"))
     if model.like:
         words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"
         notes.append(risk(f"{words}; files name it as it is, and load only where its own code is installed"))
     if model.front_end is not None:
+        trained = "is trained" if setup.method == "full" else "is adapted as asked"
         encoder = (
-            "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
+            f"{model.encoder_tokens:,} tokens in the encoder, which {'is frozen' if setup.frozen_encoder else trained}"
         )
         text = f"{setup.seq_len_tokens} tokens of text (--seq-len; tokens/s are the text's)"
-        notes.append(
-            risk(
-                f"a sample is a clip of sound, padded or cut to {model.front_end.seconds:g} s ("
-                f"{model.encoder_tokens:,} tokens in the encoder, which {encoder}), with {text}"
-            )
-        )
+        clip = f"a clip of sound, padded or cut to {model.front_end.seconds:g} s"
+        notes.append(risk(f"a sample is {clip} ({encoder}), with {text}"))
     if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
     if setup.packing and not packs_apart(model, setup.attention):
@@ -271,20 +249,17 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
 
 
 def _overflow_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
-    """What fp16 is to a model whose numbers are larger, or that fp32 was taken for it."""
     if not (what := FP16_OVERFLOWS.get(model.model_type)) or (gpu.bf16 and setup.compute_dtype != "fp16"):
         return []
     if setup.stack == "unsloth":
-        return [
-            risk(f"fp16: {what}; Unsloth computes such parts in fp32 by itself, slower and larger than predicted here")
-        ]
+        itself = "Unsloth computes such parts in fp32 by itself, slower and larger than predicted here"
+        return [risk(f"fp16: {what}; {itself}")]
     if setup.compute_dtype == "fp16":
         return [measured(f"fp16: {what}; --precision fp32 is safe, and --target unsloth computes such parts in fp32")]
     return [f"fp32, as {gpu.name} has no bf16 and in fp16 {what}; --target unsloth mixes the two"]
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
-    """What the pictures of a sample are to the step, or that a model with eyes is counted without."""
     from planner.memory.modality_encoder import encoder_adapted  # late: a model without eyes needs neither
     from planner.models.encoders import SEEING, encoder_of, image_tokens
 
@@ -305,17 +280,13 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
 
 
 def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
-    """What is said of the form in which the weights were published."""
     if stored_refusal(setup, model):
         return []  # that it cannot run is said
     if dequantizing_class(model) and not setup.quantize_experts:
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):
-        unquantized_fraction = kept_fraction(model)
-        return [
-            f"the checkpoint is published in {bits}"
-            + (f", {percent(unquantized_fraction)} of its matrices in 16 bits" if unquantized_fraction else "")
-        ]
+        wide = f", {percent(fraction)} of its matrices in 16 bits" if (fraction := kept_fraction(model)) else ""
+        return [f"the checkpoint is published in {bits}{wide}"]
     packed = setup.quantized and (packed_as(model) or setup.quantize_experts)
     if (method := stored_method(model)) and not packed:
         instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
@@ -327,9 +298,5 @@ def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of matrices inside the layers that a quantized base leaves as they are (all GPUs together)."""
     if not setup.quantized or setup.quantize_experts:
         return 0
-    return sum(
-        linear_bytes(linear, setup) * num
-        for layer, num in model.layer_counts
-        for linear in layer.linears
-        if linear.is_stack
-    )
+    stacks = ((linear, num) for layer, num in model.layer_counts for linear in layer.linears if linear.is_stack)
+    return sum(linear_bytes(linear, setup) * num for linear, num in stacks)

@@ -121,17 +121,11 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         return _untraced(plan_with(None), next(iter(failed.values())))
     plan = replace(plan, tree=(*plan.tree, *_refusals(failed)))
     if isinstance(plan, NoPlan):
-        notes = plan.notes
-        if failed:
-            notes = (
-                *notes,
-                noted.measured(f"what fits by its size does not run: {next(iter(failed.values())).message[:300]}"),
-            )
-        nearest = _with_run(plan.nearest, runs)
+        stops = [failure.message[:300] for failure in failed.values()][:1]
+        notes = (*plan.notes, *(noted.measured(f"what fits by its size does not run: {why}") for why in stops))
+        nearest, tree = _with_run(plan.nearest, runs), (*plan.tree, *_answers(first, None, runs))
         missing = max(1, nearest.memory_evidence.peak_device_bytes - plan.workload.budget_bytes)
-        return replace(
-            plan, nearest=nearest, missing_bytes=missing, notes=notes, tree=(*plan.tree, *_answers(first, None, runs))
-        )
+        return replace(plan, nearest=nearest, missing_bytes=missing, notes=notes, tree=tree)
     if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
         plan = _confirmed(plan, runs)
     chosen = _with_run(plan.chosen, runs)
@@ -166,7 +160,7 @@ def _refusals(failed: Mapping[TrainSetup, ProbeFailure]) -> Iterator[Answer]:
         checkpointed = f", checkpointing every {setup.checkpointing}" if setup.checkpointing else ""
         stored = f" ({setup.quantization})" if setup.quantized else ""
         question = f"Does the real step run {setup.method}{stored} in {setup.precision}{checkpointed}?"
-        yield Answer(question=question, choice="no, left out", reason=failure.message[:300])
+        yield Answer(question, "no, left out", failure.message[:300])
 
 
 def _that_ran(
@@ -195,13 +189,11 @@ def _fits(workload: Workload, prediction: Prediction) -> bool:
 
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
     ran = [_with_run(candidate, runs) for candidate in plan.ranked if candidate.setup in runs]
-    for verdict in ("fits", "tight"):
-        for candidate in ran:
-            if candidate.verdict == verdict:
-                return replace(plan, chosen=candidate)
-    return replace(
-        plan, notes=(*plan.notes, noted.measured("no dry run has confirmed this setup yet: give more --headroom"))
-    )
+    for candidate in sorted(ran, key=lambda candidate: candidate.verdict != "fits"):
+        if candidate.verdict != "over":
+            return replace(plan, chosen=candidate)
+    note = noted.measured("no dry run has confirmed this setup yet: give more --headroom")
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _answers(
@@ -214,9 +206,7 @@ def _answers(
     peak = runs[first.setup].peak_device_bytes
     if chosen is None or chosen.setup not in runs:
         reason = f"the formula's choice needs {gib(peak)} in the dry run; nothing else fits"
-        return (
-            Answer(question=question, choice="no", reason=reason, needed_bytes=peak, budget_bytes=first.budget_bytes),
-        )
+        return (Answer(question, "no", reason, needed_bytes=peak, budget_bytes=first.budget_bytes),)
     mine = runs[chosen.setup].peak_device_bytes
     if chosen.setup == first.setup:
         error = first.formula.peak_device_bytes / peak - 1
@@ -231,9 +221,7 @@ def _answers(
     else:
         choice = "a faster one fits"
         reason = f"the formula was too careful: this one needs {gib(mine)} in the dry run"
-    return (
-        Answer(question=question, choice=choice, reason=reason, needed_bytes=mine, budget_bytes=chosen.budget_bytes),
-    )
+    return (Answer(question, choice, reason, needed_bytes=mine, budget_bytes=chosen.budget_bytes),)
 
 
 def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:

@@ -55,22 +55,19 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
         UsageError: an optimizer step does not hold whole groups, or a share that was asked for not vLLM's weights.
     """
     rollouts = workload.fixed.get("rollout") or open_rollouts(Rollout.usual(workload.seq_len_tokens))
-    step, group = workload.global_batch_seqs, rollouts[0].num_generations
-    if step % group or step % rollouts[0].at_once(step):
-        made = (
-            f" and whole generations of {rollouts[0].generation_batch_seqs}"
-            if rollouts[0].generation_batch_seqs
-            else ""
-        )
+    step, first = workload.global_batch_seqs, rollouts[0]
+    group, made = first.num_generations, first.generation_batch_seqs
+    if step % group or step % first.at_once(step):
+        generations = f" and whole generations of {made}" if made else ""
         raise UsageError(
-            f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
+            f"a step of {step} completions is no whole groups of {group} (num_generations){generations}",
             hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
         )
     planned = tuple(rollout for name in GENERATORS for rollout in _of_generator(workload, name, rollouts))
     if not planned:
-        need = gib(vllm_needs(workload, rollouts[0])[1])
+        need = gib(vllm_needs(workload, first)[1])
         raise UsageError(
-            f"vLLM's weights, and keys and values of {rollouts[0].at_once(step)} completions at once, take {need}: no "
+            f"vLLM's weights, and keys and values of {first.at_once(step)} completions at once, take {need}: no "
             "share of the card holds them",
             hint="give a smaller --generation-batch, or --generator transformers",
         )
@@ -78,26 +75,21 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
 
 
 def _of_generator(workload: Workload, name: str, rollouts: tuple[Rollout, ...]) -> Iterator[Rollout]:
-    """What is planned of one generator among what was asked for."""
     step, matching = workload.global_batch_seqs, [rollout for rollout in rollouts if rollout.generator == name]
-    if not matching or (
-        len({rollout.generator for rollout in rollouts}) > 1 and name in COLOCATED and vllm_refusal(workload)
-    ):
+    asked_for = len(matching) == len(rollouts)
+    if not matching or (not asked_for and name in COLOCATED and vllm_refusal(workload)):
         return
     if len(matching) == 1 and name in COLOCATED:
         _check_share(workload, matching[0])
-    taken = set()
-    for part in (
-        _parts(matching[0], step) if not matching[0].generation_batch_seqs else (matching[0].generation_batch_seqs,)
-    ):
-        made = replace(matching[0], generation_batch_seqs=part if part < step else matching[0].generation_batch_seqs)
+    taken, given = set(), matching[0].generation_batch_seqs
+    for part in (given,) if given else _parts(matching[0], step):
+        made = replace(matching[0], generation_batch_seqs=part if part < step else given)
         if name not in COLOCATED or len(matching) == 1:
             yield made
             continue
         whole = vllm_needs(workload, made)[1]  # more than the least share that holds everything would buy nothing
-        enough = (
-            rollout.vllm_fraction for rollout in matching if rollout.vllm_fraction * workload.gpu.memory_bytes >= whole
-        )
+        shares = (rollout.vllm_fraction for rollout in matching)
+        enough = (share for share in shares if share * workload.gpu.memory_bytes >= whole)
         if (share := next(enough, None)) is not None and share not in taken:
             taken.add(share)
             yield replace(made, vllm_fraction=share)
@@ -113,7 +105,6 @@ def _parts(rollout: Rollout, step_seqs: int) -> Iterator[int]:
 
 
 def _check_share(workload: Workload, rollout: Rollout) -> None:
-    """Refuses a share of the card that was asked for and does not hold the weights."""
     share, (start, _) = int(rollout.vllm_fraction * workload.gpu.memory_bytes), vllm_needs(workload, rollout)
     if share < start:
         raise UsageError(

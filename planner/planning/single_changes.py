@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from planner.core.errors import SetupError
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import missing_kernels
+from planner.memory.engines import why_not
 from planner.models.spec import ModelSpec
 from planner.options.kernels import LIGER_PARTS
 from planner.options.losses import LOSSES
@@ -62,7 +63,9 @@ def single_changes(
             changed = setup.replace(**values)
         except SetupError:
             continue
-        if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
+        if missing_kernels(model, gpu, changed):
+            continue
+        if setup.num_gpus == 1 or not why_not(model, changed):
             changes.append((label, changed, changes_training))
     return changes
 
@@ -105,7 +108,6 @@ def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
 
 
 def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    """Other types of the weights, 4 bits among them."""
     changes: list[Tried] = []
     if setup.precision == "bf16-mixed" and setup.method != "full":
         changes.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
@@ -154,15 +156,6 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
     return changes
 
 
-def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
-    """Whether no engine runs a setup on several GPUs."""
-    if setup.num_gpus == 1:
-        return False
-    from planner.memory.engines import why_not  # one GPU never needs it
-
-    return bool(why_not(model, setup))
-
-
 def _batches(setup: TrainSetup) -> list[Tried]:
     """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
     if setup.objective_spec.whole_batch:
@@ -170,19 +163,11 @@ def _batches(setup: TrainSetup) -> list[Tried]:
         return [(f"a cached loss, {size} sequences at once", {"cached_seqs": size}, False) for size in sizes]
     if setup.trainer.steps_in_backward:
         return []
-    total = setup.micro_batch_seqs * setup.accumulation_steps
-    changes: list[Tried] = []
-    for micro in (
-        1,
-        setup.micro_batch_seqs // 4,
-        setup.micro_batch_seqs // 2,
-        *(setup.micro_batch_seqs * n for n in (2, 4)),
-    ):
-        if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
+    now, total, changes = setup.micro_batch_seqs, setup.micro_batch_seqs * setup.accumulation_steps, list[Tried]()
+    for micro in dict.fromkeys((1, now // 4, now // 2, 2 * now, 4 * now)):
+        if micro >= 1 and micro != now and total % micro == 0:
             label = f"micro-batch {micro} x {total // micro} accumulation steps"
-            entry: Tried = (label, {"micro_batch_seqs": micro, "accumulation_steps": total // micro}, False)
-            if entry not in changes:
-                changes.append(entry)
+            changes.append((label, {"micro_batch_seqs": micro, "accumulation_steps": total // micro}, False))
     return changes
 
 

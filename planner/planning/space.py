@@ -91,26 +91,16 @@ def dimension_values(workload: Workload) -> Values:
         if reason := missing_kernels(workload.model, workload.gpu, packed):
             raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
-        values["attention"] = tuple(
-            implementation for implementation in values["attention"] if implementation != "flash-attention-2"
-        )
+        values["attention"] = tuple(name for name in values["attention"] if name != "flash-attention-2")
         if not values["attention"]:
             raise UsageError(COMPILES_NOTHING, hint="use --attention sdpa, or leave --compile out")
-    for name in (
-        "optimizer",
-        "loss",
-        "attention",
-        "checkpointing",
-        "kernels",
-        "linear_attention",
-        *(("compile",) if "compile" in values else ()),
-    ):
-        _keep_what_runs(values, workload, name)
+    for name in ("optimizer", "loss", "attention", "checkpointing", "kernels", "linear_attention", "compile"):
+        if name in values:
+            _keep_what_runs(values, workload, name)
     return values
 
 
 def _open_values(workload: Workload) -> Values:
-    """What a plan chooses from where nothing is fixed, with the packages that are there."""
     gpu = workload.gpu
     half = "bf16" if gpu.bf16 else "fp16"
     pairs: tuple[tuple[str, str | None], ...] = ((half, half), (half, None), ("fp32", half))
@@ -155,7 +145,6 @@ def _keep_allowed(values: Values, workload: Workload, with_it: Mapping[str, tupl
 
 
 def _keep_for_objective(values: Values, workload: Workload, objective: Objective) -> None:
-    """What its trainers have, and the dimensions that it alone opens."""
     fixed = workload.fixed
     any_trainer = objective.supervised or bool(workload.targets or "loss" in fixed)
     # Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
@@ -183,27 +172,23 @@ def _keep_for_objective(values: Values, workload: Workload, objective: Objective
 
 
 def _keep_as_stored(values: Values, workload: Workload) -> None:
-    """Of methods and quantizations those in which the published weights train."""
     model, quantized = workload.model, TrainSetup(method="qlora", quantization="nf4")
     if bits := stored_bits(model):
-        values["method"] = tuple(method for method in values["method"] if method == "qlora")
-        values["quantization"] = tuple(quantization for quantization in values["quantization"] if quantization == bits)
+        kept: dict[str, tuple[str, ...]] = {"method": ("qlora",), "quantization": (bits,)}
         reason = f"{model.model_id} is published in {bits} by bitsandbytes and loads as that"
         hint = f"use --method qlora --quantization {bits}, or name a 16-bit copy of it"
     elif refused := stored_refusal(quantized, model):
-        values["method"] = tuple(method for method in values["method"] if method != "qlora")
-        values["quantization"] = tuple(
-            quantization for quantization in values["quantization"] if quantization == "none"
-        )
+        kept = {"method": ("full", "lora"), "quantization": ("none",)}
         reason, hint = f"a quantized base cannot be kept: {refused}", "use --method lora or full"
     else:
         return
-    if not values["method"] or not values["quantization"]:
-        raise UsageError(reason, hint=hint)
+    for name, allowed in kept.items():
+        values[name] = tuple(value for value in values[name] if value in allowed)
+        if not values[name]:
+            raise UsageError(reason, hint=hint)
 
 
 def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
-    """Of one dimension the values that have kernels for this model on this GPU."""
     usual: dict[str, Any] = {
         "attention": supported_attentions(workload.model, workload.gpu)[0],
         "images": workload.images,
@@ -213,8 +198,7 @@ def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}
     values[name] = tuple(value for value in values[name] if not missing[value])
     if not values[name]:
-        reason = next(iter(missing.values()))
-        option = name.replace("_", "-")
+        reason, option = next(iter(missing.values())), name.replace("_", "-")
         hint = f"leave --{option} out, or name another GPU or model"
         raise UsageError(f"--{option} cannot be kept: {reason}", hint=hint)
 
@@ -239,12 +223,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
     """
     for method in values["method"]:
         adapted, shared = method != "full", _common_fields(workload, values, method)
-        precisions = [
-            precision for precision in values["precision"] if _precision_planned(workload, values, method, precision)
-        ]
-        quantizations = [
-            quantization for quantization in values["quantization"] if (quantization != "none") == (method == "qlora")
-        ]
+        precisions = [name for name in values["precision"] if _precision_planned(workload, values, method, name)]
+        quantizations = [bits for bits in values["quantization"] if (bits != "none") == (method == "qlora")]
         casts = values["kbit_fp32_cast"] if method == "qlora" else (False,)
         ranks = values["lora_rank"] if adapted else (0,)
         targets = values["lora_targets"] if adapted else ("all-linear",)
@@ -261,7 +241,6 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
 
 
 def _precision_planned(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str, precision: str) -> bool:
-    """Whether a method is walked in a precision that nobody asked for, see `branches`."""
     if "precision" in workload.fixed:
         return True
     row, only_full = PRECISIONS[precision], tuple(values["method"]) == ("full",)
@@ -269,9 +248,7 @@ def _precision_planned(workload: Workload, values: Mapping[str, tuple[Any, ...]]
 
 
 def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str) -> dict[str, Any]:
-    """What all branches of a method share."""
-    name = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
-    objective = OBJECTIVES[name]
+    objective = OBJECTIVES[values.get("objective", (DEFAULT_OBJECTIVE,))[0]]
     usual = {
         "lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False,
         "frozen_encoder": False, "trained_layers": 0, "linear_attention": "torch",
@@ -280,7 +257,7 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
         **{field: values.get(field, (default,))[0] for field, default in usual.items()},
         "seq_len_tokens": workload.seq_len_tokens,
         "packing": bool(values.get("packing", (objective.packed,))[0]),
-        "objective": name,
+        "objective": objective.name,
         "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(_branch_stack(workload)),
         "loss": "full" if objective.supervised else values["loss"][0],
         "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
@@ -331,10 +308,8 @@ def selecting_matters(workload: Workload) -> bool:
 def layer_variants(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
     branch and a layout decide."""
-    variants = []
-    offload_requested = False not in values["activation_offload"]
-    names = ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
-    chosen = False not in values["selective_checkpointing"]
+    variants, names = [], ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
+    offload_requested, chosen = (False not in values[name] for name in names[2:])
     for kernels, every, offload, selective in product(*(values[name] for name in names)):
         if ((offload and not offload_requested) or (selective and not chosen)) and every != OFFLOADED_CHECKPOINTING:
             continue

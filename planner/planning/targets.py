@@ -13,13 +13,11 @@ from planner.memory.workload import Workload
 from planner.options.kernels import KERNELS
 from planner.options.stacks import TARGET_ROWS
 from planner.planning.answer import plan_workload
-from planner.planning.decision.candidates import candidate
-from planner.planning.decision.choosing import choose
+from planner.planning.decision.choosing import choose_alone
 from planner.planning.decision.policy import left_out
-from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults
+from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
-from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 
@@ -46,28 +44,24 @@ class TargetChoice:
 def compare_targets(workload: Workload) -> list[TargetChoice]:
     """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
     nothing last."""
-    apart = LAUNCHERS if workload.num_gpus == 1 else ()
-    if workload.gpu.vendor != "Apple":
-        apart = (*apart, "mlx")
-    if not has_expert_stacks(workload.model):
-        apart = (*apart, "loggetta")
-    if workload.fixed.get("method") != ("full",):
-        apart = (*apart, "torchtune-in-bwd")
-    names = [name for name in workload.objective_spec.targets if name not in apart]
+    apart = dict.fromkeys(LAUNCHERS, workload.num_gpus == 1) | {
+        "mlx": workload.gpu.vendor != "Apple",
+        "loggetta": not has_expert_stacks(workload.model),
+        "torchtune-in-bwd": workload.fixed.get("method") != ("full",),
+    }
+    names = [name for name in workload.objective_spec.targets if not apart.get(name)]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
 def _choice(workload: Workload, name: str) -> TargetChoice:
-    title = TARGET_ROWS[name].title
+    choice = TargetChoice(target=name, title=TARGET_ROWS[name].title)
     try:
         plan = plan_workload(replace(workload, targets=(name,)))
-    except NotExpressed as problem:
-        return TargetChoice(target=name, title=title, refused=problem.reason)
     except UsageError as problem:
-        return TargetChoice(target=name, title=title, refused=problem.message)
+        return replace(choice, refused=problem.reason if isinstance(problem, NotExpressed) else problem.message)
     if isinstance(plan, NoPlan):
-        return TargetChoice(target=name, title=title, refused="nothing fits")
-    return TargetChoice(target=name, title=title, candidate=plan.chosen)
+        return replace(choice, refused="nothing fits")
+    return replace(choice, candidate=plan.chosen)
 
 
 def tokens_per_s(row: TargetChoice) -> float | None:
@@ -88,7 +82,6 @@ ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "lora_targets", "
 
 
 def _alike(setup: TrainSetup, *, but: str = "") -> dict[str, tuple[Any, ...]]:
-    """The fields that setups of the same training share."""
     fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in ALIKE if name != but}
     fixed["quantization"] = ("nf4-double", "nf4") if setup.four_bit else (setup.quantization,)
     return fixed if setup.method != "full" else {name: fixed[name] for name in fixed if name != "lora_rank"}
@@ -97,7 +90,7 @@ def _alike(setup: TrainSetup, *, but: str = "") -> dict[str, tuple[Any, ...]]:
 def own_choice(workload: Workload, setup: TrainSetup, target: str) -> Candidate | None:
     """What a target would best run of the same training, where it cannot run a plan's own setup; None where nothing."""
     fixed = {**_alike(setup, but="attention"), **workload.fixed}
-    return _quick(replace(workload, targets=(target,), fixed=fixed), WalkCache())
+    return choose_alone(replace(workload, targets=(target,), fixed=fixed))
 
 
 def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
@@ -108,43 +101,26 @@ def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
     `cache`: what walks of the model computed.
     """
     request, chosen = plan.workload, plan.chosen
-    mine = chosen.formula.tokens_per_s
-    if (
-        request.targets
-        or "kernels" in request.fixed
-        or request.num_gpus > 1
-        or chosen.setup.method == "full"
-        or not mine
-    ):
+    mine, asked_for = chosen.formula.tokens_per_s, request.targets or "kernels" in request.fixed
+    if asked_for or request.num_gpus > 1 or chosen.setup.method == "full" or not mine:
         return []
     choices = []
     for family in KERNELS.values():
         for target in family.only:
-            if target not in request.objective_spec.targets or not (
-                reason := left_out(request, chosen.setup.replace_trusted(stack=target))
-            ):
+            reason = left_out(request, chosen.setup.replace_trusted(stack=target))
+            if target not in request.objective_spec.targets or not reason:
                 continue
             try:
                 if missing_kernels(request.model, request.gpu, chosen.setup.replace(kernels=family.name)):
                     continue
             except SetupError:  # it does not take the plan's quantization or adapter
                 continue
-            theirs = replace(
-                request, targets=(target,), fixed={**_alike(chosen.setup), **request.fixed, "kernels": (family.name,)}
-            )
+            fixed = {**_alike(chosen.setup), **request.fixed, "kernels": (family.name,)}
+            theirs = choose_alone(replace(request, targets=(target,), fixed=fixed), cache)
             title = TARGET_ROWS[target].title
-            choices.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, cache), refused=reason))
+            choices.append(TargetChoice(target=target, title=title, candidate=theirs, refused=reason))
     faster = [row for row in choices if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
     return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
-
-
-def _quick(workload: Workload, cache: WalkCache) -> Candidate | None:
-    """What is planned, without the rest of a plan; None where nothing is."""
-    try:
-        best = choose(workload, dimension_values(workload), WalkResults(cache=cache))[1]
-    except UsageError:
-        return None
-    return candidate(workload, best.setup) if best is not None else None
 
 
 def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:

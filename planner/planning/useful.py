@@ -11,15 +11,12 @@ from planner.setup.outcome import Candidate
 from planner.speed import Pairs, Speeds, family_speeds
 
 
-class UsefulSpeeds:
-    """`family_speeds` in tokens/s that are no padding, where the lengths are known."""
-
+class _UsefulSpeeds:
     def __init__(self, workload: Workload, setup: TrainSetup) -> None:
         self._workload, self._setup = workload, setup
         self._by_length: dict[int, Speeds] = {}
 
     def tokens_per_s(self, optimizer: str, pairs: Pairs, /) -> list[float]:
-        """As `Speeds.tokens_per_s`."""
         workload, setup, speeds = self._workload, self._setup, []
         for pair in pairs:
             at_once = pair[0] * setup.data_degree
@@ -35,7 +32,7 @@ class UsefulSpeeds:
 def useful_speeds(workload: Workload, setup: TrainSetup) -> Speeds:
     """The speeds of a setup in tokens/s that are the samples' own."""
     if workload.data.real_fractions:
-        return UsefulSpeeds(workload, setup)
+        return _UsefulSpeeds(workload, setup)
     return family_speeds(workload.model, workload.gpu, setup, workload.cluster)
 
 

@@ -96,8 +96,6 @@ def _for_all_targets(points: Iterable[WalkedSetup], workload: Workload) -> Itera
 
 
 class _Speeds:
-    """The speeds of a walk's runs, each found once."""
-
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._cache: dict[tuple[int, str], Speeds] = {}
@@ -105,7 +103,6 @@ class _Speeds:
         self._alike: dict[tuple[object, ...], Speeds] = {}
 
     def of_rows(self, run: SetupGroup, loss: str) -> Speeds:
-        """Tokens/s of full rows."""
         speeds = self._cache.get((id(run), loss))
         if speeds is None:
             workload, shared = self._workload, run.shared
@@ -117,7 +114,6 @@ class _Speeds:
         return speeds
 
     def useful(self, run: SetupGroup, loss: str) -> Speeds:
-        """Tokens/s that are the samples' own."""
         if not self._workload.data.real_fractions:
             return self.of_rows(run, loss)
         speeds = self._useful.get((id(run), loss))
@@ -168,26 +164,25 @@ def _points(
     Attention implementations that run the same kernels in every layer share their figures. `context` is what the
     device holds beside the peaks, which the limit has been lowered by.
     """
-    shared, pairs = run.shared, run.pairs
+    shared, pairs, num = run.shared, run.pairs, len(run.pairs)
     if limit_bytes is not None and not peaks.fit(limit_bytes):
         (micro, steps), at_first = pairs[0], peaks.at(0)
-        peak, others = min(at_first), len(pairs) * len(at_first) * len(run.attentions) - 1
+        peak, others = min(at_first), num * len(at_first) * len(run.attentions) - 1
         optimizer = run.choices[loss][at_first.index(peak)]
         yield WalkedSetup(shared, run.attentions[0], loss, optimizer, micro, steps, peak + context, 0.0, others)
         return
     speeds_of = speeds.useful(run, loss)
     for place, optimizer in enumerate(run.choices[loss]):
-        listed = _listed(peaks, place, len(pairs), limit_bytes)
+        listed = _listed(peaks, place, num, limit_bytes)
         tokens_per_s = speeds_of.tokens_per_s(optimizer, pairs[: len(listed)])
         for attention in run.attentions:
-            beyond = len(pairs) - len(listed)  # counted with the last
+            beyond = num - len(listed)  # counted with the last
             for index, (peak, speed) in enumerate(zip(listed, tokens_per_s, strict=True), 1):
                 more = beyond if index == len(listed) else 0
                 yield WalkedSetup(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
 
 
 def _fits(workload: Workload, cache: WalkCache, run: SetupGroup, limit_bytes: int | None) -> bool:
-    """Whether any point of a run fits; where nothing limits them all do."""
     return limit_bytes is None or any(cache.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
 
 
@@ -210,10 +205,8 @@ def _slower(speeds: _Speeds, run: SetupGroup, num_layers: int, fastest: float) -
     for loss, optimizers in run.choices.items():
         for optimizer in optimizers:
             none, every = (speeds.useful(end, loss).tokens_per_s(optimizer, run.pairs) for end in run.ends)
-            most = max(
-                1 / ((1 - share) / unchecked + share / other) for unchecked, other in zip(none, every, strict=True)
-            )
-            if most > 0.99 * fastest:
+            between = (1 / ((1 - share) / plain + share / other) for plain, other in zip(none, every, strict=True))
+            if max(between) > 0.99 * fastest:
                 return False
     return True
 

@@ -151,8 +151,12 @@ def choose_length(
     the objective packs. `seq_len_tokens` and `packing` are the user's where not None. Of the samples `held_out` are
     not trained on.
     """
-    whole, trained = stats, 1 - held_out / stats.num_samples
-    length, step = _usual_length(stats)
+    whole, trained, longest = stats, 1 - held_out / stats.num_samples, stats.lengths_tokens[-1]
+    wanted = max(64, stats.percentile(0.99))
+    step = 64 if wanted <= 256 else 256
+    length = -(-wanted // step) * step
+    if longest <= length:
+        length = max(64, -(-longest // 64) * 64)
     length = seq_len_tokens or min(length, max_tokens or length)
     if stats.columns == "text":
         stats = stats.in_pieces(length)
@@ -163,6 +167,11 @@ def choose_length(
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
+    cut = (
+        f"{'split' if whole.columns == 'text' else 'cut'} {whole.cut_fraction(length):.1%} of {whole.num_samples:,} "
+        f"samples (median {whole.percentile(0.5)}, 99th percentile {whole.percentile(0.99)}, longest {longest}, "
+        f"{whole.counted_with})"
+    )
     shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
     rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_samples))
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
@@ -174,25 +183,7 @@ def choose_length(
         epoch_tokens=round(trained * stats.kept_tokens(length)),
         epoch_seqs=rows,
         samples_per_seq=trained * whole.num_samples / rows,
-        reason=f"{length} tokens {_cut_words(whole, length)}; real tokens: {shares}",
-    )
-
-
-def _usual_length(stats: DatasetStats) -> tuple[int, int]:
-    """(tokens, step of longer ones) that cut at most 1 % of the samples."""
-    wanted = max(64, stats.percentile(0.99))
-    step = 64 if wanted <= 256 else 256
-    length = -(-wanted // step) * step
-    if stats.lengths_tokens[-1] <= length:
-        length = max(64, -(-stats.lengths_tokens[-1] // 64) * 64)
-    return length, step
-
-
-def _cut_words(stats: DatasetStats, length: int) -> str:
-    verb = "split" if stats.columns == "text" else "cut"
-    return (
-        f"{verb} {stats.cut_fraction(length):.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
-        f"99th percentile {stats.percentile(0.99)}, longest {stats.lengths_tokens[-1]}, {stats.counted_with})"
+        reason=f"{length} tokens {cut}; real tokens: {shares}",
     )
 
 
@@ -254,12 +245,6 @@ def _unlike(where: str, kind: str, why: str) -> ConfigError:
 
 
 def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Every row under known names.
-
-    Raises:
-        ConfigError: what cannot be read.
-        EnvironmentProblem: Parquet without pyarrow.
-    """
     hint = "one JSON object per line"
     try:
         for row in read_rows(path, opened=open_regular, parsed=lambda text, at: parse_json(text, at, hint=hint)):
@@ -303,11 +288,6 @@ def tokenizer_file(model_id: str) -> Path | None:
 
 
 def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
-    """What a row is, of the kinds that are trained on; another where it is none of them.
-
-    Raises:
-        ConfigError: its columns are not known.
-    """
     possible = kinds_of(row)
     if not possible:
         there = ", ".join(sorted(map(str, row))[:8])
@@ -344,10 +324,9 @@ def _chat_length(turns: list[Row], count: CountTokens) -> tuple[int, int]:
     sizes = [(message["role"], count(message["content"]) + TOKENS_PER_MESSAGE) for message in turns]
     answers = sum(size for role, size in sizes if role == "assistant")
     if isinstance(count, TokenizerChild):
-        whole = count.chat(turns)
-        if whole > max(
-            0, answers - TOKENS_PER_MESSAGE * len(turns)
-        ):  # else it takes contents in parts, or is not there
+        whole = count(turns)
+        # else it takes contents in parts, or is not there
+        if whole > max(0, answers - TOKENS_PER_MESSAGE * len(turns)):
             return max(answers, whole), answers
     return sum(size for _, size in sizes) + TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system"), answers
 
@@ -369,9 +348,9 @@ def first_row(path: Path, columns: Mapping[str, str] = AS_IT_IS) -> Row:
     Raises:
         ConfigError: no such file, or no sample.
     """
-    for row in _rows(path, columns):
-        return row
-    raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
+    if (row := next(_rows(path, columns), None)) is None:
+        raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
+    return row
 
 
 def kind_of_data(path: Path, kinds: Sequence[str] = SUPERVISED, columns: Mapping[str, str] = AS_IT_IS) -> str:

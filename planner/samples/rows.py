@@ -159,7 +159,6 @@ class _Unpacked(io.RawIOBase):
 
 
 def _lines(handle: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """(where it stands, line) of every line."""
     number = 0
     while line := handle.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -296,7 +295,6 @@ def _first(row: Row, names: Iterable[str]) -> str:
 
 
 def _question(row: Row) -> str:
-    """The column that asks."""
     return _first(row, QUESTIONS)
 
 
@@ -337,7 +335,6 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row) -> list[Row]:
-    """Who said what, as it stands."""
     messages: list[Row] = []
     if column := _first(row, CHATS):
         turns = row[column]

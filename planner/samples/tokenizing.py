@@ -16,9 +16,6 @@ from planner.core.children import child_environment, python_argv
 from planner.core.errors import ConfigError
 from planner.core.inputs import read_bytes, read_text
 
-# Chats as a model's own template writes them, without transformers: what of a row is the template's is counted too.
-
-
 NAME = "chat_template.jinja"
 MAX_CONFIG_BYTES = 32 << 20
 """Of a `tokenizer_config.json`, which may list every token: the largest known have some MB."""
@@ -51,22 +48,18 @@ def renderer(folder: Path) -> Render | None:
 
     if (config := tokenizer_config(folder)) is None:
         return None
+    text, template_file = config.get("chat_template"), folder / NAME
     try:
-        template_file = folder / NAME
-        text = (
-            read_text(template_file, max_bytes=MAX_TEMPLATE_BYTES)
-            if template_file.is_file()
-            else config.get("chat_template")
-        )
+        if template_file.is_file():
+            text = read_text(template_file, max_bytes=MAX_TEMPLATE_BYTES)
     except ConfigError:
         return None
     if isinstance(text, list):  # several, by name
         text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
     if not isinstance(text, str):
         return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    controls = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=controls)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -117,12 +110,8 @@ class TokenizerChild:
         self._end = weakref.finalize(self, _close, self.process)
         self._answer("is no tokenizer that can be read")
 
-    def chat(self, turns: list[dict[str, Any]]) -> int:
-        """Those of a chat as the template beside the file writes it; -1 where none does."""
-        return self(turns)
-
     def __call__(self, text: str | list[dict[str, Any]]) -> int:
-        """The number of tokens of a text."""
+        """The number of tokens of a text; of a chat as the template beside the file writes it, -1 where none does."""
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended: `_answer` says so
             self.process.stdin.write(json.dumps(text).encode() + b"\n")
@@ -154,13 +143,6 @@ def _within(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _written(render: Render | None, turns: list[dict[str, Any]]) -> str | None:
-    try:
-        return None if render is None else render(turns)
-    except Exception:  # whatever somebody's template raises: for one, that it knows no system
-        return None
-
-
 def main() -> None:
     """The child."""
     try:
@@ -181,7 +163,9 @@ def main() -> None:
             _within(float(sys.argv[2]))
             text = json.loads(line)
             if isinstance(text, list):
-                text = _written(render(), text)
+                write, turns, text = render(), text, None
+                with suppress(Exception):  # whatever somebody's template raises: for one, that it knows no system
+                    text = write(turns) if write is not None else None
             num = -1 if text is None else len(tokenizer.encode(text, add_special_tokens=False).ids)
             print(num, flush=True)
     except BaseException as error:  # a panic of the library is no Exception

@@ -17,7 +17,7 @@ import torch
 
 from planner.core.records import dataclass
 from planner.core.units import MIB, gib, percent
-from planner.planning.evidence.trainers import NO_SHARE, trainer_share
+from planner.planning.evidence.bands import NO_SHARE, trainer_share
 from planner.setup.outcome import Measurement
 from probes.gpu.child import StatusPipe, limit_cpu_memory
 from probes.gpu.depth import Depths, choose_depths

@@ -229,10 +229,11 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
         return {Node.LORA: SimpleNamespace(setup=setup, tokens_per_s=1.0, peak_device_bytes=0)}
 
     monkeypatch.setattr(remedies, "best_points", points)
+    monkeypatch.setattr(remedies, "memory_band", lambda *_: 0.0)
     monkeypatch.setattr(host, "host_bytes_per_node", lambda model, setup, nodes: needs[setup.offload])
     nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
     (remedy,) = remedies._offloaded(workload("rtx-4090"), nearest)
-    assert remedy.action.startswith("--offload optimizer: ")
+    assert remedy.action.startswith("--offload optimizer --host-memory 12: ")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.core.units import GIB, MIB
-from planner.planning.evidence.trainers import trainer_share
+from planner.planning.evidence.bands import trainer_share
 from planner.setup import TrainSetup
 from planner.setup.outcome import SPEED_SPOILING_FLAGS, Prediction
 from probes.dryrun.api import report_for_config

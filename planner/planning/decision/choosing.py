@@ -20,9 +20,11 @@ from planner.planning.decision.node import Node
 from planner.planning.decision.policy import fewer_matrices, opened_workloads
 from planner.planning.decision.results import WalkResults, add_layouts, best_layout
 from planner.planning.decision.tree import choose_node, preferred_nodes
+from planner.planning.groups import WalkCache
 from planner.planning.plan import CorrectionKey
 from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup
+from planner.setup.outcome import Candidate
 
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
@@ -48,6 +50,16 @@ def choose(
     return node, best_layout(results.of_node(node)) if node is not None else None
 
 
+def choose_alone(workload: Workload, cache: WalkCache | None = None) -> Candidate | None:
+    """What the plan of this work takes, without the rest of a plan; None where nothing fits, or no setup can be."""
+    results = WalkResults() if cache is None else WalkResults(cache=cache)
+    try:
+        best = choose(workload, dimension_values(workload), results)[1]
+    except UsageError:
+        return None
+    return candidate(workload, best.setup) if best is not None else None
+
+
 def _walk(
     workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None
 ) -> Node | None:
@@ -63,7 +75,8 @@ def _walk(
     node = choose_node(results.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
         return node
-    slow = node is not None and _communication_share(workload, results, node) > COMMUNICATION_LIMIT
+    best = results.nodes()[node].best() if node is not None else None
+    slow = best is not None and communication_share(candidate(workload, best.setup)) > COMMUNICATION_LIMIT
     left_out = _better_left_out(workload, results, node)
     if node is None or slow:
         walk(values, ("split",))
@@ -76,9 +89,8 @@ def _walk(
             )
         walk(narrowed, ("split",))
     split = node is None or slow
-    nodes = results.nodes()
-    node = choose_node(nodes, workload)
-    if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
+    node = choose_node(results.nodes(), workload)
+    if node is None or not results.nodes()[node].sure:  # what only may fit is no answer where something surely does
         walk(values, ("offload",) if split else ("split", "offload"))
     # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
     return choose_node(results.nodes(), workload, from_host=node is None)
@@ -88,15 +100,7 @@ def _better_left_out(workload: Workload, results: WalkResults, node: Node | None
     """Methods that the tree prefers to `node` and that do not fit so far."""
     if node is None:
         return ()
-    order = preferred_nodes(workload)
-    better = order[: order.index(node)]
-    nodes = results.nodes()
-    missing = [
-        preferred for preferred in better if nodes[preferred].smallest is not None and nodes[preferred].best() is None
-    ]
-    return tuple(dict.fromkeys(preferred.method for preferred in missing))
-
-
-def _communication_share(workload: Workload, results: WalkResults, node: Node) -> float:
-    best = results.nodes()[node].best()
-    return communication_share(candidate(workload, best.setup)) if best is not None else 0.0
+    order, nodes = preferred_nodes(workload), results.nodes()
+    better = [(each, nodes[each]) for each in order[: order.index(node)]]
+    missing = [each.method for each, walked in better if walked.smallest is not None and walked.best() is None]
+    return tuple(dict.fromkeys(missing))

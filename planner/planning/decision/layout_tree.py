@@ -50,15 +50,15 @@ def layout_answers(
     else:
         choice = layout_name(chosen.setup)
         reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
-    yield Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
+    yield Answer("Must states move to the host's memory?", choice, reason, cuts=cuts)
     if chosen.setup.has_reference:
         yield _reference(workload, chosen.setup)
     yield _one_process(workload, chosen)
     if chosen.setup.parallel == "device-map":
         yield Answer(
-            question="GPUs that take turns (device map)?",
-            choice="asked for, not recommended",
-            reason="the layers are cut over the GPUs and one works while the others wait: room for one copy, no speed",
+            "GPUs that take turns (device map)?",
+            "asked for, not recommended",
+            "the layers are cut over the GPUs and one works while the others wait: room for one copy, no speed",
         )
     if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
         yield _quantization(workload, results, node, chosen)
@@ -70,9 +70,7 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     if isinstance(alone, NoPlan):
         need = alone.nearest.formula.peak_device_bytes
         reason = f"the smallest setup of any method needs {gib(need)} there"
-        return Answer(
-            question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
-        )
+        return Answer(question, "no", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
     single = alone.chosen
     node = node_of_setup(single.setup)
     need = single.formula.peak_device_bytes
@@ -89,18 +87,13 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
             f"{fits}; {num} GPUs run {ratio:.2f} times as fast ({percent(ratio / num)} of {num} times), "
             f"so a token costs {num / ratio if ratio else 0:.2f} times as much"
         )
-    return Answer(
-        question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
-    )
+    return Answer(question, choice, reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
 
 
 def _methods(results: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
     """Step 1 over all layouts: the smallest setup of each method says under which spread it is."""
-    nodes = results.nodes()
-    walked = [name for name in Node if nodes[name].smallest is not None]
-    for name, answer in zip(walked, methods, strict=True):
-        smallest = nodes[name].smallest
-        assert smallest is not None
+    walked = filter(None, (results.nodes()[node].smallest for node in Node))
+    for smallest, answer in zip(walked, methods, strict=True):
         where = f"; smallest as {layout_name(smallest.shared)}"
         yield replace(
             answer,
@@ -114,32 +107,25 @@ def _replicated(workload: Workload, results: WalkResults, node: Node, chosen: Ca
     question = "Do the states fit when every GPU holds them all (DDP)?"
     for layout, key, layout_results in _walked(results, node, ("replicate",)):
         if layout_results is None:
-            return Answer(question=question, choice="cannot run", reason=results.refused.get((key, node), "not walked"))
-        taken = key == layout_key(chosen.setup)
+            return Answer(question, "cannot run", results.refused.get((key, node), "not walked"))
         need = _need(layout_results)
-        fits = layout_results.best() is not None
-        if not fits:
+        if layout_results.best() is None:
             choice, reason = "no", f"the smallest {node.words} setup needs {gib(need)} on every GPU"
-        elif taken:
+        elif key == layout_key(chosen.setup):
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
             choice = "yes, not taken" if layout_results.sure else "may fit, not taken"
             reason = _slower(workload, layout_results, chosen, layout.name)
-        return Answer(
-            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
-        )
-    return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
+        return Answer(question, choice, reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+    return Answer(question, "not asked", _left_out(workload, ("replicate",)))
 
 
 def _sharded(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
-    """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
     cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("shard",)))
     needed = None
-    plain = not setup.is_split and setup.offload == "none"
-    if engine_of(setup).shares and plain:
-        choice, layout_results = layout_name(setup), results.of_node(node)[layout_key(setup)]
-        needed = _need(layout_results)
+    if engine_of(setup).shares and not setup.is_split and setup.offload == "none":
+        choice, needed = layout_name(setup), _need(results.of_node(node)[layout_key(setup)])
         sends = engine_of(setup).sends if setup.reshard_after_forward else "weights are gathered once per micro-batch"
         reason = f"each of {setup.shards} GPUs keeps its part of the {engine_of(setup).shares}; {sends}"
     elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
@@ -150,56 +136,40 @@ def _sharded(workload: Workload, results: WalkResults, node: Node, chosen: Candi
         choice, reason = "nothing", f"{layout_name(setup)} fits and nothing else is clearly faster"
     budget = workload.budget_bytes if needed is not None else None
     return Answer(
-        question="What must be sharded over the GPUs?",
-        choice=choice,
-        reason=reason,
-        needed_bytes=needed,
-        budget_bytes=budget,
-        cuts=cuts,
+        "What must be sharded over the GPUs?", choice, reason, needed_bytes=needed, budget_bytes=budget, cuts=cuts
     )
 
 
 def _split(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
-    setup = chosen.setup
-    question = "Tensor, pipeline or context parallelism?"
+    name, share = layout_name(chosen.setup), percent(communication_share(chosen))
     cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("split",)))
-    share = communication_share(chosen)
-    if setup.is_split:
-        reason = f"{layout_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
-        choice = "yes"
+    if chosen.setup.is_split:
+        choice, reason = "yes", f"{name} is the fastest that fits; communication takes {share} of its step"
     elif cuts:
-        choice, reason = (
-            "no",
-            f"none beats {layout_name(setup)}, whose communication takes {percent(share)} of the step",
-        )
+        choice, reason = "no", f"none beats {name}, whose communication takes {share} of the step"
     else:
-        choice = "not needed"
-        reason = f"{layout_name(setup)} fits, and communication takes {percent(share)} of its step"
+        choice, reason = "not needed", f"{name} fits, and communication takes {share} of its step"
     cluster = workload.cluster
     if cluster is not None and cluster.between is not None:
-        across = cluster.between.bytes_per_s / cluster.gpus_per_node
-        cuts += (
-            PrunedBranch(
-                branch="tensor parallelism across nodes",
-                reason=f"it sends activations in every layer, and {cluster.between.name} gives one GPU "
-                f"{across / 1e9:,.1f} GB/s against {cluster.within.bytes_per_s / 1e9:,.0f} within a node",
-                num_setups=0,
-            ),
+        across = cluster.between.bytes_per_s / cluster.gpus_per_node / 1e9
+        why = (
+            f"it sends activations in every layer, and {cluster.between.name} gives one GPU {across:,.1f} GB/s against "
+            f"{cluster.within.bytes_per_s / 1e9:,.0f} within a node"
         )
-    return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
+        cuts += (PrunedBranch("tensor parallelism across nodes", why, 0),)
+    return Answer("Tensor, pipeline or context parallelism?", choice, reason, cuts=cuts)
 
 
 def _reference(workload: Workload, setup: TrainSetup) -> Answer:
-    """Where the model as it was before training is, of an objective that asks it."""
     question = "Where is the reference model?"
     if not setup.copies_reference:
         reason = "the base answers with its adapters switched off, spread as it is"
-        return Answer(question=question, choice="nowhere else", reason=reason)
+        return Answer(question, "nowhere else", reason)
     size = sum(weight_bytes(workload.model, engine_of(setup).computes(setup)).values())
     reason = f"a second copy of the weights, {gib(size)}"
     if setup.objective_spec.reference:
         reason += "; --precomputed-reference asks it before the first step and keeps none"
-    return Answer(question=question, choice=engine_of(setup).reference, reason=reason)
+    return Answer(question, engine_of(setup).reference, reason)
 
 
 def _one_process(workload: Workload, chosen: Candidate) -> Answer:
@@ -212,7 +182,7 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
             ratio = other.tokens_per_s / chosen.tokens_per_s
             need = gib(other.formula.peak_device_bytes)
             reason += f"; the same under DDP would run at {ratio:.2f} times the speed and need {need}"
-        return Answer(question=question, choice="asked for, not recommended", reason=reason)
+        return Answer(question, "asked for, not recommended", reason)
     reason = (
         "one Python process would drive every GPU, copy the weights out at every forward and gather all outputs on the "
         "first; DDP has one process per GPU"
@@ -223,17 +193,15 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
             plain = plain.replace(micro_batch_seqs=1, accumulation_steps=1)
         setup = plain.replace(num_gpus=workload.num_gpus, parallel="dp")
     except SetupError:
-        return Answer(question=question, choice="no", reason=reason)
+        return Answer(question, "no", reason)
     refused = why_not(workload.model, setup)
     if refused:
-        return Answer(question=question, choice="cannot run", reason=refused)
+        return Answer(question, "cannot run", refused)
     ranks = rank_memories(workload.model, workload.gpu, setup)
     peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
     if max(peaks) > min(peaks):
         reason += f"; GPU 0 would need {gib(max(peaks))}, {gib(max(peaks) - min(peaks))} more than the others"
-    return Answer(
-        question=question, choice="no", reason=reason, needed_bytes=max(peaks), budget_bytes=workload.budget_bytes
-    )
+    return Answer(question, "no", reason, needed_bytes=max(peaks), budget_bytes=workload.budget_bytes)
 
 
 _ONE_GPU_FIELDS = tuple(
@@ -243,13 +211,10 @@ _ONE_GPU_FIELDS = tuple(
 
 def _quantization(workload: Workload, results: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
-    num = workload.num_gpus
-    question = f"Would a quantized base help on {num} GPUs?"
-    weights_bytes = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
+    question = f"Would a quantized base help on {workload.num_gpus} GPUs?"
     if node.quantized:
         lora = results.nodes()[Node.LORA]
         need = _need(lora) if lora.smallest is not None else None
-        choice = "here, yes"
         unquantized = lora.best()
         if unquantized is None:
             reason = "no unquantized base fits, even sharded"
@@ -258,21 +223,19 @@ def _quantization(workload: Workload, results: WalkResults, node: Node, chosen: 
             reason = f"{ratio:.2f} times the speed of 16-bit LoRA, with a quarter of its base in the host's memory"
         else:
             reason = "the whole is faster"
-        return Answer(
-            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
-        )
+        return Answer(question, "here, yes", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+    weights_bytes = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
     reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(weights_bytes)} of weights on a GPU"
     if chosen.setup.method == "full":
-        return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
+        return Answer(question, "no", reason + ", and quantized weights cannot be trained")
     small = results.nodes()[Node.FOUR_BIT].best()
     if small is not None and chosen.tokens_per_s:
         ratio = small.tokens_per_s / chosen.tokens_per_s
         reason += f"; 4-bit weights must be unpacked at every use: {ratio:.2f} times its speed"
-    return Answer(question=question, choice="no", reason=reason)
+    return Answer(question, "no", reason)
 
 
 def _given_up(workload: Workload, results: WalkResults) -> Iterator[Answer]:
-    """Nothing fits: what every kind of spread would need at least."""
     for question, stages in (
         ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
         ("Does it fit with tensor or pipeline parallelism?", ("split",)),
@@ -287,14 +250,12 @@ def _given_up(workload: Workload, results: WalkResults) -> Iterator[Answer]:
         if needs:
             need, name = min(needs)
             reason = f"the smallest is {name}: {gib(need)}, {gib(need - workload.budget_bytes)} more than the budget"
-            yield Answer(
-                question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
-            )
+            yield Answer(question, "no", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
             continue
         keys = {layout_key(TrainSetup(**layout.fields)) for layout in results.walked if layout.stage in stages}
         refused = [reason for (key, _), reason in results.refused.items() if key in keys]
         if refused:
-            yield Answer(question=question, choice="no", reason=refused[0])
+            yield Answer(question, "no", refused[0])
 
 
 def _walked(
@@ -317,18 +278,11 @@ def _pruned_layouts(
         if key == layout_key(chosen.setup):
             continue
         if layout_results is None:
-            yield PrunedBranch(branch=layout.name, reason=results.refused[key, node], num_setups=0)
+            yield PrunedBranch(layout.name, results.refused[key, node], 0)
             continue
-        need = _need(layout_results)
-        slow = layout_results.best() is not None
-        reason = _slower(workload, layout_results, chosen, "") if slow else "does not fit"
-        yield PrunedBranch(
-            branch=layout.name,
-            reason=reason,
-            num_setups=layout_results.walked,
-            needed_bytes=need,
-            budget_bytes=workload.budget_bytes,
-        )
+        fits, need = layout_results.best() is not None, _need(layout_results)
+        reason = _slower(workload, layout_results, chosen, "") if fits else "does not fit"
+        yield PrunedBranch(layout.name, reason, layout_results.walked, need, workload.budget_bytes)
     left: dict[str, list[str]] = {}
     tried = any(layout.stage in stages for layout in results.walked) or "split" not in stages
     for layout in all_layouts(workload):
@@ -336,11 +290,10 @@ def _pruned_layouts(
             left.setdefault(layout.reason, []).append(fields_name(layout.fields))
     for reason, names in left.items():
         words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        yield PrunedBranch(branch=words, reason=reason, num_setups=0)
+        yield PrunedBranch(words, reason, 0)
 
 
 def _slower(workload: Workload, layout_results: NodeResults, chosen: Candidate, name: str) -> str:
-    """What another layout that fits would cost in speed."""
     best = layout_results.best()
     assert best is not None
     other = candidate(workload, best.setup)

@@ -20,7 +20,6 @@ from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.memory.engines import engine_named, engine_of
 from planner.memory.workload import Workload
-from planner.models.spec import ModelSpec
 from planner.options.layouts import SPLIT_DEGREES
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.allowed import SHARDED
@@ -32,10 +31,8 @@ FIELDS = ("parallel", *LAYOUT_FIELDS)
 LayoutKey = tuple[Any, ...]
 """The values of FIELDS of one setup."""
 
-_TENSOR_DEGREES = (2, 4, 8)
-_PIPELINE_DEGREES = (2, 4, 8, 16)
-_CONTEXT_DEGREES = (2, 4, 8)
-_EXPERT_DEGREES = (2, 4, 8)
+_NODE_DEGREES = (2, 4, 8)
+_PIPELINE_DEGREES = (*_NODE_DEGREES, 16)
 LONG_TOKENS = 16384
 """Sequences from which they are cut over GPUs unasked: below, one sequence's activations are seldom what does not fit,
 and its exchange costs more than it gives. Judgement."""
@@ -67,12 +64,8 @@ ONE_GPU = Layout(stage="replicate", fields={}, data_degree=1)
 """The spread of one: nothing to set."""
 
 
-_layout_values: Callable[[TrainSetup], LayoutKey] = attrgetter(*FIELDS)
-
-
-def layout_key(setup: TrainSetup) -> LayoutKey:
-    """What two setups share when they are spread alike."""
-    return _layout_values(setup)
+layout_key: Callable[[TrainSetup], LayoutKey] = attrgetter(*FIELDS)
+"""What two setups share when they are spread alike."""
 
 
 def layout_name(setup: TrainSetup) -> str:
@@ -91,17 +84,14 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     if stages > 1:
         split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
-    engine = engine_named(fields.get("parallel", "none")).name
-    if fields.get("fsdp_version", 2) == 1:
-        engine = "FSDP1"
+    engine = "FSDP1" if fields.get("fsdp_version") == 1 else engine_named(fields.get("parallel", "none")).name
     if engine:
         words = f"{words} under {engine}" if words else engine
     if fields.get("shard_degree"):
         words += f" in groups of {fields['shard_degree']}"
     if not fields.get("reshard_after_forward", True):
         words += " keeping gathered weights"
-    offload = fields.get("offload", "none")
-    if offload != "none":
+    if (offload := fields.get("offload", "none")) != "none":
         words += f" with {'optimizer' if offload == 'optimizer' else 'weights and optimizer'} on the host"
     return words or "one GPU"
 
@@ -154,15 +144,16 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     if num == 1:
         yield from _offloads(whole)
         return
+    fsdp, keeping = {**whole, "parallel": "fsdp2"}, {"reshard_after_forward": False}
     yield "replicate", {**whole, "parallel": "ddp"}
     yield "shard", {**whole, "parallel": "zero1"}
     yield "shard", {**whole, "parallel": "zero2"}
-    yield "shard", {**whole, "parallel": "fsdp2", "reshard_after_forward": False}
-    yield "shard", {**whole, "parallel": "fsdp2"}
+    yield "shard", {**fsdp, **keeping}
+    yield "shard", fsdp
     groups = _fixed(workload, "shard_degree") or ((per_node,) if 1 < per_node < num else ())
     for group in groups:
-        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group}
-        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group, "reshard_after_forward": False}
+        yield "shard", {**fsdp, "shard_degree": group}
+        yield "shard", {**fsdp, "shard_degree": group, **keeping}
     yield "shard", {**whole, "parallel": "zero3"}
     schedules = tuple(dict.fromkeys(("1f1b", *_fixed(workload, "pipeline_schedule"))))
     for tensor, depth, overs in _tensor_pipeline_degrees(workload):
@@ -174,7 +165,7 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "split", {**whole, "context_degree": degree, "parallel": parallel}
     for degree in _expert_degrees(workload):
         for group in (0, *groups):
-            yield "split", {**whole, "expert_degree": degree, "parallel": "fsdp2", "shard_degree": group}
+            yield "split", {**fsdp, "expert_degree": degree, "shard_degree": group}
     yield from _offloads(whole)
     for parallel in ("device-map", "dp"):
         if parallel in _fixed(workload, "parallel"):
@@ -183,24 +174,18 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _offloads(whole: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """What lies in the host's memory between its uses; on one GPU too (an engine's rank of one)."""
-    for parallel, offload in (
-        ("zero2", "optimizer"),
-        ("zero1", "optimizer"),
-        ("zero3", "optimizer"),
-        ("fsdp2", "parameters"),
-        ("zero3", "parameters"),
-    ):
-        yield "offload", {**whole, "parallel": parallel, "offload": offload}
+    for offload, parallels in (("optimizer", ("zero2", "zero1", "zero3")), ("parameters", ("fsdp2", "zero3"))):
+        for parallel in parallels:
+            yield "offload", {**whole, "parallel": parallel, "offload": offload}
 
 
 def _context_degrees(workload: Workload) -> Iterator[tuple[int, str]]:
     """(context degree, what shards beside it): the user's, or powers of two within a node for long sequences."""
     if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
         return
-    per_node = _per_node(workload)
     degrees = _fixed(workload, "context_degree")
     if not degrees and "parallel" not in workload.fixed and workload.seq_len_tokens >= LONG_TOKENS:
-        degrees = tuple(degree for degree in _CONTEXT_DEGREES if per_node % degree == 0)
+        degrees = _degrees_within_node(workload)
     parallels = _fixed(workload, "parallel") or ("fsdp2", "zero3")
     for degree in degrees:
         if degree > 1:
@@ -215,8 +200,7 @@ def _expert_degrees(workload: Workload) -> Iterator[int]:
         return
     if {"parallel", *SPLIT_DEGREES} & set(workload.fixed):
         return
-    stacks = workload.model.expert_stacks
-    fitting = [degree for degree in _EXPERT_DEGREES if _per_node(workload) % degree == 0]
+    stacks, fitting = workload.model.expert_stacks, _degrees_within_node(workload)
     yield from [degree for degree in fitting if stacks and not any(num % degree for num in stacks)][-1:]
 
 
@@ -226,7 +210,6 @@ def _tensor_pipeline_degrees(workload: Workload) -> Iterator[tuple[int, int, tup
     Not asked for, tensor parallelism stays within a node, because it sends activations in every layer; over it lies
     FSDP2 (Accelerate, torchtitan), over a pipeline FSDP2 or DeepSpeed's ZeRO-1; both together only as whole nodes.
     """
-    num, per_node = workload.num_gpus, _per_node(workload)
     if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
         for tensor in _fixed(workload, "tensor_degree") or (1,):
             for depth in _fixed(workload, "pipeline_degree") or (1,):
@@ -234,19 +217,13 @@ def _tensor_pipeline_degrees(workload: Workload) -> Iterator[tuple[int, int, tup
         return
     if "parallel" in workload.fixed or "context_degree" in workload.fixed:
         return  # who names a way of data parallelism means it plain
-    tensors = [t for t in _TENSOR_DEGREES if per_node % t == 0]
-    for tensor in tensors:
-        yield tensor, 1, ("fsdp2",)
-    for depth in _PIPELINE_DEGREES:
-        if num % depth == 0:
-            yield 1, depth, ("zero1", "fsdp2")
-    for depth in _PIPELINE_DEGREES:
-        if tensors and num % (tensors[-1] * depth) == 0:
-            yield tensors[-1], depth, ("fsdp2",)
+    tensors = _degrees_within_node(workload)
+    yield from ((tensor, 1, ("fsdp2",)) for tensor in tensors)
+    for most, engines in ((1, ("zero1", "fsdp2")), *((tensor, ("fsdp2",)) for tensor in tensors[-1:])):
+        yield from ((most, depth, engines) for depth in _PIPELINE_DEGREES if workload.num_gpus % (most * depth) == 0)
 
 
 def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
-    """Why a layout that can exist is not walked for this model and this global batch; "" where it is."""
     batch, model = workload.global_batch_seqs, workload.model
     if refused := workload.objective_spec.layout_refusal(setup.parallel, split=setup.is_split):
         return refused
@@ -254,21 +231,10 @@ def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
         return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
     if setup.pipeline_degree > model.num_layers:
         return f"{model.num_layers} layers cannot be cut into {setup.pipeline_degree} stages"
-    if setup.tensor_degree > 1:
-        heads = _uneven_heads(model, setup.tensor_degree)
-        if heads:
-            return f"{heads} cannot be divided by tensor degree {setup.tensor_degree}"
-    return ""
-
-
-def _uneven_heads(model: ModelSpec, degree: int) -> str:
-    for layer in model.layer_kinds:
-        if layer.attention is None:
-            continue
-        if layer.attention.num_heads % degree:
-            return f"{layer.attention.num_heads} attention heads"
-        if layer.attention.num_kv_heads % degree:
-            return f"{layer.attention.num_kv_heads} key and value heads"
+    for attention in filter(None, (layer.attention for layer in model.layer_kinds)):
+        for num, what in ((attention.num_heads, "attention"), (attention.num_kv_heads, "key and value")):
+            if num % setup.tensor_degree:
+                return f"{num} {what} heads cannot be divided by tensor degree {setup.tensor_degree}"
     return ""
 
 
@@ -277,8 +243,11 @@ def _fixed(workload: Workload, name: str) -> tuple[Any, ...]:
 
 
 def _wanted(workload: Workload, setup: TrainSetup) -> bool:
-    """Whether the layout takes only values that the user allowed."""
     return all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
+
+
+def _degrees_within_node(workload: Workload) -> tuple[int, ...]:
+    return tuple(degree for degree in _NODE_DEGREES if _per_node(workload) % degree == 0)
 
 
 def _per_node(workload: Workload) -> int:

@@ -57,39 +57,30 @@ class KindChoice:
     refused: str = ""
 
 
-def compare_kinds(workload: Workload, lora: TrainSetup) -> list[KindChoice]:
+def compare_kinds(workload: Workload, lora: TrainSetup) -> Iterator[KindChoice]:
     """Every kind in the place of LoRA: the same base, length, micro-batch and optimizer, so that what differs is the
     adapter's. A kind whose size is a rank takes LoRA's; any other its usual one.
     """
-    return [_choice(workload, lora, row) for row in ADAPTERS.values()]
-
-
-def _choice(workload: Workload, lora: TrainSetup, row: Adapter) -> KindChoice:
-    changes, changed = _changes(workload.model, lora, row)
-    try:
-        setup = lora.replace(**changes)
-        num = trained_parameters(workload.model, setup).num
-    except SetupError as error:
-        return KindChoice(kind=row, refused=error.message)
-    return KindChoice(kind=row, num_trained=num, candidate=candidate(workload, setup), changed=changed)
-
-
-def _changes(model: ModelSpec, lora: TrainSetup, row: Adapter) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields in which a kind's setup differs from LoRA's, and what a person must know of them."""
-    changes: dict[str, Any] = {"adapter": row.name}
-    notes = []
-    if row.form != "low-rank":
-        changes["lora_rank"] = row.usual_size
-    if row.form == "scales":
-        changes["lora_targets"] = scaling_targets(model)
-    elif not row.adapts_matrices:
-        changes["lora_targets"] = "all-linear"
-    if row.name == "ln-tuning" and lora.quantized:
-        changes["adapter_dtype"] = "auto"
-    if lora.checkpointing and not row.checkpointing:
-        changes |= {"checkpointing": 0, "activation_offload": False, "selective_checkpointing": False}
-        notes.append("checkpointing off")
-    return changes, tuple(notes)
+    for row in ADAPTERS.values():
+        changes: dict[str, Any] = {"adapter": row.name}
+        if row.form != "low-rank":
+            changes["lora_rank"] = row.usual_size
+        if row.form == "scales":
+            changes["lora_targets"] = scaling_targets(workload.model)
+        elif not row.adapts_matrices:
+            changes["lora_targets"] = "all-linear"
+        if row.name == "ln-tuning" and lora.quantized:
+            changes["adapter_dtype"] = "auto"
+        changed = ("checkpointing off",) if lora.checkpointing and not row.checkpointing else ()
+        if changed:
+            changes |= {"checkpointing": 0, "activation_offload": False, "selective_checkpointing": False}
+        try:
+            setup = lora.replace(**changes)
+            num = trained_parameters(workload.model, setup).num
+        except SetupError as error:
+            yield KindChoice(kind=row, refused=error.message)
+            continue
+        yield KindChoice(kind=row, num_trained=num, candidate=candidate(workload, setup), changed=changed)
 
 
 # The job around the step: optimizer steps and checkpoints on disk, what evaluating, saving and merging take.
@@ -103,16 +94,21 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     """One sentence each: steps and disk where the data is known, small data, evaluation, merging."""
     weights, states = checkpoint_bytes(workload, chosen.setup)
     disk = f"a checkpoint takes {gib(weights + states)} on disk, {gib(states)} of it the optimizer's states"
-    epoch_seqs, batch = workload.data.epoch_seqs, workload.global_batch_seqs
+    epoch_seqs, batch, epochs = workload.data.epoch_seqs, workload.global_batch_seqs, workload.epochs
     if epoch_seqs is not None:
-        epochs = workload.epochs
         steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
         disk = f"the job: {steps:,} optimizer steps, {epochs:g} epoch{'s' if epochs != 1 else ''}; {disk}"
     yield usual(disk)
-    if note := small_data_note(epoch_seqs, batch, workload.epochs):
+    if note := small_data_note(epoch_seqs, batch, epochs):
         yield risk(note)
-    if note := unknown_padding_note(workload):
-        yield note
+    # what is not known of samples that are given as numbers and do not fill their rows
+    if workload.data.num_samples and not workload.data.file and workload.data.samples_per_seq == 1:
+        mean = (workload.data.epoch_tokens or 0) / (epoch_seqs or 1)
+        if mean < (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.seqs_per_sample:
+            yield (
+                f"samples of {mean:,.0f} tokens on average in rows of {workload.seq_len_tokens:,}: time and cost count "
+                "no padding, whose share --dataset FILE measures; --packing takes it away"
+            )
     if workload.learning_rate is not None:
         params, seqs = workload.model.num_params, workload.data.samples_per_seq
         usual_rate = hyperparameters_of(chosen.setup, num_params=params, samples_per_seq=seqs).learning_rate
@@ -121,22 +117,8 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     if chosen.setup.num_gpus == 1:
         yield usual(evaluation_note(workload, chosen.setup))
     if chosen.setup.method != "full":
-        whole = SIZE_BYTES["bf16"] * workload.model.num_params
-        words = f"merging the adapter needs the base in 16 bits, {gib(whole)}, on the GPU or in the host's memory"
-        yield usual(words)
-
-
-def unknown_padding_note(workload: Workload) -> str:
-    """What is not known of samples that are given as numbers and do not fill their rows; else ""."""
-    if not workload.data.num_samples or workload.data.file or workload.data.samples_per_seq != 1:
-        return ""
-    mean = (workload.data.epoch_tokens or 0) / (workload.data.epoch_seqs or 1)
-    if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.seqs_per_sample:
-        return ""
-    return (
-        f"samples of {mean:,.0f} tokens on average in rows of {workload.seq_len_tokens:,}: time and cost count no "
-        "padding, whose share --dataset FILE measures; --packing takes it away"
-    )
+        whole = gib(SIZE_BYTES["bf16"] * workload.model.num_params)
+        yield usual(f"merging the adapter needs the base in 16 bits, {whole}, on the GPU or in the host's memory")
 
 
 def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
@@ -153,8 +135,7 @@ def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
 
 def evaluation_note(workload: Workload, setup: TrainSetup) -> str:
     """What evaluating takes, and the settings that keep it below the training peak."""
-    micro = setup.micro_batch_seqs
-    model, gpu = workload.model, workload.gpu
+    model, gpu, micro = workload.model, workload.gpu, setup.micro_batch_seqs
     words = f"evaluation at {micro} at once (per_device_eval_batch_size, set in the launch files) stays below the peak"
     if evaluates_whole(setup):
         takes = gib(evaluation_bytes(model, gpu, setup, micro))
@@ -327,25 +308,21 @@ def compile_s(model: ModelSpec) -> float:
 def compiled_and_not(workload: Workload, setup: TrainSetup) -> tuple[float, float]:
     """Predicted tokens/s in steps of one sequence of a method: with torch.compile, and by the fastest kernels of the
     plain stack."""
-    model, gpu = workload.model, workload.gpu
-    half = precision_of(*(("bf16", "bf16") if gpu.bf16 else ("fp16", "fp16")))
-    if setup.method == "full":
-        half = precision_of("fp32", PRECISIONS[half].autocast)
+    model, gpu, full = workload.model, workload.gpu, setup.method == "full"
+    half = "bf16" if gpu.bf16 else "fp16"
     plain = TrainSetup(
         method=setup.method,
-        precision=half,
-        lora_rank=0 if setup.method == "full" else workload.min_rank,
-        lora_targets="all-linear" if setup.method == "full" else setup.lora_targets,
+        precision=precision_of("fp32" if full else half, half),
+        lora_rank=0 if full else workload.min_rank,
+        lora_targets="all-linear" if full else setup.lora_targets,
         attention=supported_attentions(model, gpu)[0],
         objective=workload.objective_spec.name,
         seq_len_tokens=workload.seq_len_tokens,
         packing=True in workload.fixed.get("packing", (workload.objective_spec.packed,)),
         checkpointing=0,
     )
-    kernels = next(
-        (name for name in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=name))), "eager"
-    )
-    both = plain.replace(compile=True), plain.replace(kernels=kernels)
+    there = (name for name in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=name)))
+    both = plain.replace(compile=True), plain.replace(kernels=next(there, "eager"))
     compiled, eager = (speed_profile(model, gpu, variant).at(1, workload.global_batch_seqs)[1] for variant in both)
     return compiled, eager
 
@@ -376,11 +353,7 @@ def opened_workloads(workload: Workload, values: Mapping[str, tuple[Any, ...]]) 
             objective=workload.objective_spec.name, num_gpus=workload.num_gpus, images=workload.images,
             adapter=fixed.get("adapter", ("lora",))[0], lora_targets=values["lora_targets"][0],
         )  # fmt: skip
-        open_to = [
-            method for method in dense
-            if not compile_left_out(workload, usual.replace_trusted(method=method))
-        ]  # fmt: skip
-        if open_to:
+        if open_to := [each for each in dense if not compile_left_out(workload, usual.replace_trusted(method=each))]:
             yield replace(workload, fixed={**fixed, "method": tuple(open_to), **compiled})
     if workload.targets or not open_kernels or True in fixed.get("compile", ()):
         return

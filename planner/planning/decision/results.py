@@ -89,23 +89,23 @@ class NodeResults:
             points = [point for point in points if not full_quality(point.shared)]
             if not points:
                 return None
-        limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
+        sure = dict[tuple[int, str], float]()  # points of a run share one object
 
         def preference(point: WalkedSetup) -> tuple[bool, int, int, int, float]:
             lossy, simple = point_tie_break(point.shared, point.attention, point.loss, point.optimizer)
             key = id(point.shared), point.attention
             if key not in sure:
-                sure[key] = limits.bytes_with_margin(point.shared.replace_trusted(attention=point.attention))
+                sure[key] = self.bytes_with_margin(point)
             tight = point.peak_device_bytes > sure[key]
             return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
 
-        priced = PACKAGE_PRICES if limits.given_fraction else {}
-        return min(near_fastest(points, limits.given_fraction, priced), key=preference)
+        given = self.limits.given_fraction
+        return min(near_fastest(points, given, PACKAGE_PRICES if given else {}), key=preference)
 
-    def fits_with_margin(self, point: WalkedSetup) -> bool:
-        """Whether a point's peak is below the budget by more than its level errs."""
+    def bytes_with_margin(self, point: WalkedSetup) -> float:
+        """The largest peak at which a point fits by more than its level errs."""
         setup = point.shared.replace_trusted(attention=point.attention)
-        return self.limits is not None and point.peak_device_bytes <= self.limits.bytes_with_margin(setup)
+        return self.limits.bytes_with_margin(setup) if self.limits is not None else 0.0
 
     def ranked(self) -> list[WalkedSetup]:
         """The points that fit, fastest first."""
@@ -116,9 +116,7 @@ def near_fastest(
     points: list[WalkedSetup], fraction: float, prices: Mapping[str, float] | None = None
 ) -> list[WalkedSetup]:
     """The points no slower than the fastest by this share, each taken for slower by the price of its attention."""
-    if not prices:
-        floor = max(point.tokens_per_s for point in points) * (1 - fraction)
-        return [point for point in points if point.tokens_per_s >= floor]
+    prices = prices or {}
     worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
     floor = max(worth) * (1 - fraction)
     return [point for point, speed in zip(points, worth, strict=True) if speed >= floor]
@@ -178,14 +176,13 @@ class Limits:
 
     def bytes_with_margin(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its level errs."""
-        ran = self.corrections is not None and correction_key(setup) in self.corrections
-        return self.budget_bytes / (1 + (dry_run_band(setup) if ran else self._own_band(setup)))
-
-    def _own_band(self, setup: TrainSetup) -> float:
-        """Of a walked point before any dry run."""
-        if self.gpu is not None and step_profile_of(self.model, self.gpu, setup) is not None:
-            return profile_band(setup)
-        return memory_band(self.model, setup, self.gpu)
+        if self.corrections is not None and correction_key(setup) in self.corrections:
+            band = dry_run_band(setup)
+        elif self.gpu is not None and step_profile_of(self.model, self.gpu, setup) is not None:
+            band = profile_band(setup)
+        else:
+            band = memory_band(self.model, setup, self.gpu)
+        return self.budget_bytes / (1 + band)
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
@@ -225,12 +222,12 @@ def collect_into(
         node.infeasible += point.beyond
         if peak > budget_bytes:
             node.infeasible += 1
-        else:
-            node.fitting.append(point)
-            if peak <= taken_bytes:
-                node.sure.append(point)
-            if node.nearest is None or peak / taken_bytes < node.nearest[0]:
-                node.nearest = peak / taken_bytes, point
+            continue
+        node.fitting.append(point)
+        if peak <= taken_bytes:
+            node.sure.append(point)
+        if node.nearest is None or peak / taken_bytes < node.nearest[0]:
+            node.nearest = peak / taken_bytes, point
 
 
 LAYOUT_GAIN_FRACTION = PREFERENCE_FRACTION
@@ -269,7 +266,11 @@ class WalkResults:
         """Results of every node over all layouts; of the points that fit those of its best layout (`best_layout`)."""
         if self.whole:
             return self.whole
-        self._settle_quality()
+        # of full fine-tuning, whether what has no fp32 master weights may be taken under any layout
+        full_results = self.of_node(Node.FULL).values()
+        worst = worst_quality((point.shared, point.tokens_per_s) for results in full_results for point in results.sure)
+        for results in full_results:
+            results.worst_quality, results.preferred = worst, {}
         for node in Node:
             by_layout = self.of_node(node)
             whole = self.whole[node] = merged(by_layout.values())
@@ -277,15 +278,6 @@ class WalkResults:
             taken = by_layout[layout_key(best.shared)] if best is not None else NodeResults()
             whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
         return self.whole
-
-    def _settle_quality(self) -> None:
-        """Of full fine-tuning, whether what has no fp32 master weights may be taken under any layout: where nothing
-        else surely fits, or all else is slower by more than they are worth."""
-        full_results = self.of_node(Node.FULL).values()
-        worst = worst_quality((point.shared, point.tokens_per_s) for results in full_results for point in results.sure)
-        for results in full_results:
-            results.worst_quality = worst
-            results.preferred = {}
 
 
 def merged(parts: Collection[NodeResults]) -> NodeResults:
@@ -313,10 +305,8 @@ def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> WalkedSetup | Non
     """
     sure = [results for results in by_layout.values() if results.best_sure() is not None]
     families: dict[int, list[WalkedSetup]] = {}
-    for results in sure or by_layout.values():
-        point = results.best()
-        if point is not None:
-            families.setdefault(_family(point.shared), []).append(point)
+    for point in filter(None, (results.best() for results in sure or by_layout.values())):
+        families.setdefault(_family(point.shared), []).append(point)
     taken: WalkedSetup | None = None
     for number in sorted(families):
         # The simplest spread of those within one percent of the fastest.
@@ -356,7 +346,7 @@ def add_layouts(
     limited = workload.host_bytes or "offload" not in workload.fixed
     if limited and any(layout.stage == "offload" for layout in chosen):
         points = _within_host_memory(workload, results, points)
-    collect_into(corrected(points, limits), limits, results.of)
+    collect_into(_corrected(points, limits) if corrections else points, limits, results.of)
     _note_refusals(workload, values, results, chosen)
 
 
@@ -379,11 +369,10 @@ def _within_host_memory(
             continue
         key = layout_key(point.shared)
         results.too_large_for_hosts[key] = min(need, results.too_large_for_hosts.get(key, need))
-        reason = (
-            f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
-            "(--host-memory says how much yours has)"
+        there = f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)}"
+        results.refused.setdefault(
+            (key, node_of_setup(point.shared)), f"{there} (--host-memory says how much yours has)"
         )
-        results.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
 
 
 def _note_refusals(
@@ -404,21 +393,14 @@ def _note_refusals(
             key = (layout_key(setup), node)
             if key in results.by_layout_and_node or key in results.refused:
                 continue
-            reason = why_not(workload.model, setup)
-            if reason:
+            if reason := why_not(workload.model, setup):
                 results.refused[key] = reason
 
 
-def corrected(points: Iterable[WalkedSetup], limits: Limits) -> Iterable[WalkedSetup]:
+def _corrected(points: Iterable[WalkedSetup], limits: Limits) -> Iterator[WalkedSetup]:
     """The points with the peaks of corrected families, beyond what is exact, multiplied by their ratio."""
-    if not limits.corrections:
-        return points
-    return (_scaled(point, limits) for point in points)
-
-
-def _scaled(point: WalkedSetup, limits: Limits) -> WalkedSetup:
-    ratio = limits.ratio(point.shared)
-    if ratio is None:
-        return point
-    exact = exact_bytes(limits.model, point.shared)
-    return point._replace(peak_device_bytes=exact + int((point.peak_device_bytes - exact) * ratio))
+    for point in points:
+        if (ratio := limits.ratio(point.shared)) is not None:
+            exact = exact_bytes(limits.model, point.shared)
+            point = point._replace(peak_device_bytes=exact + int((point.peak_device_bytes - exact) * ratio))
+        yield point

@@ -129,44 +129,29 @@ def method_answers(nodes: dict[Node, NodeResults], chosen: Node | None, workload
     budget = workload.budget_bytes
     answers = []
     for node in Node:
-        node_results = nodes[node]
+        node_results, name = nodes[node], node.words
         if node_results.smallest is None:
             continue
         need = node_results.smallest.peak_device_bytes
-        name = node.words
+        shown = None if never_runs(need, budget) else need
         cuts: tuple[PrunedBranch, ...] = ()
         if node_results.best() is None:
             choice = "no"
-            stops = never_runs(need, budget)
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
-            reason = f"its step stops in every {name} setup that could fit" if stops else reason
-            shown = None if stops else need
-            cuts = (
-                PrunedBranch(
-                    branch=name, reason=reason, num_setups=node_results.walked, needed_bytes=shown, budget_bytes=budget
-                ),
-            )
+            reason = reason if shown else f"its step stops in every {name} setup that could fit"
+            cuts = (PrunedBranch(name, reason, node_results.walked, shown, budget),)
         elif node == chosen:
             choice = "yes, taken" if node_results.sure else "it may, taken"
             reason = _taken(node, nodes, need, workload)
         else:
             choice = f"{node_results.fit_words}, not taken"
             reason = _not_taken(node, nodes, chosen, workload)
-        answers.append(
-            Answer(
-                question=f"Does {name} fit with one sequence?",
-                choice=choice,
-                reason=reason + _cast_note(workload, node_results),
-                needed_bytes=None if never_runs(need, budget) else need,
-                budget_bytes=budget,
-                cuts=cuts,
-            )
-        )
+        reason += _cast_note(workload, node_results)
+        answers.append(Answer(f"Does {name} fit with one sequence?", choice, reason, shown, budget, cuts))
     return answers
 
 
 def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
-    """Why this node is taken, whose smallest setup needs so many bytes."""
     node_results, rival, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
     if not node_results.sure:
@@ -183,11 +168,9 @@ def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: W
 
 def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Workload) -> Answer:
     """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
-    why = []
-    order = (Node.FULL, Node.LORA, Node.FOUR_BIT)
-    mine = nodes[chosen].best()
+    order, mine = (Node.FULL, Node.LORA, Node.FOUR_BIT), nodes[chosen].best()
     assert mine is not None
-    requested = "method" in workload.fixed or "quantization" in workload.fixed
+    why = ["asked for"] if {"method", "quantization"} & set(workload.fixed) else []
     for node in order[: order.index(chosen)] if chosen in order else ():
         node_results = nodes[node]
         if node_results.smallest is not None and node_results.best() is None:
@@ -200,25 +183,21 @@ def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Work
         why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
     lora = nodes[Node.LORA].best()
     if chosen is Node.FULL and lora is not None:
-        why.append(
-            f"it approximates nothing and runs at {mine.tokens_per_s / lora.tokens_per_s:.2f} times LoRA's speed"
-        )
+        gain = mine.tokens_per_s / lora.tokens_per_s
+        why.append(f"it approximates nothing and runs at {gain:.2f} times LoRA's speed")
     elif chosen is Node.LORA and nodes[Node.FULL].best() is not None:
         why.append(_full_passed_over(nodes[Node.FULL], mine, workload))
     elif chosen is Node.FOUR_BIT and lora is not None and nodes[Node.LORA].sure:
         gain = mine.tokens_per_s / lora.tokens_per_s
         why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
-    if requested:
-        why.insert(0, "asked for")
     rival = nodes[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
     if rival is not None:
         why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
     reason = "; ".join(why) or "the only class that these options leave"
-    return Answer(question="Which class?", choice=chosen.words, reason=reason)
+    return Answer("Which class?", chosen.words, reason)
 
 
 def _full_passed_over(full: NodeResults, mine: WalkedSetup, workload: Workload) -> str:
-    """Why full fine-tuning, which fits, is not taken instead of LoRA."""
     best, sure = full.best(), full.best_sure()
     assert best is not None
     if data_too_small_for_full(workload):
@@ -230,7 +209,6 @@ def _full_passed_over(full: NodeResults, mine: WalkedSetup, workload: Workload) 
 
 
 def _not_taken(node: Node, nodes: Mapping[Node, NodeResults], chosen: Node | None, workload: Workload) -> str:
-    """Why a node that fits was passed over, and what it would buy."""
     best, taken = nodes[node].best(), nodes[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
         return "fits, but another branch was taken"
@@ -291,7 +269,6 @@ def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str
 
 
 def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
-    """What torch.compile would buy here, and why it is taken or left (`policy`)."""
     plain = setup.replace(compile=False, kernels="eager") if setup.compile else setup
     compiled = setup.replace_trusted(compile=True, kernels="eager")
     choice = "yes" if setup.compile else "no"
@@ -309,24 +286,22 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
             why = compile_left_out(workload, compiled) or f"no more than {percent(PREFERENCE_FRACTION)} over the choice"
             doubt = "no dry run or probe sees it, compiling takes minutes"
             reason = f"{words}; {why}; {doubt} (--compile plans with it)"
-    return Answer(question="torch.compile?", choice=choice, reason=reason)
+    return Answer("torch.compile?", choice, reason)
 
 
 def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
-    """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
     setup, title = best.setup, best.shared.trainer.title
     if workload.targets:
-        return Answer(question="Which program?", choice=title, reason="asked for (--target)")
+        return Answer("Which program?", title, "asked for (--target)")
     if setup.stack == DEFAULT:
         reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
-        return Answer(question="Which program?", choice=title, reason=reason)
+        return Answer("Which program?", title, reason)
     plain = results.best_of(lambda shared: shared.stack == DEFAULT)
     others = f"TRL would run at {plain.tokens_per_s / best.tokens_per_s:.2f} times the speed" if plain else "TRL cannot"
-    return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
+    return Answer("Which program?", title, f"{others} (--target trl)")
 
 
 def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
-    """Who generates the completions, and what of the card a vLLM takes for it."""
     roll = best.shared.rollout_settings
     others = results.best_of(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
     if roll.colocated:
@@ -351,11 +326,10 @@ def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResult
         reason = f"vLLM beside it would run at {others.tokens_per_s / best.tokens_per_s:.2f} times the speed"
     else:
         reason = "no vLLM fits beside the model" if "rollout" not in workload.fixed else "asked for"
-    return Answer(question="Who generates the completions?", choice=roll.generator, reason=reason)
+    return Answer("Who generates the completions?", roll.generator, reason)
 
 
 def _kernels_answer(workload: Workload, best: WalkedSetup) -> Answer:
-    """What computes norms, rotary embedding and gated activation: what it buys, or why eager kernels stay."""
     first = planned_kernels(workload.targets, best.setup.objective)[0]
     setup = best.setup
     if setup.kernels != "eager":
@@ -373,7 +347,7 @@ def _kernels_answer(workload: Workload, best: WalkedSetup) -> Answer:
         except SetupError as error:
             reason = str(error.message)
     choice = KERNELS[setup.kernels].words
-    return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
+    return Answer("Which kernels for norms, rotary embedding and MLP?", choice, reason)
 
 
 def activation_answers(
@@ -388,7 +362,7 @@ def activation_answers(
         attention = "no fused kernel takes this on the card: tokens x tokens matrices are kept"
     else:
         attention = "fused kernels keep no tokens x tokens matrix"
-    answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
+    answers = [Answer("Which attention kernel?", family.attention, attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
     if workload.model.model_type in CHUNKED_TYPES:
@@ -402,7 +376,7 @@ def activation_answers(
             reason = "asked for" if "linear_attention" in workload.fixed else f"{DELTA} is not installed here"
             reason += f": the package would be {words}"
         choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
-        answers.append(Answer(question="What computes linear attention?", choice=choice, reason=reason))
+        answers.append(Answer("What computes linear attention?", choice, reason))
     answers.append(_program_answer(workload, best, results))
     if family.objective_spec.rolls_out:
         answers.append(_generator_answer(workload, best, results))
@@ -413,17 +387,14 @@ def activation_answers(
         and STACKS[family.stack].runs_trainer
     ):
         answers.append(_compile_answer(workload, best.setup))
-    if results.smallest_unchecked is not None:
-        answers.append(
-            _checkpointing_answer(results.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes)
-        )
+    if (unchecked := results.smallest_unchecked) is not None:
+        answers.append(_checkpointing_answer(unchecked.peak_device_bytes, family, workload.budget_bytes))
     return [*answers, _micro_batch_answer(best, workload, same_node)]
 
 
 def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
-    """Whether checkpointing is needed where one sequence without it needs so many bytes."""
     if never_runs(need, budget):
-        return Answer(question=CHECKPOINTING, choice="yes", reason="without it the step stops with an error")
+        return Answer(CHECKPOINTING, "yes", "without it the step stops with an error")
     if need > budget:
         choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
     elif family.checkpointing:
@@ -433,11 +404,10 @@ def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
         choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
     if family.checkpointing > 1 and choice == "yes":
         choice = f"every {family.checkpointing} layers"
-    return Answer(question=CHECKPOINTING, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
+    return Answer(CHECKPOINTING, choice, reason, needed_bytes=need, budget_bytes=budget)
 
 
 def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[WalkedSetup]) -> Answer:
-    """How the global batch is cut."""
     family, budget = best.family, workload.budget_bytes
     larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
     copies = family.data_degree
@@ -448,9 +418,9 @@ def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[W
     else:
         reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
     return Answer(
-        question="Which micro-batch, and how much accumulation?",
-        choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}" + (f" x {copies} copies" if copies > 1 else ""),
-        reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
+        "Which micro-batch, and how much accumulation?",
+        f"{best.micro_batch_seqs} x {best.accumulation_steps}" + (f" x {copies} copies" if copies > 1 else ""),
+        f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
         needed_bytes=best.peak_device_bytes,
         budget_bytes=budget,
     )

@@ -15,7 +15,7 @@ CARD_TOLERANCE = 0.008
 """A message rounds the total to two digits, and drivers differ by some MiB."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """Something that took the memory.
 
@@ -30,18 +30,18 @@ class Cause:
 
 HOST = {
     "host": Cause(
-        name="host memory",
-        words="the machine's own memory ran out, not the GPU's: the system ended the process",
-        changes=(
+        "host memory",
+        "the machine's own memory ran out, not the GPU's: the system ended the process",
+        (
             "several processes each load the whole model: low_cpu_mem_usage, or FSDP's cpu_ram_efficient_loading",
             "fewer data loader workers, a data set that is streamed or memory-mapped rather than a list",
             "offload less to the host, or rent a machine with more memory",
         ),
     ),
     "shared": Cause(
-        name="shared memory",
-        words="/dev/shm ran out, through which the data loader's workers hand over their batches",
-        changes=("docker run --shm-size=16g (or --ipc=host)", "dataloader_num_workers=0"),
+        "shared memory",
+        "/dev/shm ran out, through which the data loader's workers hand over their batches",
+        ("docker run --shm-size=16g (or --ipc=host)", "dataloader_num_workers=0"),
     ),
 }
 """Where memory ran out, other than on the card -> the cause."""
@@ -78,9 +78,8 @@ def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnos
         unknown.append("the traceback: paste it from 'Traceback (most recent call last)' on")
     elif message.where == "device" and phase is None:
         unknown.append("which part of the run it was: none of these calls is known")
-    return Diagnosis(
-        message=message, phase=phase, causes=causes, cards=_cards(message.total_bytes), unknown=tuple(unknown)
-    )
+    cards = _cards(message.total_bytes)
+    return Diagnosis(message=message, phase=phase, causes=causes, cards=cards, unknown=tuple(unknown))
 
 
 def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
@@ -97,14 +96,13 @@ def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
     if total and tried and tried > total:
         what = phase.words if phase else "one operation"
         words = f"{what} asked for {gib(tried)} at once, more than the whole card has"
-        yield Cause(name="one allocation", words=words, changes=())
+        yield Cause("one allocation", words, ())
     if phase is not None:
-        yield Cause(name=phase.name, words=f"{phase.words}: {phase.why}", changes=phase.changes)
+        yield Cause(phase.name, f"{phase.words}: {phase.why}", phase.changes)
         yield from also
 
 
 def _others(message: Message) -> tuple[Cause | None, int]:
-    """What other processes hold, where it is worth a word."""
     others, total = message.other_bytes or 0, message.total_bytes or 0
     if not MANY_BYTES < others <= total:
         return None, 0
@@ -113,17 +111,16 @@ def _others(message: Message) -> tuple[Cause | None, int]:
         "CUDA_VISIBLE_DEVICES for a card that is free",
     )
     words = f"other processes hold {gib(others)} of the card's {gib(total)}"
-    return Cause(name="other processes", words=words, changes=changes), others
+    return Cause("other processes", words, changes), others
 
 
 def _scattered(message: Message) -> tuple[Cause | None, int]:
-    """What PyTorch holds in pieces that are too small."""
     pieces, tried = message.unallocated_bytes or 0, message.tried_bytes or 0
     if not tried or pieces < max(tried, (message.total_bytes or 0) // 50):
         return None, 0
     words = f"PyTorch holds {gib(pieces)} that is free, in pieces too small for the {gib(tried)} asked for"
     changes = (EXPANDABLE, "batches of like lengths (group_by_length, packing): pieces of one size are used again")
-    return Cause(name="fragmentation", words=words, changes=changes), pieces
+    return Cause("fragmentation", words, changes), pieces
 
 
 def _cards(total_bytes: int | None) -> tuple[str, ...]:

@@ -189,7 +189,6 @@ def sentences_of(text: str) -> Iterator[str]:
 
 
 def _error(lines: Sequence[str]) -> tuple[str, int | None]:
-    """Where memory ran out, and the line that says so."""
     device = _last(lines, _DEVICE_ERRORS)
     if device is not None and _RAISED.search(lines[device]):
         return "device", device
@@ -241,7 +240,6 @@ def _figures(lines: Sequence[str]) -> dict[str, int]:
 
 
 def _frames_of_process(raw: Sequence[str], lines: Sequence[str], at: int) -> tuple[Frame, ...]:
-    """The frames of the process that ran out, where several write into one log, each with its prefix."""
     prefix = _PREFIX.match(raw[at])
     if prefix is None:
         return ()
@@ -302,7 +300,7 @@ def _bytes(number: str, unit: str) -> int:
 # Which part of a run asked for the memory that was not there, by the calls of the traceback.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Phase:
     """A part of a run.
 
@@ -331,10 +329,10 @@ PHASES = {
     phase.name: phase
     for phase in (
         Phase(
-            name="load",
-            words="loading the weights",
-            why="the weights alone do not fit beside what is there (a merge or a cast to 32 bits holds them twice)",
-            changes=(
+            "load",
+            "loading the weights",
+            "the weights alone do not fit beside what is there (a merge or a cast to 32 bits holds them twice)",
+            (
                 "dtype=torch.bfloat16 in from_pretrained: 32 bits are the default of transformers before 5 and of TRL",
                 QUANTIZED,
                 "torch.load(..., map_location='cpu') of a checkpoint, deleted once it is in the model",
@@ -342,28 +340,26 @@ PHASES = {
             ),
         ),
         Phase(
-            name="kbit-cast",
-            words="casting the unquantized rest to 32 bits (prepare_model_for_kbit_training)",
-            why="embeddings, norms and head of a quantized base are copied into 32 bits; an unquantized base whole",
-            changes=(
-                "without prepare_model_for_kbit_training: TRL and transformers need only enable_input_require_grads",
-            ),
+            "kbit-cast",
+            "casting the unquantized rest to 32 bits (prepare_model_for_kbit_training)",
+            "embeddings, norms and head of a quantized base are copied into 32 bits; an unquantized base whole",
+            ("without prepare_model_for_kbit_training: TRL and transformers need only enable_input_require_grads",),
         ),
         Phase(
-            name="wrap",
-            words="spreading the model over the GPUs (DDP, FSDP, DeepSpeed)",
-            why="each process holds the whole model, and its buckets or flat parameters beside it, while it is cut up",
-            changes=(
+            "wrap",
+            "spreading the model over the GPUs (DDP, FSDP, DeepSpeed)",
+            "each process holds the whole model, and its buckets or flat parameters beside it, while it is cut up",
+            (
                 "FSDP: cpu_ram_efficient_loading and sync_module_states, the model loaded on the CPU",
                 "DeepSpeed: ZeRO-3 with the model made under HfDeepSpeedConfig, so that it is never whole",
                 LORA,
             ),
         ),
         Phase(
-            name="attention",
-            words="attention in the forward pass",
-            why="the scores of every pair of tokens exist at once: eager attention, or a mask that SDPA refuses",
-            changes=(
+            "attention",
+            "attention in the forward pass",
+            "the scores of every pair of tokens exist at once: eager attention, or a mask that SDPA refuses",
+            (
                 "attn_implementation='sdpa' (or 'flash_attention_2'): scores in pieces, same result",
                 GRADIENT_CHECKPOINTING,
                 MICRO_BATCH,
@@ -371,60 +367,60 @@ PHASES = {
             ),
         ),
         Phase(
-            name="forward",
-            words="the forward pass",
-            why="what each layer keeps for the backward pass adds up: it grows with micro-batch x length",
-            changes=(GRADIENT_CHECKPOINTING, MICRO_BATCH, QUANTIZED, SHORTER),
+            "forward",
+            "the forward pass",
+            "what each layer keeps for the backward pass adds up: it grows with micro-batch x length",
+            (GRADIENT_CHECKPOINTING, MICRO_BATCH, QUANTIZED, SHORTER),
         ),
         Phase(
-            name="loss",
-            words="the loss over the vocabulary",
-            why="logits are tokens x vocabulary numbers, in 16 and in 32 bits, and their gradient once more",
-            changes=(FUSED_LOSS, MICRO_BATCH, SHORTER),
+            "loss",
+            "the loss over the vocabulary",
+            "logits are tokens x vocabulary numbers, in 16 and in 32 bits, and their gradient once more",
+            (FUSED_LOSS, MICRO_BATCH, SHORTER),
         ),
         Phase(
-            name="recompute",
-            words="the backward pass, running a checkpointed layer again",
-            why="one layer's activations and gradients exist beside the kept ones",
-            changes=(FUSED_LOSS, MICRO_BATCH, "checkpointing of every layer, not every n-th", QUANTIZED, SHORTER),
+            "recompute",
+            "the backward pass, running a checkpointed layer again",
+            "one layer's activations and gradients exist beside the kept ones",
+            (FUSED_LOSS, MICRO_BATCH, "checkpointing of every layer, not every n-th", QUANTIZED, SHORTER),
         ),
         Phase(
-            name="backward",
-            words="the backward pass",
-            why="gradients grow while activations are still there",
-            changes=(GRADIENT_CHECKPOINTING, FUSED_LOSS, MICRO_BATCH, LORA, SHORTER),
+            "backward",
+            "the backward pass",
+            "gradients grow while activations are still there",
+            (GRADIENT_CHECKPOINTING, FUSED_LOSS, MICRO_BATCH, LORA, SHORTER),
         ),
         Phase(
-            name="optimizer",
-            words="the optimizer's step",
-            why="AdamW makes two states of each trained parameter in its first step: 8 bytes each in 32 bits",
-            changes=(
+            "optimizer",
+            "the optimizer's step",
+            "AdamW makes two states of each trained parameter in its first step: 8 bytes each in 32 bits",
+            (
                 "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states",
                 LORA,
                 "FSDP or ZeRO over more GPUs",
             ),
         ),
         Phase(
-            name="evaluation-gather",
-            words="an evaluation that keeps every batch's logits",
-            why="with compute_metrics the logits of the whole evaluation set stay on the GPU until it ends",
-            changes=(
+            "evaluation-gather",
+            "an evaluation that keeps every batch's logits",
+            "with compute_metrics the logits of the whole evaluation set stay on the GPU until it ends",
+            (
                 "eval_accumulation_steps=1: each batch's logits go to the host",
                 "preprocess_logits_for_metrics: keep what the metric needs (argmax), not the logits",
                 "prediction_loss_only=True: no logits at all",
             ),
         ),
         Phase(
-            name="evaluation",
-            words="an evaluation",
-            why="nothing is checkpointed and the whole logits exist, at per_device_eval_batch_size (8 unless set)",
-            changes=("per_device_eval_batch_size=1", "prediction_loss_only=True", "eval_accumulation_steps=1"),
+            "evaluation",
+            "an evaluation",
+            "nothing is checkpointed and the whole logits exist, at per_device_eval_batch_size (8 unless set)",
+            ("per_device_eval_batch_size=1", "prediction_loss_only=True", "eval_accumulation_steps=1"),
         ),
         Phase(
-            name="generation",
-            words="generating completions",
-            why="keys and values of every token are cached, for all completions made at once",
-            changes=(
+            "generation",
+            "generating completions",
+            "keys and values of every token are cached, for all completions made at once",
+            (
                 "fewer completions at once (num_generations, generation_batch_size, steps_per_generation)",
                 "vllm_gpu_memory_utilization down, or vllm_enable_sleep_mode=True",
                 "ds3_gather_for_generation=False (DeepSpeed ZeRO-3): the weights stay spread, slower",
@@ -432,20 +428,20 @@ PHASES = {
             ),
         ),
         Phase(
-            name="reference",
-            words="the reference model's pass",
-            why="a second whole model, or a pass with the adapters off, beside the one that is trained",
-            changes=(
+            "reference",
+            "the reference model's pass",
+            "a second whole model, or a pass with the adapters off, beside the one that is trained",
+            (
                 "precompute_ref_log_probs=True: the reference runs once, before training",
                 "LoRA: the reference is the base with its adapters off, no second copy",
                 MICRO_BATCH,
             ),
         ),
         Phase(
-            name="growth",
-            words="a later step, after steps that fitted",
-            why="memory grew: a longer batch than those before, tensors that are kept, or a cache in pieces",
-            changes=(
+            "growth",
+            "a later step, after steps that fitted",
+            "memory grew: a longer batch than those before, tensors that are kept, or a cache in pieces",
+            (
                 "loss.item(), .detach() or .cpu() for what is collected: a loss that is kept keeps its whole graph",
                 "the longest samples first, once: it shows at once whether they fit, or whether memory grows",
                 EXPANDABLE,
@@ -453,10 +449,10 @@ PHASES = {
             ),
         ),
         Phase(
-            name="save",
-            words="saving, merging or loading a checkpoint",
-            why="the weights are gathered or copied whole beside what training holds",
-            changes=(
+            "save",
+            "saving, merging or loading a checkpoint",
+            "the weights are gathered or copied whole beside what training holds",
+            (
                 "FSDP: state_dict_type SHARDED_STATE_DICT; DeepSpeed: stage3_gather_16bit_weights_on_model_save off",
                 "merge adapters in a process of its own, on the CPU",
                 "load_best_model_at_end=False",

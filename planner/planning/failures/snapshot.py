@@ -154,7 +154,6 @@ def _bytes(value: Any) -> int:
 
 
 def _failed(traces: Iterable[Any]) -> tuple[tuple[Frame, ...], int | None]:
-    """The calls and the size of the last allocation that failed."""
     for events in traces:
         for event in reversed(events):
             if event["action"] == "oom":
