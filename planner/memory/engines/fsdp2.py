@@ -208,7 +208,7 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
         forward = groups.layer if setup.reshard_after_forward else 0
         forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
     # a wide root comes again for the loss's backward, and the last layer is fetched with it
-    ahead = not LOSSES[setup.loss].whole_logits or _wide_root(groups)
+    ahead = not LOSSES[setup.loss].whole_logits or groups.wide_root
     backward = groups.layer if ahead and setup.reshard_after_forward else 0
     return forward, backward
 
@@ -261,13 +261,8 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
         weight_allocation(buffer, ahead, "head", "first", "turn"),
         weight_allocation(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
-        weight_allocation(buffer, _wide_root(groups), "start"),
+        weight_allocation(buffer, groups.wide_root, "start"),
     ]
-
-
-def _wide_root(groups: Groups) -> int:
-    """Bytes of a root that holds the tables and the head, which comes before the first block."""
-    return 0 if groups.tail or groups.embedding else groups.root
 
 
 def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
@@ -406,7 +401,7 @@ def _reducing(
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     root_head = min(groups.root_trained, model.num_head_params or model.num_embedding_params)
     # of a wide root, which is gathered no more when its gradients are copied
-    of_root = way.bytes_of(groups.root_trained, new=accumulated) - _wide_root(groups) - way.to_come(groups.root_trained)
+    of_root = way.bytes_of(groups.root_trained, new=accumulated) - groups.wide_root - way.to_come(groups.root_trained)
     of_root = max(of_root, size * (groups.root_trained + (halves - 1) * model.tied * root_head + groups.layer_trained))
     of_root = of_root if groups.root_trained else 0
     buffer, gradient = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)

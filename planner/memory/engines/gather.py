@@ -43,6 +43,11 @@ class Groups:
         """Bytes of all weights as gathered."""
         return self.layers + self.embedding + self.tail + self.root
 
+    @property
+    def wide_root(self) -> int:
+        """Bytes of a root that holds the tables and the head, which comes before the first block."""
+        return 0 if self.tail or self.embedding else self.root
+
 
 def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     """The groups in which Accelerate's FSDP2 gathers weights, in bytes as gathered (ZeRO-3 gathers the same tensors; it
