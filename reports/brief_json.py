@@ -35,7 +35,7 @@ HEAVY = frozenset(
     {"terms", "term_list", "candidate", "walk", "ranked", "space", "time_parts_s", "phase_peaks_bytes", "bands"}
     | {"note_places", "rank_peaks", "timeline", "unsourced", "origins", "setups"}
 )
-"""Parts of a document that the whole one (`--json`) is for."""
+"""Parts of a document that the whole one (`--json=full`) is for."""
 LEFT_OUT = "left_out"
 
 

@@ -1,7 +1,8 @@
 """The dimensions of the search, as data: what may vary, how alike two values are, how far the formula may miss.
 
 Every field of `TrainSetup` is either a dimension here or named in `FIXED` with the reason; a test checks it. A new
-field on `TrainSetup` needs one row, nothing else: the sampler, the study and the reports read this table.
+field on `TrainSetup` needs a row here and a distribution in `search.values.SPACE`: the sampler, the study and the
+reports read this table.
 """
 
 from functools import lru_cache
@@ -99,7 +100,7 @@ NAMES = tuple(dimension.name for dimension in DIMENSIONS)
 
 PAIR = ("attention", "precision")
 PAIR_SPEED_SD, PAIR_MEMORY_SD = 0.03, 0.02
-"""Which kernel runs depends on both: SDPA falls back to its math kernel for some data types (FINDINGS, torch 2.13).
+"""Which kernel runs depends on both: SDPA falls back to its math kernel for some data types (torch 2.13).
 Small, because a fallback is no smooth error but a surprise, which `attribution` explains."""
 
 RECIPE = ("method", "quantization", "checkpointing")

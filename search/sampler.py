@@ -27,7 +27,7 @@ CLEARED = 0.05  # chance that a failure whose every suspect has run elsewhere re
 NAMED = 100.0  # how much more a value is suspected that the failure's message names
 PAIR_BLAME = 0.02  # of any two values, relative to the product of their fields' blame
 KNOWN_PAIRS = {
-    frozenset(("attention", "precision")),  # SDPA's math kernel for fp32 hidden states (FINDINGS, torch 2.13)
+    frozenset(("attention", "precision")),  # SDPA's math kernel for fp32 hidden states (torch 2.13)
     frozenset(("attention", "kbit_fp32_cast")),
     frozenset(("attention", "packing")),
     frozenset(("compile", "quantization")),

@@ -59,6 +59,7 @@ def floor_of(workload: Workload, targets: str | tuple[str, ...]) -> tuple[int, s
 
 
 def planned_ranks(workload: Workload, targets: str | tuple[str, ...]) -> tuple[int, ...]:
-    """The ranks that are looked at where these matrices are adapted: the user's, or the floor and its double."""
+    """The ranks that are open where these matrices are adapted: the user's, or the floor and its double, which a search
+    tries alone (`planner.planning.space.planned_values`)."""
     floor, _ = floor_of(workload, targets)
     return workload.fixed.get("lora_rank") or tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,)
