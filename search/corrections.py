@@ -9,11 +9,11 @@ they share `kernel.SHARED_MODELS` of the covariance, so they move the prediction
 shrunk by how few they are, and probes of the model at hand overrule them.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from math import exp, inf, isfinite, log, sqrt
+from itertools import islice
+from math import exp, inf, isfinite, log
 from pathlib import Path
 
 from planner.core.errors import ConfigError
@@ -34,6 +34,7 @@ SCHEMA_VERSION = 2
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PER_GPU = 200
 """The latest this many observations of one GPU are kept and used."""
+_PLACE = ", "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +78,10 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Factors on one prediction, from what was learned; 1 where nothing was.
-
-    `speed_sd` and `memory_sd` are what is left of the doubt, as standard deviations of the logarithm.
-    """
+    """Factors on one prediction, from what was learned; 1 where nothing was."""
 
     speed_factor: float
     memory_factor: float
-    speed_sd: float
-    memory_sd: float
 
 
 def place_of(gpu: str, cluster: Cluster | None) -> str:
@@ -96,9 +92,6 @@ def place_of(gpu: str, cluster: Cluster | None) -> str:
     if cluster.between is not None:
         words += [f"{cluster.num_nodes} nodes", cluster.between.key]
     return _PLACE.join(words)
-
-
-_PLACE = ", "
 
 
 def observations_of(
@@ -149,7 +142,9 @@ class CorrectionStore:
         """Appends; a setup measured again (same GPU, model, formula) replaces its older observation."""
         if not observations:
             return
-        with self._locked():
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open_lock(self._path.with_name(self._path.name + ".lock")) as file:
+            lock(file.fileno())
             merged = {_identity(item): item for item in self._read()}
             for item in observations:
                 merged.pop(_identity(item), None)
@@ -160,7 +155,8 @@ class CorrectionStore:
                 counts[item.gpu] = counts.get(item.gpu, 0) + 1
                 if counts[item.gpu] <= MAX_PER_GPU:
                     kept.append(item)
-            self._write(kept[::-1])
+            data = {"schema": SCHEMA_VERSION, "observations": to_jsonable(kept[::-1])}
+            write_whole(self._path, json.dumps(data, indent=1).encode(), sync=True)
 
     def _read(self) -> list[Observation]:
         if not self._path.exists():
@@ -173,17 +169,6 @@ class CorrectionStore:
             return list(decode(tuple[Observation, ...], data["observations"], "observations"))
         except (ValueError, KeyError, ConfigError) as error:
             raise ConfigError(f"cannot read the learned corrections in {self._path}: {error}", hint=hint) from error
-
-    def _write(self, observations: Sequence[Observation]) -> None:
-        data = {"schema": SCHEMA_VERSION, "observations": to_jsonable(observations)}
-        write_whole(self._path, json.dumps(data, indent=1).encode(), sync=True)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open_lock(self._path.with_name(self._path.name + ".lock")) as file:
-            lock(file.fileno())
-            yield
 
 
 def as_transfer_observations(
@@ -208,23 +193,11 @@ def corrections(
     candidates: Sequence[Candidate], observations: Sequence[Observation], model: str, gpu: str | None = None
 ) -> tuple[Correction, ...]:
     """What the observations say about each candidate's prediction, before any probe of its own."""
-    problem = Problem(candidates=tuple(candidates))
-    posterior = Posterior(problem, as_transfer_observations(observations, model, gpu))
-    num = len(problem.candidates)
+    posterior = Posterior(Problem(candidates=tuple(candidates)), as_transfer_observations(observations, model, gpu))
+    means = zip(posterior.speed.mean, posterior.memory.mean, strict=True)
     return tuple(
-        Correction(
-            speed_factor=exp(float(speed)),
-            memory_factor=exp(float(memory)),
-            speed_sd=sqrt(float(speed_variance)),
-            memory_sd=sqrt(float(memory_variance)),
-        )
-        for speed, memory, speed_variance, memory_variance in zip(
-            posterior.speed.mean[:num],
-            posterior.memory.mean[:num],
-            posterior.speed.variance[:num],
-            posterior.memory.variance[:num],
-            strict=True,
-        )
+        Correction(speed_factor=exp(float(speed)), memory_factor=exp(float(memory)))
+        for speed, memory in islice(means, posterior.num)
     )
 
 

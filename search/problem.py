@@ -77,21 +77,17 @@ class Problem:
         model = workload.model
         values: dict[str, Any] = {
             "subject": f"{model.model_type}, {model.num_params:,} parameters, on {workload.gpu.name}",
-            "objective": workload.objective,
-            "min_rank": workload.min_rank,
             "fixed": dict(workload.fixed),
-            "memory_bytes": workload.memory_bytes,
+            **{name: getattr(workload, name) for name in ("objective", "min_rank", "memory_bytes")},
         }
         return cls(candidates=tuple(candidates), **{**values, **changes})
 
     @property
     def budget_bytes(self) -> int:
-        """What a device peak may reach."""
         return self.candidates[0].budget_bytes
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each candidate by its setup's key."""
         return {key_of(candidate.setup): position for position, candidate in enumerate(self.candidates)}
 
     def exclusion(self, candidate: Candidate) -> str:
@@ -185,7 +181,7 @@ def _rank(candidate: Candidate) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished question: a candidate (by index) and what came back; None: excluded without a probe."""
+    """One finished question: a candidate (by index) and what came back."""
 
     index: int
     evidence: Evidence

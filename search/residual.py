@@ -14,17 +14,9 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 from search.dimensions import DIMENSIONS, PAIR, PAIR_MEMORY_SD, PAIR_SPEED_SD, RECIPE, Dimension, value_of
 
-# Types of arrays that the search's modules share.
-
-
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 Target = Literal["speed", "memory"]
-
-
-# The standard normal distribution over arrays, with numpy only.
-
-
 _COEFFICIENTS = (
     0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
     -1.26551223,
@@ -49,15 +41,9 @@ def cdf(z: Floats) -> Floats:
 
 
 def pdf(z: Floats) -> Floats:
-    """Density of the standard normal."""
     result: Floats = np.exp(-0.5 * np.square(z)) / sqrt(2.0 * pi)
     return result
 
-
-# How alike two setups are: the covariance of the formula's errors over mixed dimensions, with numpy only.
-
-
-Levels = NDArray[np.int16]
 
 BIAS_SD = {"speed": 0.15, "memory": 0.03}
 INTERACTION_SD = {"speed": 0.010, "memory": 0.002}
@@ -80,7 +66,7 @@ class Encoding:
 
     dimensions: tuple[Dimension, ...]
     values: tuple[tuple[object, ...], ...]
-    levels: Levels
+    levels: NDArray[np.int16]
     recipes: NDArray[np.int32]
     pairs: NDArray[np.int32]
     groups: NDArray[np.int32]
@@ -100,11 +86,14 @@ def encode(setups: Sequence[TrainSetup], groups: Sequence[int] | None = None) ->
         columns.append(np.fromiter((index[value] for value in raw), dtype=np.int16, count=len(raw)))
         used.append(dimension)
         values.append(tuple(distinct))
-    recipes, pairs = _combinations(setups, RECIPE), _combinations(setups, PAIR)
     levels = np.stack(columns, axis=1) if columns else np.zeros((len(setups), 0), dtype=np.int16)
-    numbers = np.zeros(len(setups), dtype=np.int32) if groups is None else np.asarray(groups, dtype=np.int32)
     return Encoding(
-        dimensions=tuple(used), values=tuple(values), levels=levels, recipes=recipes, pairs=pairs, groups=numbers
+        dimensions=tuple(used),
+        values=tuple(values),
+        levels=levels,
+        recipes=_combinations(setups, RECIPE),
+        pairs=_combinations(setups, PAIR),
+        groups=np.asarray([0] * len(setups) if groups is None else groups, dtype=np.int32),
     )
 
 
@@ -144,11 +133,9 @@ class ErrorKernel:
         """Prior variance of the error of every setup."""
 
     def column(self, row: int) -> Floats:
-        """Covariance of setup `row` with all setups."""
         return self._between(row, slice(None))
 
     def block(self, rows: Rows) -> Floats:
-        """Covariance matrix of the setups `rows`."""
         return self._between(rows[:, None], rows)
 
     def _between(self, first: Any, second: Any) -> Floats:
@@ -186,9 +173,6 @@ def _correlation(dimension: Dimension, values: Sequence[object]) -> Floats:
     return correlation
 
 
-# Where a prediction's time and memory go, as shares: the handles by which its errors are learned.
-
-
 VARIANTS = {
     "attention": "attention",
     "loss": "loss",
@@ -213,8 +197,6 @@ MEMORY_VARIANT_SD = 0.10
 TRANSIT = ("gathered", "bucket", "reduce")
 """Words in the names of terms that an engine keeps for sending and gathering, whatever they hold."""
 CONSTANT_SD = 0.5  # of one GiB that no formula counts: driver context, libraries, other processes
-
-
 Parts = dict[str, tuple[float, float]]
 """Name -> (share of the whole time or of the device peak, prior standard deviation) of the parts of one prediction."""
 
@@ -255,9 +237,6 @@ def share_matrix(parts: Sequence[Parts]) -> Floats:
         for name, (share, sd) in part.items():
             matrix[row, index[name]] = share * sd
     return matrix
-
-
-# What the formula gets wrong on this GPU, learned from measurements: a Gaussian process over the formula's log error.
 
 
 SCALE_DF = 4.0  # how many measurements the prior scale of the errors is worth
@@ -315,7 +294,6 @@ class Residual:
         return surprise
 
     def _observe_clipped(self, row: int, deviation: float) -> None:
-        """Setup `row` was far off: by this much from what was expected, known to as much."""
         self._add(row, float(self.mean[row]) + deviation, deviation**2, counted=False)
 
     def observe_censored(self, row: int, threshold: float) -> float:
@@ -347,7 +325,6 @@ class Residual:
         return z
 
     def fantasize(self, row: int, noise_sd: float) -> None:
-        """Setup `row` is being measured by someone: less is to be learned there, the mean stays."""
         self._add(row, float(self.mean[row]), noise_sd**2, counted=False)
 
     def covariance(self, rows: Rows) -> Floats:
@@ -358,13 +335,11 @@ class Residual:
         return result
 
     def copy(self) -> "Residual":
-        """An independent copy, for pretended measurements."""
         duplicate = copy.copy(self)
         duplicate.mean = self.mean.copy()  # which alone is changed in place
         return duplicate
 
     def _add(self, row: int, value: float, noise_variance: float, *, counted: bool) -> None:
-        """One row of the Cholesky factorisation more."""
         column = self._kernel.column(row)
         weights = self._roots[:, row]
         pivot = sqrt(max(self._unit_variance[row] + noise_variance, MIN_VARIANCE))

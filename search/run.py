@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from search.problem import Evaluate, Problem, Result, TransferObservation, memor
 from search.sampler import Posterior, ResidualSampler, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, first_line, open_storage
-from search.study import Study, still_excluded
-from search.trials import TrialRecord
-from search.values import describe_problem
+from search.study import Study, TrialRecord, describe_problem, still_excluded
 
 MAX_ASKS = 3
 """Suggestions per proposal."""
@@ -43,12 +40,15 @@ class OptunaSampler:
         self._make = make
 
     def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
-        """Index of the next candidate, None when none is left."""
         open_ = posterior.free(running)
         if not open_.any():
             return None
         problem = posterior.problem
-        space = _space(posterior)
+        code = posterior.encoding
+        space: dict[str, BaseDistribution] = {
+            dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
+            for dimension, values in zip(code.dimensions, code.values, strict=True)
+        }
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(posterior.results)))
         for result in posterior.results:
@@ -57,14 +57,17 @@ class OptunaSampler:
             excess = memory_excess(problem, candidate, result.evidence)
             feasible = problem.feasible(candidate.setup, result.evidence)
             constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
-            if not isinstance(result.evidence, ProbeFailure):
-                value = problem.score(candidate, result.evidence)
-                as_trial = create_trial(value=value, params=params, distributions=space, constraints=constraints)
-            else:
-                as_trial = create_trial(
-                    state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints
+            evidence = result.evidence
+            value = None if isinstance(evidence, ProbeFailure) else problem.score(candidate, evidence)
+            study.add_trial(
+                create_trial(
+                    state=TrialState.PRUNED if value is None else TrialState.COMPLETE,
+                    value=value,
+                    params=params,
+                    distributions=space,
+                    constraints=constraints,
                 )
-            study.add_trial(as_trial)
+            )
         index = {
             tuple(value_of(c.setup, name) for name in space): position for position, c in enumerate(problem.candidates)
         }
@@ -77,15 +80,6 @@ class OptunaSampler:
             study.tell(trial, state=TrialState.PRUNED)
         random = np.random.default_rng([seed, len(posterior.results), len(running)])
         return int(random.choice(np.flatnonzero(open_)))
-
-
-def _space(posterior: Posterior) -> dict[str, BaseDistribution]:
-    """The varying dimensions with their values, as categories (ordered where they are numbers)."""
-    code = posterior.encoding
-    return {
-        dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
-        for dimension, values in zip(code.dimensions, code.values, strict=True)
-    }
 
 
 def _gp(seed: int) -> optuna.samplers.BaseSampler:
@@ -208,22 +202,15 @@ def search(
         EnvironmentProblem: the storage does not answer.
     """
     worker = _Worker(problem, strategy, Posterior(problem, transfer), budget or Budget(), evaluate, check)
-    with _study(problem, storage, study_name) as study:
+    opened = open_storage(storage)
+    try:
+        study = Study(problem, opened, study_name)
+        study.rescue()  # before anything is enqueued: what a dead worker left is tried first
         worker.begin(study, plan)
         for record in worker.trials(study):
             if on_trial is not None:
                 on_trial(record, worker.posterior)
         return worker.result(study)
-
-
-@contextmanager
-def _study(problem: Problem, storage: str | Path | None, name: str) -> Iterator[Study]:
-    """The study of that name, as long as this worker works on it."""
-    opened = open_storage(storage)
-    try:
-        study = Study(problem, opened, name)
-        study.rescue()  # before anything is enqueued: what a dead worker left is tried first
-        yield study
     except StorageInternalError as error:
         raise EnvironmentProblem(f"the study's storage does not work: {first_line(error)}", hint=GO_ON) from error
     finally:
@@ -266,12 +253,10 @@ class _Worker:
         # Open candidates that the formula says fit, best predicted score first; all open ones if none fits.
         mean, _ = self.posterior.score_moments()
         fits = self.posterior.log_memory + self.posterior.memory.mean[: self.posterior.num] <= self.posterior.log_budget
-        chosen = [i for i in range(self.posterior.num) if self.posterior.open[i] and fits[i]]
-        if not chosen:
-            chance = self.posterior.probability_fits()
-            ranked = sorted((i for i in range(self.posterior.num) if self.posterior.open[i]), key=lambda i: -chance[i])
-        else:
-            ranked = sorted(chosen, key=lambda i: -mean[i])
+        still_open = [int(i) for i in np.flatnonzero(self.posterior.open)]
+        chosen = [i for i in still_open if fits[i]]
+        order = mean if chosen else self.posterior.probability_fits()
+        ranked = sorted(chosen or still_open, key=lambda i: -order[i])
         first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
         first = [index for index in first if self.posterior.open[index]]
         rest = [index for index in ranked if index not in first][: self._strategy.num_ranked]
@@ -321,11 +306,10 @@ class _Worker:
         """A claimed trial; the reason to stop (text); None: wait for other workers."""
         pending = self.catch_up(study)
         running = [r for r in pending if r.state is TrialState.RUNNING]
-        finished = [r for r in self._mine(study) if r.probed]
+        probed = [r for r in self._mine(study) if r.probed]
+        durations_s = [r.duration_s for r in probed if r.state.is_finished()]
         spent = self._budget.spent(
-            num_probes=len([r for r in finished if r.state.is_finished()]),
-            elapsed_s=time.monotonic() - self._started,
-            durations_s=[r.duration_s for r in finished if r.state.is_finished()],
+            num_probes=len(durations_s), elapsed_s=time.monotonic() - self._started, durations_s=durations_s
         )
         if spent:
             return spent
@@ -333,11 +317,13 @@ class _Worker:
         if claimed is not None:
             return claimed
         limit = self._budget.max_probes
-        if limit is not None and len(finished) + len(running) >= limit:
+        if limit is not None and len(probed) + len(running) >= limit:
             return None  # the last probes are running elsewhere: their results belong to the answer
-        reason = self._stop()
-        if reason:
-            return None if running else reason
+        if self._converged[0] != len(self._observed):  # the stop rule, computed once per state of knowledge
+            reason = converged(self._problem, self.posterior, margin=self._strategy.margin)
+            self._converged = (len(self._observed), reason)
+        if self._converged[1]:
+            return None if running else self._converged[1]
         taken = [*(r.setup for r in running), *study.given_up()]
         indices = [i for setup in taken if (i := self._problem.index.get(key_of(setup))) is not None]
         proposal = self._sampler.propose(self.posterior, indices, self._strategy.seed)
@@ -346,15 +332,7 @@ class _Worker:
         study.enqueue(self._problem.candidates[proposal], self._sampler.name)
         return study.claim(self._budget.max_probes)
 
-    def _stop(self) -> str:
-        """The stop rule, computed once per state of knowledge."""
-        state = len(self._observed)
-        if self._converged[0] != state:
-            self._converged = (state, converged(self._problem, self.posterior, margin=self._strategy.margin))
-        return self._converged[1]
-
     def work(self, study: Study, number: int, setup: TrainSetup) -> None:
-        """Dry-runs and probes one claimed candidate and records what came back."""
         started = time.monotonic()
         candidate = self._problem.candidates[self._problem.index[key_of(setup)]]
         prediction = None if self._check is None else self._check(setup)

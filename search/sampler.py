@@ -78,17 +78,13 @@ class FailureAttribution:
         self._chance = None
 
     def failed_trial(self, failed_trial: FailedTrial) -> None:
-        """One more surprise."""
         self._failed_trials.append(failed_trial)
         self._chance = None
 
     def chance(self) -> Floats:
         """Per candidate, the probability that no known cause of trouble strikes it. Not to be changed in place."""
-        if self._chance is None:
-            self._chance = self._computed()
-        return self._chance
-
-    def _computed(self) -> Floats:
+        if self._chance is not None:
+            return self._chance
         chance = np.ones(len(self._levels))
         for failed_trial in self._failed_trials:
             single, pair = self._weights(failed_trial)
@@ -99,6 +95,7 @@ class FailureAttribution:
                 chance *= np.maximum(1.0 - share, UNSUSPECTED)
             else:
                 chance *= 1.0 - CLEARED * shared.mean(axis=1)
+        self._chance = chance
         return chance
 
     def _weights(self, failed_trial: FailedTrial) -> tuple[Floats, Floats]:
@@ -119,7 +116,6 @@ class FailureAttribution:
         return single, np.where(cleared_pair, 0.0, self._pair * both)
 
     def _named(self, failed_trial: FailedTrial) -> Floats:
-        """How much more each value is suspected because the message names it."""
         text = _letters(failed_trial.message)
         factors = np.ones(len(self._single))
         for position, dimension in enumerate(self._encoding.dimensions):
@@ -186,7 +182,6 @@ class Posterior:
                 self.memory.observe(self.num + position, item.memory_error, MEMORY_NOISE_SD)
 
     def tell(self, result: Result) -> None:
-        """One more answer."""
         index, evidence = result.index, result.evidence
         self.open[index] = False
         self.results.append(result)
@@ -217,7 +212,6 @@ class Posterior:
             self.memory.observe(index, log(evidence.peak_device_bytes) - self.log_memory[index], DRY_RUN_NOISE_SD)
 
     def free(self, running: Sequence[int]) -> NDArray[np.bool_]:
-        """Which candidates are open and not being probed now."""
         free = self.open.copy()
         free[list(running)] = False
         return free
@@ -287,7 +281,6 @@ class ResidualSampler:
     name = "residual"
 
     def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
-        """Index of the next candidate to probe, None when none is left. `seed` is not used: the choice is certain."""
         free = posterior.free(running)
         return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None
 

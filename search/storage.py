@@ -65,7 +65,6 @@ def shown(url: str) -> str:
 
 
 def close_storage(storage: BaseStorage) -> None:
-    """Gives connections back."""
     if isinstance(storage, optuna.storages.RDBStorage):
         storage.remove_session()
         storage.engine.dispose()

@@ -11,6 +11,9 @@ How a candidate is claimed, with nothing but what every Optuna storage guarantee
 A worker that dies leaves a RUNNING trial whose heartbeat ends. Whoever notices fails it (one succeeds) and adds it
 again as WAITING: Optuna's `fail_stale_trials` and `RetryHeartbeatStaleTrialCallback`. One that dies between the two
 leaves a candidate that nobody holds, which the sampler proposes like any other.
+
+Trials are read as what others wrote (a foreign program, an older version, a damaged file): `record_of` takes every
+attribute by its type and its bounds, so that none can stop a search.
 """
 
 import json
@@ -19,21 +22,178 @@ from datetime import datetime
 from typing import Any, Literal
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, fail_stale_trials
 from optuna.storages._heartbeat import BaseHeartbeat, BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from planner.core.errors import UsageError
-from planner.setup import TrainSetup
-from planner.setup.codec import evidence_to_dict
+from planner.core.errors import SetupError, UsageError
+from planner.core.inputs import number as checked_number
+from planner.core.records import dataclass
+from planner.setup import TrainSetup, allowed
+from planner.setup.codec import evidence_from_text, evidence_to_dict
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.setup.outcome import Candidate, Evidence, Prediction
+from planner.setup.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from search.dimensions import NAMES, key_of, value_of
 from search.problem import Problem, memory_excess, with_evidence
 from search.storage import MAX_RETRIES
-from search.trials import EXCLUDED, TrialRecord, record_of
-from search.values import SPACE, constraint_values, objective_value, params_of, predicted_values
+
+EXCLUDED = "excluded"
+"""Origin of a trial that the formula excluded."""
+
+MAX_TEXT = 4 << 20
+"""Characters of an attribute; the evidence of a large model takes some thousands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """One trial of the study in the project's own types.
+
+    Attributes:
+        origin: "plan", "ranked" (enqueued), a sampler's name, or "excluded" (before any probe).
+        probed: whether it cost a probe.
+        excluded: why it was left out without one; empty otherwise.
+        evidence: None while it runs, and for those that the formula excluded.
+    """
+
+    number: int
+    setup: TrainSetup
+    state: TrialState
+    origin: str
+    evidence: Evidence | None = None
+    excluded: str = ""
+    probed: bool = False
+    duration_s: float = 0.0
+    completed_at_s: float = 0.0
+
+
+def record_of(trial: FrozenTrial) -> TrialRecord | None:
+    """The trial in our terms; None where it is none of ours (a foreign program's, a damaged attribute)."""
+    attrs = trial.user_attrs
+    origin, excluded = (_text(attrs.get(name, "")) for name in ("origin", "excluded"))
+    text, duration_s = attrs.get("evidence"), _time(attrs.get("duration_s", 0.0))
+    if origin is None or excluded is None or duration_s is None:
+        return None
+    if not isinstance(attrs.get("setup"), dict) or (text and _text(text) is None):
+        return None
+    try:
+        setup = setup_from_dict(attrs["setup"])
+        evidence = evidence_from_text(text) if text else None
+    except (SetupError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return None
+    completed = trial.datetime_complete
+    return TrialRecord(
+        number=trial.number,
+        setup=setup,
+        state=trial.state,
+        origin=origin,
+        evidence=evidence,
+        excluded=excluded,
+        probed=evidence is not None and not excluded,
+        duration_s=duration_s,
+        completed_at_s=completed.timestamp() if completed else 0.0,
+    )
+
+
+def _text(value: Any) -> str | None:
+    """Text of a bounded length that a file name may hold."""
+    return value if isinstance(value, str) and len(value) <= MAX_TEXT and "\0" not in value else None
+
+
+def _time(value: Any) -> float | None:
+    try:
+        return checked_number(value, "a time", least=0.0)
+    except ValueError:
+        return None
+
+
+_MAX = 1 << 40
+_OTHER_TARGETS = "listed"
+_SWITCH = CategoricalDistribution((False, True))
+SPACE: dict[str, BaseDistribution] = {
+    "method": CategoricalDistribution(allowed.METHODS),
+    "precision": CategoricalDistribution(allowed.PRECISIONS),
+    "quantization": CategoricalDistribution(allowed.QUANTIZATIONS),
+    "lora_rank": IntDistribution(0, _MAX),
+    "lora_targets": CategoricalDistribution((*allowed.TARGET_SETS, _OTHER_TARGETS)),
+    "lora_dropout": FloatDistribution(0.0, 1.0),
+    "adapter_dtype": CategoricalDistribution(allowed.ADAPTER_DTYPES),
+    "optimizer": CategoricalDistribution(allowed.OPTIMIZERS),
+    "attention": CategoricalDistribution(allowed.ATTENTIONS[:3]),  # those that transformers has, which a probe runs
+    "checkpointing": IntDistribution(0, _MAX),
+    "loss": CategoricalDistribution(allowed.LOSSES),
+    **dict.fromkeys(
+        ("micro_batch_seqs", "num_gpus", "tensor_degree", "context_degree", "expert_degree", "pipeline_degree"),
+        IntDistribution(1, _MAX),
+    ),
+    **dict.fromkeys(("kbit_fp32_cast", "packing", "compile", "reshard_after_forward"), _SWITCH),
+    **dict.fromkeys(("activation_offload", "selective_checkpointing"), _SWITCH),
+    "kernels": CategoricalDistribution(allowed.KERNEL_FAMILIES),
+    "parallel": CategoricalDistribution(allowed.PARALLELS),
+    "pipeline_schedule": CategoricalDistribution(allowed.PIPELINE_SCHEDULES),
+    "shard_degree": IntDistribution(0, _MAX),
+    "offload": CategoricalDistribution(allowed.OFFLOADS),
+}
+"""Wide, and the same for every study: a later search with other candidates may join."""
+
+
+def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]:
+    """The setup as parameters for Optuna and its dashboard; the exact setup is in the trial's attributes."""
+    params = {name: value_of(setup, name) for name in names}
+    if params.get("lora_targets", allowed.TARGET_SETS[0]) not in allowed.TARGET_SETS:
+        params["lora_targets"] = _OTHER_TARGETS
+    return params
+
+
+def predicted_values(candidate: Candidate) -> dict[str, Any]:
+    """The formula's figures as attributes of a trial."""
+    return {f"predicted_{name}": getattr(candidate.formula, name) for name in ("tokens_per_s", "peak_device_bytes")}
+
+
+def constraint_values(
+    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
+) -> dict[str, float]:
+    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, requests where violated."""
+    failed = isinstance(evidence, ProbeFailure)
+    out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
+    memory = memory_excess(problem, candidate, evidence)
+    broken = 1.0 if problem.broken_request(setup) else 0.0
+    if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
+        broken = 1.0
+    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "requests": broken}
+    return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
+
+
+def objective_value(
+    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
+) -> float | None:
+    """The study's value: tokens/s, GPU seconds per million tokens, or GiB; None for what brought no figure."""
+    if isinstance(evidence, ProbeFailure):
+        return None
+    if problem.objective == "memory":
+        return evidence.peak_device_bytes / 1024**3
+    if isinstance(evidence, Measurement) and evidence.tokens_per_s is None:
+        return None
+    speed = evidence.tokens_per_s or (candidate.formula.tokens_per_s if candidate else None)
+    if speed is None:
+        return None
+    return 1e6 * setup.num_gpus / speed if problem.objective == "cost" else speed
+
+
+def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
+    """What the study is about, as JSON values."""
+    num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
+    return {
+        "subject": problem.subject,
+        **({"num_gpus": num_gpus} if num_gpus > 1 else {}),
+        "objective": problem.objective,
+        "budget_bytes": problem.budget_bytes,
+        "num_candidates": len(problem.candidates),
+        "num_excluded_by_formula": excluded,
+        "min_rank": problem.min_rank,
+        "fixed": json.loads(json.dumps(dict(problem.fixed), default=str)),
+    }
 
 
 class Study:
@@ -43,9 +203,7 @@ class Study:
         self._problem = problem
         self._storage = storage
         self._opened = datetime.now()  # naive, as Optuna's
-        direction: Literal["minimize", "maximize"] = (
-            "minimize" if problem.objective in ("cost", "memory") else "maximize"
-        )
+        direction: Literal["minimize", "maximize"] = "maximize" if problem.objective == "tokens" else "minimize"
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
             storage=storage,
@@ -154,21 +312,15 @@ class Study:
             if record is None:  # of a foreign program
                 self._fail(trial)
                 continue
-            records = self.records()
-            before = [r for r in records if self._costs_probe(r) and r.number < trial.number]
-            over = max_probes is not None and len(before) >= max_probes
-            if over or self._is_duplicate(record, records):
+            earlier = [r for r in self.records() if r.number < trial.number]
+            over = max_probes is not None and sum(map(self._costs_probe, earlier)) >= max_probes
+            # an earlier trial answers the candidate, or will: of two the same one must lose for everybody
+            same = [r for r in earlier if key_of(r.setup) == key_of(record.setup)]
+            if over or any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same):
                 self._fail(trial)
                 continue
             return trial.number, record.setup
         return None
-
-    def _is_duplicate(self, record: TrialRecord, records: Sequence[TrialRecord]) -> bool:
-        """Whether an earlier trial answers the candidate, or will: of two with one candidate the same one must lose
-        for everybody."""
-        key = key_of(record.setup)
-        same = [r for r in records if r.number < record.number and key_of(r.setup) == key]
-        return any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same)
 
     def _costs_probe(self, record: TrialRecord) -> bool:
         """Whether it cost a probe of this search, or will."""
@@ -196,7 +348,6 @@ class Study:
         return get_heartbeat_thread(self.trial_id(number), self._storage)
 
     def trial_id(self, number: int) -> int:
-        """The storage's id of a trial."""
         return self._storage.get_trial_id_from_study_id_trial_number(self.study._study_id, number)
 
     def tell(self, number: int, evidence: Evidence, *, duration_s: float = 0.0, excluded: str = "") -> bool:

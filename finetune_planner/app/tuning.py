@@ -271,7 +271,7 @@ def _pareto_point(candidate: Candidate) -> dict[str, Any]:
 if TYPE_CHECKING:
     from search.problem import Evaluate, TransferObservation, Unprobed
     from search.stopping import Budget
-    from search.trials import TrialRecord
+    from search.study import TrialRecord
 
 DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from planner.setup import TrainSetup
 from search.dimensions import DIMENSIONS, FIXED, NAMES, RECIPE, key_of, value_of
-from search.values import SPACE, params_of
+from search.study import SPACE, params_of
 
 
 def test_every_field_of_a_setup_is_a_dimension_or_fixed_with_a_reason() -> None:

@@ -21,7 +21,7 @@ from search.problem import TransferObservation
 from search.run import SearchResult, search
 from search.sampler import Posterior
 from search.stopping import Budget
-from search.trials import TrialRecord
+from search.study import TrialRecord
 
 RECORD = Path(__file__).with_name("on_record.json")
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {

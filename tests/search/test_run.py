@@ -32,7 +32,7 @@ from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, SAMPLERS, Strategy, search
 from search.stopping import Budget
 from search.storage import MAX_RETRIES, close_storage
-from search.trials import TrialRecord
+from search.study import TrialRecord
 from tests.whole import WHOLE
 
 FEW = Budget(max_probes=6)

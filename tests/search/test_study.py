@@ -17,8 +17,7 @@ from planner.core.errors import EnvironmentProblem, UsageError
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.dimensions import key_of
 from search.storage import MAX_RETRIES, STUDY_NAME, close_storage, open_storage
-from search.study import Study
-from search.values import SPACE, constraint_values
+from search.study import SPACE, Study, constraint_values
 
 OPENED: list[BaseStorage] = []
 

@@ -15,8 +15,7 @@ from search.dimensions import key_of
 from search.run import search
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
-from search.study import Study
-from search.trials import record_of
+from search.study import Study, record_of
 
 NASTY: tuple[Any, ...] = (
     None, True, "", "x", "a\0b", "x" * 5000, -1, 0, 0.5, 10**30, float("inf"), float("nan"), [], [[1]], {}, {"a": []},

@@ -24,7 +24,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.dimensions import key_of
 from search.stopping import Budget
-from search.trials import TrialRecord
+from search.study import TrialRecord
 
 
 @cache

@@ -36,7 +36,7 @@ from search.corrections import CorrectionStore, place_of
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
-from search.trials import TrialRecord
+from search.study import TrialRecord
 
 GPU = find_gpu("rtx-4090")
 NUM_GPUS = 4
