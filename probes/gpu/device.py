@@ -94,8 +94,11 @@ def clean_lease(device: str, *, descriptor: int | None = None, read: ReadStatus 
     before = wait_until_clean(device, resting_bytes=resting, read=read)
     if before is None:
         return DeviceLease(descriptor=descriptor, before=None)
-    if before.used_bytes != resting:
-        _write_resting(descriptor, before.used_bytes)
+    if before.used_bytes != resting and descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, str(before.used_bytes).encode())
     neighbours = bool(set(before.process_ids) - {os.getpid()})
     shared = before.used_bytes if neighbours or before.used_bytes > SHARED_BYTES else 0
     return DeviceLease(descriptor=descriptor, before=before, shared_bytes=shared)
@@ -112,16 +115,7 @@ def _read_resting(descriptor: int | None) -> int | None:
         return None
 
 
-def _write_resting(descriptor: int | None, used_bytes: int) -> None:
-    if descriptor is not None:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, str(used_bytes).encode())
-
-
 def lock_path(name: str) -> Path:
-    """The lock of one device, for this user."""
     return Path(tempfile.gettempdir()) / f"finetune-planner-{user_id()}-{name}.lock"
 
 

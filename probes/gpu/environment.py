@@ -90,7 +90,6 @@ class NvmlReader:
     handle: Any
 
     def used_bytes(self) -> int:
-        """Device memory in use by everybody."""
         return int(self.module.nvmlDeviceGetMemoryInfo(self.handle).used)
 
     def throttle_flags(self) -> set[str]:

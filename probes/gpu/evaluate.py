@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, field, replace
 from functools import cached_property
@@ -59,11 +59,9 @@ class Prober:
 
     @cached_property
     def environment(self) -> Environment:
-        """Where the probes run."""
         return self.executor.environment(self.device, self.gpu.key if self.gpu is not None else None)
 
     def request(self, setup: TrainSetup) -> ProbeRequest:
-        """What is asked for one setup."""
         return ProbeRequest(
             model_id=self.model.model_id,
             config=self.model.config,
@@ -147,15 +145,7 @@ class Prober:
             return outcome
         if outcome.speed_spoiled_by:
             return outcome
-        fraction = mfu_fraction(self.model, self.gpu, setup, outcome.step_time_s)
-        return replace(outcome, mfu_fraction=fraction)
-
-
-def nominal_flops_per_s(gpu: GpuSpec, setup: TrainSetup) -> float | None:
-    """The data sheet's dense matmul rate in the setup's compute type."""
-    return {"bf16": gpu.bf16_flops_per_s, "fp16": gpu.fp16_flops_per_s, "fp32": gpu.fp32_flops_per_s}[
-        setup.compute_dtype
-    ]
+        return replace(outcome, mfu_fraction=mfu_fraction(self.model, self.gpu, setup, outcome.step_time_s))
 
 
 def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s: float) -> float | None:
@@ -166,7 +156,7 @@ def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s:
     """
     from planner.speed.roofline import throughput_profile
 
-    nominal = nominal_flops_per_s(gpu, setup)
+    nominal: float | None = getattr(gpu, f"{setup.compute_dtype}_flops_per_s")
     if not nominal or step_time_s <= 0 or setup.num_gpus > setup.data_degree:
         return None
     profile = throughput_profile(model, gpu, one_copy(setup))
@@ -182,20 +172,18 @@ def one_copy(setup: TrainSetup) -> TrainSetup:
 
 
 def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:
-    """What the store keeps of one outcome."""
-    requested: Mapping[str, object] = {
-        "level": request.level.value,
-        "depths": list(request.depths),
-        "limits": asdict(request.limits),
-        "gpu_key": request.gpu_key,
-        "gpu_name": environment.gpu_name,
-    }
     return Record(
         key=fingerprint(request, environment),
         model_id=request.model_id,
         config_digest=config_digest(request.config),
         setup=setup_to_dict(request.setup),
-        request=requested,
+        request={
+            "level": request.level.value,
+            "depths": list(request.depths),
+            "limits": asdict(request.limits),
+            "gpu_key": request.gpu_key,
+            "gpu_name": environment.gpu_name,
+        },
         outcome=outcome,
         recorded_at=now_text(),
     )

@@ -81,10 +81,7 @@ class DevicePool:
             raise UnsupportedProbe(f"the setup needs {num} neighbouring GPUs to probe on, there are {available}")
         with self._changed:
             while True:
-                free = (
-                    candidate for candidate in self._neighbours(num) if all(self._left[place] for place in candidate)
-                )
-                places = next(free, ())
+                places = next((run for run in self._neighbours(num) if all(self._left[place] for place in run)), ())
                 if places:
                     for place in places:
                         self._left[place] -= 1
@@ -92,7 +89,6 @@ class DevicePool:
                 self._changed.wait()
 
     def give_back(self, places: Sequence[int]) -> None:
-        """The devices are free again."""
         with self._changed:
             for place in places:
                 self._left[place] += 1

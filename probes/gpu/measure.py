@@ -31,7 +31,7 @@ from probes.gpu.ranks import RankInfo, rank_info_of
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import growth_asked_for
 from probes.gpu.run import DepthRunner, attention_name
-from probes.gpu.timing import DepthRun, Extended, extend, miss_fraction
+from probes.gpu.timing import DepthRun, extend, miss_fraction
 from probes.gpu.topology import topology
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import build_model
@@ -197,7 +197,6 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
 
 
 def _one_depth(depths: Depths, runner: DepthRunner) -> _Readings:
-    """All layers run."""
     only = runner.run(depths.full, timed=True)
     return _Readings(
         runs=[only],
@@ -235,7 +234,13 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
         if depths.check is not None:
             check = runner.run(depths.check, timed=False)
             readings.runs.append(check)
-            readings.error = _worst_miss(extend(short, long, check.depth), check, runner)
+            extended = extend(short, long, check.depth)
+            reserved, _ = runner.reserved(extended, check.depth, check.grown)
+            misses = (
+                miss_fraction(extended.allocated_bytes, check.allocated_bytes),
+                miss_fraction(reserved, check.reserved_bytes),
+            )
+            readings.error = max(misses, key=abs)
         readings.reserved_bytes, memory = runner.reserved(full, None, long.grown)
     readings.notes.append(
         f"{depths.short} and {depths.long} of {depths.full} layers timed, "
@@ -255,7 +260,10 @@ def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, 
         notes.append(
             "this PyTorch ignores expandable_segments here: memory is lost to fragments that launch files avoid"
         )
-    _device_notes(request, runner.lease, readings.reserved_bytes + readings.context_bytes, readings.flags, notes)
+    if request.device == "cpu":
+        notes.append("CPU backend: memory as a GPU's allocator would count it (512-byte rounding), speed of this CPU")
+    else:
+        _device_notes(request, runner.lease, readings)
     if shards_first(setup) and setup.quantized:
         model = build_model(request.config, setup, device="meta", attention=attention_name(request))
         notes.append(
@@ -267,24 +275,9 @@ def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, 
         notes.append(f"links between the GPUs: {topology(runner.devices).text()}")
 
 
-def _worst_miss(extended: Extended, check: DepthRun, runner: DepthRunner) -> float:
-    """How far the extension missed a third depth, in what is allocated or in what is reserved."""
-    reserved, _ = runner.reserved(extended, check.depth, check.grown)
-    misses = (
-        miss_fraction(extended.allocated_bytes, check.allocated_bytes),
-        miss_fraction(reserved, check.reserved_bytes),
-    )
-    return max(misses, key=abs)
-
-
-def _device_notes(
-    request: ProbeRequest, lease: DeviceLease, device_bytes: int, flags: set[str], notes: list[str]
-) -> None:
-    """What a person must know about this device and this loss."""
-    setup = request.setup
-    if request.device == "cpu":
-        notes.append("CPU backend: memory as a GPU's allocator would count it (512-byte rounding), speed of this CPU")
-        return
+def _device_notes(request: ProbeRequest, lease: DeviceLease, readings: _Readings) -> None:
+    """What a person must know about this GPU and this loss."""
+    setup, flags, notes = request.setup, readings.flags, readings.notes
     if lease.shared_bytes:
         flags.add("device-shared")
         notes.append(
@@ -298,6 +291,6 @@ def _device_notes(
         notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")
     total = torch.cuda.get_device_properties(torch.device(request.device)).total_memory
     total = min(total, request.limits.memory_bytes or total)
-    if device_bytes > total:
+    if readings.reserved_bytes + readings.context_bytes > total:
         flags.add("beyond-device")
         notes.append("at full depth this needs more memory than the device has")

@@ -76,11 +76,9 @@ def _identity(torch: Any, device: str, on_cpu: bool) -> dict[str, Any]:
         import os
         import platform
 
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        name = platform.processor() or "CPU"
         return {
-            "gpu_name": name,
-            "memory_bytes": memory,
+            "gpu_name": platform.processor() or "CPU",
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "sm_count": os.cpu_count(),
             "capability": None,
             "l2_bytes": None,
@@ -150,7 +148,6 @@ def _issue_s(torch: Any, device: str) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the figures of one device as JSON."""
     device = arguments[0] if arguments else "cuda:0"
     sys.stdout.write(json.dumps(microbenchmark(device), indent=1) + "\n")
 

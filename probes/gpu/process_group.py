@@ -71,16 +71,8 @@ def merge(every: Sequence[Measurement]) -> Measurement:
     notes += [
         note for note in dict.fromkeys(note for measurement in every for note in measurement.notes) if note not in notes
     ]
-    errors = [
-        measurement.extrapolation_error_fraction
-        for measurement in every
-        if measurement.extrapolation_error_fraction is not None
-    ]
-    rates = [
-        measurement.copy_bandwidth_bytes_per_s
-        for measurement in every
-        if measurement.copy_bandwidth_bytes_per_s is not None
-    ]
+    errors = [error for measurement in every if (error := measurement.extrapolation_error_fraction) is not None]
+    rates = [rate for measurement in every if (rate := measurement.copy_bandwidth_bytes_per_s) is not None]
     return replace(
         worst,
         rank_peaks=peaks,

@@ -110,7 +110,6 @@ class RankReport:
 
     @property
     def failed(self) -> bool:
-        """Whether some rank is known to have failed."""
         return bool(self.failures or self.exits)
 
     def doing(self, size: int) -> str:

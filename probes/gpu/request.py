@@ -107,7 +107,6 @@ class ProbeRequest:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the job."""
         return num_processes(self.setup)
 
     @property
@@ -120,11 +119,9 @@ class ProbeRequest:
 
     @property
     def full_depth(self) -> bool:
-        """Whether the whole model is run."""
         return self.depths == (0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """The request as JSON values."""
         return {"schema": REQUEST_SCHEMA, **to_jsonable(self), "config": dict(self.config)}
 
     @classmethod

@@ -11,6 +11,7 @@ named from what the ranks and torchrun tell (`probes.gpu.ranks`). The first rank
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -78,7 +79,7 @@ def run_probe(
     if isinstance(outcome, ProbeFailure):
         tail = read_tail(paths.log)[-KEPT_TAIL_CHARS:]  # the log itself stays behind on a lent machine
         return replace(outcome, log_path=str(paths.log) if paths.log.exists() else None, log_tail=tail)
-    _remove_directory(paths)
+    shutil.rmtree(paths.directory, ignore_errors=True)
     return outcome
 
 
@@ -102,14 +103,6 @@ def _write_request(request: ProbeRequest, paths: ProbePaths) -> None:
             f"cannot write the probe's request in {paths.directory}: {error.strerror}",
             hint="free some disk space, or set TMPDIR to a directory with room",
         ) from error
-
-
-def _remove_directory(paths: ProbePaths) -> None:
-    for path in (paths.request, paths.result, paths.log):
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        paths.directory.rmdir()
 
 
 def _run_child(
@@ -143,7 +136,7 @@ def _run_child(
     if isinstance(delivered, (Measurement, ProbeFailure)):
         return delivered
     if ending == "stop":
-        _remove_directory(paths)
+        shutil.rmtree(paths.directory, ignore_errors=True)
         raise ProbeStopped
     tail, oom_killed = read_tail(paths.log), oom_kill_count() > kills_before
     verdict = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
@@ -157,15 +150,13 @@ def _start_child(
     request: ProbeRequest, paths: ProbePaths, argv: tuple[str, ...], write_end: int
 ) -> "subprocess.Popen[bytes]":
     """The worker, or torchrun for several ranks; `write_end` of the pipe, through which it tells, is its own now."""
-    log = _open_log(paths)
+    try:
+        log = os.open(paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError:  # no room for a log is no reason not to measure
+        log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     command = [
         *(argv if request.num_ranks == 1 else AGENT_ARGV),
-        str(paths.request),
-        str(paths.result),
-        "--status-fd",
-        str(write_end),
-        "--parent",
-        str(os.getpid()),
+        *map(str, (paths.request, paths.result, "--status-fd", write_end, "--parent", os.getpid())),
         *(() if request.num_ranks == 1 else ("--", *argv)),
     ]
     try:
@@ -185,13 +176,6 @@ def _start_child(
     finally:
         os.close(log)
         os.close(write_end)
-
-
-def _open_log(paths: ProbePaths) -> int:
-    try:
-        return os.open(paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError:  # no room for a log is no reason not to measure
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def probe_environment() -> dict[str, str]:

@@ -6,7 +6,6 @@ from statistics import median
 from planner.core.records import dataclass
 from probes.gpu.request import Limits
 
-Clock = Callable[[], float]
 TimedSteps = Callable[[int], Sequence[float]]
 """Runs that many steps and returns the seconds of each."""
 
@@ -23,7 +22,7 @@ def settled(times_s: Sequence[float], window_steps: int, stable_fraction: float)
 
 
 def timed_until_settled(
-    run_steps: TimedSteps, limits: Limits, clock: Clock, *, expected_step_s: float
+    run_steps: TimedSteps, limits: Limits, clock: Callable[[], float], *, expected_step_s: float
 ) -> tuple[tuple[float, ...], bool]:
     """(seconds of every step, whether they settled), by the rule of `Limits`.
 

@@ -164,7 +164,6 @@ def _exit_descriptor(child: "subprocess.Popen[bytes]") -> Iterator[int | None]:
 
 
 def read_tail(path: Path) -> str:
-    """The end of a log."""
     try:
         with open(path, "rb") as handle:
             handle.seek(0, os.SEEK_END)

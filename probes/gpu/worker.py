@@ -63,7 +63,6 @@ class TolerantLog(io.TextIOBase):
         return self._descriptor
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
 

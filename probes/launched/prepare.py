@@ -9,6 +9,7 @@ written tensor by tensor, so that a model needs no more memory here than its lar
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,11 @@ def _filled(name: str, shape: Any, dtype: Any) -> Any:
     return made
 
 
-def _noise(cache: list[Any] = []) -> Any:  # noqa: B006 - made once
+@cache
+def _noise() -> Any:
     import torch
 
-    if not cache:
-        cache.append(0.02 * torch.randn(NOISE_ELEMENTS, generator=torch.Generator().manual_seed(0)))
-    return cache[0]
+    return 0.02 * torch.randn(NOISE_ELEMENTS, generator=torch.Generator().manual_seed(0))
 
 
 def make_tokenizer(folder: Path) -> None:

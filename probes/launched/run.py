@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
 
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import ConfigError, EnvironmentProblem
@@ -37,6 +36,7 @@ from probes.gpu.failures import classify_exit, oom_kill_count
 from probes.gpu.request import ProbeRequest
 from probes.gpu.watch import OnProgress, read_tail
 from probes.launched.watch import PROGRESS, VARIABLE, site_folder
+from probes.phantom.runner import OFFLINE
 
 NUM_STEPS = 10
 _MISSING = re.compile(r"(?:ModuleNotFoundError|ImportError): (.+)")
@@ -48,16 +48,7 @@ HELD_OUT_ROWS = 64
 """More rows than are trained on: some are held out."""
 DISK_MARGIN = 1.05
 MAX_SEEN_BYTES = 1 << 20
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "WANDB_MODE": "disabled",
-    "DO_NOT_TRACK": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-}
+ENVIRONMENT = {**OFFLINE, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +153,13 @@ class FileExecutor(Executor):
             if self._on_progress is not None:
                 self._on_progress(text, time.monotonic() - started)
 
-        with _work_folder(self._work_dir) as folder, lease_all((request.device,), lambda begins: None):
-            self._prepare(request, folder, say)
-            ends_at = started + self._limit_s
-            return _Watched(self._file, request, folder, self._num_steps, ends_at, say).outcome()
+        folder = Path(tempfile.mkdtemp(prefix="plan-run-", dir=self._work_dir))
+        try:
+            with lease_all((request.device,), lambda begins: None):
+                self._prepare(request, folder, say)
+                return self._watched(request, folder, started + self._limit_s, say)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare(self, request: ProbeRequest, folder: Path, say: Callable[[str], None]) -> None:
         """Lays out the run's folder.
@@ -194,80 +188,35 @@ class FileExecutor(Executor):
             "num_rows": seqs * (self._num_steps + 1) * (2 if setup.packing else 1) + HELD_OUT_ROWS,
             "num_tokens": setup.seq_len_tokens,
         }
-        if order["model"] or order["texts"]:
-            say("making what the file names" + " (random weights)" * bool(order["model"]))
-            _made_in_a_child(folder, order)
+        if not order["model"] and not order["texts"]:
+            return
+        say("making what the file names" + " (random weights)" * bool(order["model"]))
+        order_path = folder / "order.json"
+        order_path.write_text(json.dumps(order), encoding="utf-8")
+        made = subprocess.run(
+            python_argv("-m", "probes.launched.prepare", str(order_path)),
+            env={**child_environment(), **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if made.returncode:
+            last = (made.stderr.strip().splitlines() or ["no word"])[-1]
+            raise EnvironmentProblem(f"the model or its data could not be made for the run: {last}")
 
-
-def _below(folder: Path, name: str) -> Path:
-    """The directory of that name in the run's folder.
-
-    Raises:
-        EnvironmentProblem: the name leads out of it.
-    """
-    path = (folder / name).resolve()
-    if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
-        raise EnvironmentProblem(
-            f"the file names {name!r}, which is not on this machine and cannot stand in the run's folder",
-            hint="name a hub id, or what is there",
-        )
-    return path
-
-
-@contextlib.contextmanager
-def _work_folder(parent: Path | None) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="plan-run-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _made_in_a_child(folder: Path, order: Mapping[str, Any]) -> None:
-    path = folder / "order.json"
-    path.write_text(json.dumps(order), encoding="utf-8")
-    environment = {**child_environment(), **OFFLINE, "CUDA_VISIBLE_DEVICES": ""}
-    made = subprocess.run(
-        python_argv("-m", "probes.launched.prepare", str(path)),
-        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if made.returncode:
-        last = (made.stderr.strip().splitlines() or ["no word"])[-1]
-        raise EnvironmentProblem(f"the model or its data could not be made for the run: {last}")
-
-
-class _Watched:
-    """One run of a file, from its start to what was seen."""
-
-    def __init__(
-        self,
-        file: LaunchedFile,
-        request: ProbeRequest,
-        folder: Path,
-        num_steps: int,
-        ends_at: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._file, self._request, self._folder = file, request, folder
-        self._num_steps, self._ends_at, self._say = num_steps, ends_at, say
-        self._seen = folder / "seen"
-        self._seen.mkdir()
-
-    def outcome(self) -> Outcome:
+    def _watched(self, request: ProbeRequest, folder: Path, ends_at: float, say: Callable[[str], None]) -> Outcome:
         """What the run took, or why it took nothing."""
-        device, log = self._request.device, self._folder / "log.txt"
+        device, log = request.device, folder / "log.txt"
+        (folder / "seen").mkdir()
         before = None if device == "cpu" else device_status(device)
         kills_before = oom_kill_count()
-        words, variables = split_command(self._file.command)
         code: int | None = 0
         if self._file.prepare:
-            self._say(f"starting {without_secrets(self._file.prepare)}")
-            code = self._wait(*split_command(self._file.prepare), log)
+            say(f"starting {without_secrets(self._file.prepare)}")
+            code = self._wait(self._file.prepare, device, folder, ends_at, say)
         if code == 0:
-            self._say(f"starting {shlex.join(without_secrets_in_words(words))}")
-            code = self._wait(words, variables, log)
+            say(f"starting {shlex.join(without_secrets_in_words(split_command(self._file.command)[0]))}")
+            code = self._wait(self._file.command, device, folder, ends_at, say)
         observed, damaged = list[Seen](), ""
-        for path in sorted(self._seen.glob("seen-*.json")):
+        for path in sorted((folder / "seen").glob("seen-*.json")):
             try:
                 observed.append(read_seen(path))
             except ConfigError as error:
@@ -287,14 +236,15 @@ class _Watched:
         best = max(observed, key=lambda seen: len(seen.step_s))
         if len(best.step_s) <= WARM_UP_STEPS:
             return _failure(FailureKind.CRASHED, f"it ended after {len(best.step_s)} optimizer steps", tail)
-        return measurement(self._file, self._request, best, before.used_bytes if before is not None else None)
+        return measurement(self._file, request, best, before.used_bytes if before is not None else None)
 
-    def _wait(self, words: list[str], variables: Mapping[str, str], log: Path) -> int | None:
+    def _wait(self, command: str, device: str, folder: Path, ends_at: float, say: Callable[[str], None]) -> int | None:
         """The command's exit code, None where it was stopped at its limit."""
-        with open(log, "ab") as output:
+        words, variables = split_command(command)
+        with open(folder / "log.txt", "ab") as output:
             try:
                 child = subprocess.Popen(
-                    words, cwd=self._folder, env=self._environment(variables), stdin=subprocess.DEVNULL,
+                    words, cwd=folder, env=self._environment(variables, device, folder), stdin=subprocess.DEVNULL,
                     stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
@@ -303,27 +253,26 @@ class _Watched:
                     hint=f"bash launch/run.sh install {self._file.target}",
                 ) from error
         try:
-            while time.monotonic() < self._ends_at:
+            while time.monotonic() < ends_at:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return child.wait(POLL_S)
                 with contextlib.suppress(ConfigError, ValueError):
-                    step = int(read_text(self._seen / PROGRESS, max_bytes=20))
-                    self._say(f"step {step} of {self._num_steps}")
+                    step = int(read_text(folder / "seen" / PROGRESS, max_bytes=20))
+                    say(f"step {step} of {self._num_steps}")
             return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
-    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, variables: Mapping[str, str], device: str, folder: Path) -> dict[str, str]:
         """What the program finds: the user's own, the file's, no network, and our `sitecustomize`."""
-        device = self._request.device
-        order = {"folder": str(self._seen), "num_steps": self._num_steps, "device": device.partition(":")[0]}
+        order = {"folder": str(folder / "seen"), "num_steps": self._num_steps, "device": device.partition(":")[0]}
         path = os.pathsep.join(filter(None, (self._file.program_folder, os.environ.get("PATH", os.defpath))))
-        site = [str(site_folder(self._folder / "site")), os.environ.get("PYTHONPATH", "")]
+        site = [str(site_folder(folder / "site")), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            **OFFLINE,
+            **ENVIRONMENT,
             **variables,
             "PATH": path,
             "PYTHONPATH": os.pathsep.join(filter(None, site)),
@@ -335,6 +284,21 @@ class _Watched:
         index = int(device.partition(":")[2] or 0)
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         return {**environment, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
+
+
+def _below(folder: Path, name: str) -> Path:
+    """The directory of that name in the run's folder.
+
+    Raises:
+        EnvironmentProblem: the name leads out of it.
+    """
+    path = (folder / name).resolve()
+    if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
+        raise EnvironmentProblem(
+            f"the file names {name!r}, which is not on this machine and cannot stand in the run's folder",
+            hint="name a hub id, or what is there",
+        )
+    return path
 
 
 def measurement(file: LaunchedFile, request: ProbeRequest, seen: Seen, used_before: int | None) -> Measurement:

@@ -13,24 +13,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from planner.core.children import ROOT
 from planner.core.outputs import write_whole
 from planner.hardware.driver import device_handle, nvml
+from probes.phantom.imports import Hook, Watcher, sitecustomize
 
 VARIABLE = "FINETUNE_PLANNER_WATCH"
 """The order of every process of a watched run, as JSON: `folder` (where it writes), `num_steps`, `device`."""
 PROGRESS = "progress"
-_SITE = """import sys
-sys.path.append({root!r})
-from probes.launched import watch
-watch.begin()
-"""
 
 
 def site_folder(folder: Path) -> Path:
     """A directory for PYTHONPATH whose Python processes are watched."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_SITE.format(root=str(ROOT)), encoding="utf-8")
+    (folder / "sitecustomize.py").write_text(sitecustomize("launched", "watch"), encoding="utf-8")
     return folder
 
 
@@ -38,20 +33,17 @@ def begin() -> None:
     """Waits for the program to import transformers' trainer."""
     if not os.environ.get(VARIABLE):
         return
-    from probes.phantom.imports import Watcher
-
     order = json.loads(os.environ[VARIABLE])
-    hooks = {"transformers.trainer": [lambda trainer: add_callback(trainer, order)]}
+
+    def add_callback(trainer: Any) -> None:
+        trainer.DEFAULT_CALLBACKS.append(callback_class(trainer.TrainerCallback, order))
+
+    hooks: dict[str, list[Hook]] = {"transformers.trainer": [add_callback]}
     if order["device"] == "cpu":
         hooks["transformers.training_args"] = [_use_cpu]
     watcher = Watcher()
     watcher.add(hooks, {})
     watcher.watch()
-
-
-def add_callback(trainer: Any, order: dict[str, Any]) -> None:
-    """One more callback for every Trainer that is made."""
-    trainer.DEFAULT_CALLBACKS.append(callback_class(trainer.TrainerCallback, order))
 
 
 def _use_cpu(training_args: Any) -> None:
@@ -78,13 +70,16 @@ def callback_class(base: type, order: dict[str, Any]) -> type:
             self.loaded_bytes = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.loaded_bytes = _allocated()
+            torch = sys.modules["torch"]
+            self.loaded_bytes = int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.began.append(time.perf_counter())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _synchronize()
+            torch = sys.modules["torch"]
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.ended.append(time.perf_counter())
             Path(order["folder"], PROGRESS).write_text(str(len(self.ended)), encoding="utf-8")
             if len(self.ended) >= order["num_steps"]:
@@ -111,13 +106,15 @@ def memory_seen() -> dict[str, Any]:
     """Peaks since the process began, what the driver shows, and the libraries that were used."""
     import resource  # not on native Windows, where nothing is run
 
+    from probes.gpu.environment import library_versions
+
     torch = sys.modules["torch"]
     memory: dict[str, Any] = {
         "device": "cpu",
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip or "",
-        "libraries": _libraries(),
+        "libraries": library_versions(),
     }
     if not torch.cuda.is_initialized():
         return memory
@@ -136,23 +133,6 @@ def memory_seen() -> dict[str, Any]:
             running = module.nvmlDeviceGetComputeRunningProcesses(handle)
             memory["processes"] = [[int(process.pid), int(process.usedGpuMemory or 0)] for process in running]
     return memory
-
-
-def _libraries() -> dict[str, str]:
-    from probes.gpu.environment import library_versions
-
-    return library_versions()
-
-
-def _allocated() -> int:
-    torch = sys.modules["torch"]
-    return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0
-
-
-def _synchronize() -> None:
-    torch = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _leave() -> None:

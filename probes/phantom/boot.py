@@ -45,21 +45,17 @@ def begin() -> None:
         # what a library is told must be there before the program binds the library's functions
         watcher.first = lambda: importlib.import_module("torch")
         watcher.watch()
-        _remember_what_is_absent(order["results"])
     except BaseException:
         _give_up(text)
-
-
-def _remember_what_is_absent(results: str) -> None:
-    """A package that the program imports in vain is told to whoever started it, also where PyTorch was not imported."""
     hook = sys.excepthook
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def remember_what_is_absent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Also where PyTorch was not imported."""
         if isinstance(error, ModuleNotFoundError) and error.name:
-            Path(results, f"{os.getpid()}.absent").write_text(error.name.partition(".")[0])
+            Path(order["results"], f"{os.getpid()}.absent").write_text(error.name.partition(".")[0])
         hook(kind, error, trace)
 
-    sys.excepthook = excepthook
+    sys.excepthook = remember_what_is_absent
 
 
 def _guarded(order: dict[str, Any], watcher: Watcher) -> None:
@@ -101,7 +97,6 @@ class _Report:
         summary(phantom, self._status, self._error, time.monotonic() - self._began).write(self._path)
 
     def finished(self, phantom: Any) -> None:
-        """Enough steps ran."""
         self._status = "done"
         self.write(phantom)
 

@@ -28,14 +28,9 @@ def eager(phantom: Phantom) -> AbstractContextManager[None]:
     def compile_module(self: Any, *args: Any, **kwargs: Any) -> None:
         phantom.note(EAGER)
 
-    def script_nothing(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _of_a_library(function):
-            phantom.note(EAGER)
-        return function
-
     return replaced(
         [
-            (torch.jit, "script", script_nothing),
+            (torch.jit, "script", lambda function, *args, **kwargs: compile_nothing(function)),
             (torch, "compile", compile_nothing),
             (torch.nn.Module, "compile", compile_module),
         ]

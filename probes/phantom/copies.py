@@ -158,13 +158,18 @@ class Tree:
                     continue
                 num_replaced += was is not None
                 files.append((not original.startswith(f"{cwd}/"), -is_now[1], original))
-        return {
-            "num_written": len(files),
-            "num_replaced": num_replaced,
-            "num_deleted": num_deleted,
-            "written_bytes": -sum(size for _, size, _ in files),
-            "paths": [path for _, _, path in sorted(files)[:NUM_SHOWN]],
-        }
+        return report(files, num_replaced, num_deleted)
+
+
+def report(files: list[tuple[bool, int, str]], num_replaced: int, num_deleted: int) -> dict[str, Any]:
+    """What is told of `files` that a program wrote: (not in its own folder, minus its bytes, path)."""
+    return {
+        "num_written": len(files),
+        "num_replaced": num_replaced,
+        "num_deleted": num_deleted,
+        "written_bytes": -sum(size for _, size, _ in files),
+        "paths": [path for _, _, path in sorted(files)[:NUM_SHOWN]],
+    }
 
 
 def _file_state(path: str) -> tuple[int, int, int] | None:

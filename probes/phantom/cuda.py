@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,7 +38,6 @@ class Properties(SimpleNamespace):
 
 
 def properties(card: Card) -> Properties:
-    """`torch.cuda.get_device_properties` of the card."""
     major, minor = card.capability
     return Properties(
         name=card.name,
@@ -81,15 +80,12 @@ class Stream:
         pass
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
         return event or Event()
 
     def query(self) -> bool:
-        """Whether all work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """No graph is recorded."""
         return False
 
 
@@ -102,7 +98,6 @@ class Event:
         self.device = CUDA
 
     def query(self) -> bool:
-        """It has happened."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
@@ -110,32 +105,33 @@ class Event:
         return 1.0
 
 
-class Device:
+class Device(nullcontext[None]):
     """`torch.cuda.device`."""
 
     def __init__(self, device: Any = None) -> None:
+        super().__init__()
         self.idx = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: Any) -> None:
-        pass
 
 
 _current = Stream()
 
 
-def _refuse(what: str) -> Callable[..., Any]:
+def refusing(message: str) -> Callable[..., Any]:
+    """What raises `Refused` when it is called."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise Refused(f"{what} cannot be followed without a GPU")
+        raise Refused(message)
 
     return refuse
 
 
-def _refused_class(what: str) -> type:
+def _refused_class(message: str) -> type:
     """A class, as annotations name it, that cannot be made."""
-    return type("Refused", (), {"__init__": _refuse(what)})
+    return type("Refused", (), {"__init__": refusing(message)})
+
+
+_NO_GRAPH = "a CUDA graph cannot be followed without a GPU"
+_NO_POOL = "a private memory pool cannot be followed without a GPU"
 
 
 def _as_own_object(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,21 +154,7 @@ def _num_local() -> int:
 
 def _functions(phantom: Phantom) -> dict[str, Any]:
     """Name of `torch.cuda` -> what stands in its place."""
-    return {
-        **_of_process(),
-        **_of_card(phantom.card),
-        **_of_memory(phantom),
-        **_of_streams(phantom),
-        **_of_generators(),
-        "CUDAGraph": _refused_class("a CUDA graph"),
-        "graph": _refused_class("a CUDA graph"),
-        "make_graphed_callables": _refuse("a CUDA graph"),
-        "MemPool": _refused_class("a private memory pool"),
-        "use_mem_pool": _refuse("a private memory pool"),
-    }
-
-
-def _of_process() -> dict[str, Any]:
+    card, described = phantom.card, properties(phantom.card)
     return {
         **dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), lambda: True),
         **dict.fromkeys(("_is_in_bad_fork", "can_device_access_peer"), lambda *args: False),
@@ -180,12 +162,6 @@ def _of_process() -> dict[str, Any]:
         **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device", "utilization"), _zero),
         **dict.fromkeys(("device", "device_of"), Device),
         "device_count": _num_local,
-    }
-
-
-def _of_card(card: Card) -> dict[str, Any]:
-    described = properties(card)
-    return {
         "get_device_name": lambda device=None: card.name,
         "get_device_capability": lambda device=None: card.capability,
         "get_device_properties": lambda device=None: described,
@@ -193,6 +169,18 @@ def _of_card(card: Card) -> dict[str, Any]:
         "get_gencode_flags": lambda: "",
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_tf32_supported": lambda: card.capability >= (8, 0),
+        **_of_memory(phantom),
+        **_of_streams(phantom),
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
+        "initial_seed": _zero,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "CUDAGraph": _refused_class(_NO_GRAPH),
+        "graph": _refused_class(_NO_GRAPH),
+        "make_graphed_callables": refusing(_NO_GRAPH),
+        "MemPool": _refused_class(_NO_POOL),
+        "use_mem_pool": refusing(_NO_POOL),
     }
 
 
@@ -228,13 +216,14 @@ def _of_memory(phantom: Phantom) -> dict[str, Any]:
             ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), reset_peaks
         ),
         **dict.fromkeys(("reset_accumulated_memory_stats", "ipc_collect"), nothing),
-        "set_per_process_memory_fraction": _refuse("torch.cuda.set_per_process_memory_fraction"),
+        "set_per_process_memory_fraction": refusing(
+            "torch.cuda.set_per_process_memory_fraction cannot be followed without a GPU"
+        ),
         "empty_cache": memory.empty_cache,
     }
 
 
 def _statistics(allocator: CachingAllocator) -> dict[str, int]:
-    """`torch.cuda.memory_stats`."""
     stats = {
         "num_alloc_retries": allocator.num_retries,
         "num_ooms": 0,
@@ -277,16 +266,6 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
     }
 
 
-def _of_generators() -> dict[str, Any]:
-    return {
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
-        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
-        "initial_seed": _zero,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-    }
-
-
 class _AnyDevice(type):
     """Makes the class below the same as `torch.device` wherever a class is compared, looked up or asked about."""
 
@@ -319,7 +298,6 @@ class Generator(torch._C.Generator):  # type: ignore[misc]
     """A generator that may say it is on the GPU."""
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        """As `torch.Generator`."""
         made: Generator = super().__new__(cls, device=CPU)
         made.claimed = torch.device(device)
         return made
@@ -329,7 +307,6 @@ class Generator(torch._C.Generator):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """The device that was asked for."""
         return self.claimed
 
 

@@ -193,7 +193,12 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     import transformers
     from transformers.models.auto import image_processing_auto, processing_auto
 
-    text = _with_tokens(tokenizer({getattr(config, field): token for token, field in kind.tokens.values()}), kind)
+    text = tokenizer({getattr(config, field): token for token, field in kind.tokens.values()})
+    text.add_tokens([token for _, token in kind.marks], special_tokens=True)
+    for attribute, token in (*((name, token) for name, (token, _) in kind.tokens.items()), *kind.marks):
+        setattr(text, attribute, token)
+        setattr(text, f"{attribute}_id", text.convert_tokens_to_ids(token))
+    text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
     image_class = image_processing_auto.get_image_processor_class_from_name(
         image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"]
     )
@@ -210,16 +215,6 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
         parts["feature_extractor"] = nothing
     with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):
         return cls(**parts, **arguments)
-
-
-def _with_tokens(text: Any, kind: _Kind) -> Any:
-    """The tokenizer, which knows the family's tokens by their names, and writes pictures as the family does."""
-    text.add_tokens([token for _, token in kind.marks], special_tokens=True)
-    for attribute, token in (*((name, token) for name, (token, _) in kind.tokens.items()), *kind.marks):
-        setattr(text, attribute, token)
-        setattr(text, f"{attribute}_id", text.convert_tokens_to_ids(token))
-    text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
-    return text
 
 
 def _class(auto: Any, name: str) -> Any:

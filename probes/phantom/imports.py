@@ -9,10 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
+from planner.core.children import ROOT
+
 Hook = Callable[[ModuleType], None]
 Patch = Callable[[Any, str, Any], None]
 """Owner, name, and what stands in its place until the end."""
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+def sitecustomize(package: str, module: str) -> str:
+    """The text of a `sitecustomize` that begins `probes.PACKAGE.MODULE` in every Python that finds it."""
+    return f"import sys\nsys.path.append({str(ROOT)!r})\nfrom probes.{package} import {module}\n{module}.begin()\n"
 
 
 def is_another_rank() -> bool:
@@ -59,7 +66,6 @@ class Watcher(importlib.abc.MetaPathFinder):
         self.around: dict[str, Context] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """See `importlib.abc.MetaPathFinder`."""
         if name in OPTIONAL:
             library = _who_asks()
             if library and not any(
@@ -92,11 +98,9 @@ class Watcher(importlib.abc.MetaPathFinder):
                     hook(module)
 
     def watch(self) -> None:
-        """Begins."""
         sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Ends."""
         sys.meta_path.remove(self)
 
 

@@ -46,7 +46,6 @@ class Issued(OperatorLog):
     # Telling
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any, remembered: Remembered) -> None:
-        """An operator on the card."""
         if self._training < 0 and not self._origins.num_forwards:
             return
         if self._training < 0:
@@ -83,11 +82,9 @@ class Issued(OperatorLog):
         self.calls.append(number * len(ISSUERS) + 1)
 
     def micro_batch_begins(self) -> None:
-        """One of transformers' Trainer."""
         self._micro_batch = len(self.calls)
 
     def micro_batch_ends(self) -> None:
-        """It has run."""
         self._ran = self._micro_batch, len(self.calls)
 
     def micro_batch_repeats(self) -> None:
@@ -96,11 +93,9 @@ class Issued(OperatorLog):
         self.repeats.append((len(self.calls), *self._ran))
 
     def step_begins(self) -> None:
-        """An optimizer's."""
         self._stepping = len(self.calls)
 
     def step_ends(self, optimizer: int) -> None:
-        """That optimizer's."""
         self.steps.append((optimizer, self._stepping, len(self.calls)))
 
     def _place(self) -> None:

@@ -19,14 +19,13 @@ from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
 from probes.phantom.repeats import repeated_once
-from probes.phantom.sound import whispers_parts_stand_in
 from probes.phantom.texts import (
     data_sets_stand_in,
     encoding_stands_in,
     metrics_stand_in,
     processor_stands_in,
-    stand_in_tokenizer,
     tokenizer_stands_in,
+    whispers_parts_stand_in,
 )
 
 _is_meta = torch._C.TensorBase.is_meta.__get__
@@ -47,10 +46,6 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
 
         return hook
 
-    whispers = {
-        f"transformers.models.whisper.{file}_whisper": of(partial(whispers_parts_stand_in, stand_in_tokenizer, which))
-        for file, which in _WHISPERS.items()
-    }
     return {
         "evaluate": of(metrics_stand_in),
         "safetensors": of(_open_saved),
@@ -60,7 +55,10 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "transformers.models.auto.tokenization_auto": of(tokenizer_stands_in),
         "transformers.models.auto.processing_auto": of(processor_stands_in),
         "datasets": of(data_sets_stand_in),
-        **whispers,
+        **{
+            f"transformers.models.whisper.{file}_whisper": of(partial(whispers_parts_stand_in, which))
+            for file, which in _WHISPERS.items()
+        },
         "transformers.integrations.moe": lambda module: patch(module, "_grouped_mm", grouped_mm),
         "bitsandbytes": of(_kernels_do_nothing),
         "transformers.modeling_utils": of(load_without_weights),

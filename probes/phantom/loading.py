@@ -8,6 +8,7 @@ within `from_pretrained` itself, so that there all of it is replaced.
 """
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -234,8 +235,6 @@ def _fill(model: Any, key: str, device: torch.device, load_config: Any) -> None:
 
 
 def _dtype(key: str, value: torch.Tensor, load_config: Any) -> torch.dtype:
-    import re
-
     if not value.dtype.is_floating_point:
         return value.dtype
     for pattern, dtype in (load_config.dtype_plan or {}).items():

@@ -73,20 +73,16 @@ class CardMemory:
         try:
             return self.allocator.malloc(size_bytes)
         except OutOfDeviceMemory:
-            self._origins.out_of_memory(size_bytes, op, len(self.events), self.allocator.allocated_bytes)
-            raise self._error(size_bytes) from None
-
-    def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
-        allocated, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
-        return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
-            f"{gib(self._card.memory_bytes)} of which {gib(self.free_bytes)} is free. Of the allocated memory "
-            f"{gib(allocated)} is allocated by PyTorch, and {gib(reserved - allocated)} is reserved by PyTorch but "
-            "unallocated."
-        )
+            allocated, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
+            self._origins.out_of_memory(size_bytes, op, len(self.events), allocated)
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
+                f"{gib(self._card.memory_bytes)} of which {gib(self.free_bytes)} is free. Of the allocated memory "
+                f"{gib(allocated)} is allocated by PyTorch, and {gib(reserved - allocated)} is reserved by PyTorch but "
+                "unallocated."
+            ) from None
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`."""
         self.allocator.empty_cache()
         self.events.append(EmptyCache())
 

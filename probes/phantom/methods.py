@@ -46,13 +46,14 @@ class _Methods:
         self._true_repr = torch.Tensor.__repr__
         self._true_address = torch.UntypedStorage.data_ptr
         self._true_move = torch.UntypedStorage.to
+        self._true_parameter = torch.nn.Parameter.__new__
 
     def patches(self) -> dict[str, Callable[..., Any]]:
         """Name of `torch.Tensor` -> what stands in its place."""
         return {
             "to": _method(self.to),
-            "cuda": _method(self.cuda),
-            "cpu": _method(self.cpu),
+            "cuda": lambda tensor, *args, **kwargs: self.to(tensor, CUDA),
+            "cpu": lambda tensor, memory_format=None: self.to(tensor, CPU),
             "numpy": _method(self.numpy),
             "tolist": _method(self.tolist),
             "pin_memory": lambda tensor, device=None: tensor if says_pinned(tensor) else pinned(tensor.detach()),
@@ -88,12 +89,6 @@ class _Methods:
             device = CUDA  # without an index C++ asks the driver for it
         return _true_to(tensor, device=device, dtype=dtype, **options)
 
-    def cuda(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.to(tensor, CUDA)
-
-    def cpu(self, tensor: torch.Tensor, memory_format: Any = None) -> Any:
-        return self.to(tensor, CPU)
-
     # Views of the host
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +116,7 @@ class _Methods:
     def tolist(self, tensor: torch.Tensor) -> Any:
         if not is_meta(tensor):
             return _base.tolist(tensor)
-        host = self.cpu(tensor.detach())
+        host = self.to(tensor.detach(), CPU)
         return _base.tolist(self._real(host) if is_meta(host) else host)
 
     # Addresses
@@ -175,14 +170,7 @@ class _Methods:
         goes_to_meta = is_meta(tensor) and not is_meta(value)
         _base.data.__set__(tensor, self._phantom.on_host(value) if goes_to_meta else value)
 
-
-class _Makers:
-    """What makes tensors of data."""
-
-    def __init__(self, phantom: Phantom, methods: _Methods) -> None:
-        self._phantom = phantom
-        self._methods = methods
-        self._true_parameter = torch.nn.Parameter.__new__
+    # What makes tensors of data
 
     def moved(self, true: Callable[..., Any]) -> Callable[..., Any]:
         """`true`, made on the host, then moved, as C++ would ask the driver for the device."""
@@ -200,7 +188,7 @@ class _Makers:
                 return true(data, *args, device=device, **options, **kwargs)
             # the host by name: `with torch.device("cuda")` would ask for the GPU where none is named
             made = data if isinstance(data, torch.Tensor) else true(data, *args, device="cpu", **kwargs)
-            made = self._methods.to(made.detach() if is_tensor else made, CUDA)
+            made = self.to(made.detach() if is_tensor else made, CUDA)
             if isinstance(data, torch.Tensor) and (args or kwargs.get("dtype")):
                 made = _true_to(made, args[0] if args else kwargs["dtype"])
             return made.requires_grad_() if requires_grad else made
@@ -210,7 +198,7 @@ class _Makers:
     def parameter(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         """Parameters are never real: on a GPU moving one keeps the object, which PyTorch refuses from CPU to meta."""
         is_real = type(data) is torch.Tensor and not is_meta(data) and data.is_floating_point()
-        if is_real and not self._phantom.claims.depth:
+        if is_real and not self._claims.depth:
             data = self._phantom.on_host(data)
         return self._true_parameter(cls, data, requires_grad)
 
@@ -232,7 +220,6 @@ def _new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any 
 def answering(phantom: Phantom) -> Iterator[None]:
     """Within it the methods answer as those of CUDA tensors do."""
     methods = _Methods(phantom)
-    makers = _Makers(phantom, methods)
     # PyTorch keeps those of its first call; `with torch.device` changes ours too.
     constructors = device_context._device_constructors()
     patches: list[Replacement] = [
@@ -241,8 +228,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
         (torch.UntypedStorage, "data_ptr", _method(methods.storage_address)),
         (torch.UntypedStorage, "to", _method(methods.storage_to)),
         (torch.UntypedStorage, "cuda", lambda storage, *_, **__: methods.storage_to(storage, device=CUDA)),
-        (torch.nn.Parameter, "__new__", staticmethod(makers.parameter)),
-        *((torch, name, makers.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
+        (torch.nn.Parameter, "__new__", staticmethod(methods.parameter)),
+        *((torch, name, methods.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
         *((torch, name, _with_numbers(getattr(torch, name))) for name in _FACTORIES),
         (torch, "save", _saving(phantom)),
         (torch, "load", _loading(phantom)),

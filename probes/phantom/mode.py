@@ -83,7 +83,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self._makes_its_own = before
 
     def note(self, text: str) -> None:
-        """Remembers something that the program's user must know."""
         self.notes.setdefault(text)
 
     # Storages
@@ -211,7 +210,14 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 args, kwargs = _on_meta(args), {name: _on_meta(value) for name, value in kwargs.items()}
             out = self._remembered.call(func, args, kwargs)
             self.values.after(func, args, kwargs, out, metas)
-        self._outputs(func, args, kwargs, out, target)
+        releases = []
+        if target is CUDA and func in self.temporaries:
+            sizes = self.temporaries[func](args, kwargs, tuple(_flat(out)))
+            releases = [self.memory.take(size, f"{func} workspace")[1] for size in sizes if size > 0]
+        if target is not None:
+            self._follow(out, target, func)
+        for release in releases:
+            release()
         if target is CUDA:
             self.issued.ran(func, args, kwargs, out, self._remembered)
         return out
@@ -233,31 +239,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             return CUDA  # PyTorch's C++ asks: the engine fills in a gradient that nobody gave
         return device
 
-    def _outputs(self, func: Any, args: Any, kwargs: Any, out: Any, target: torch.device | None) -> None:
-        if target is None:
-            return
-        if target is CUDA and func in self.temporaries:
-            outputs = tuple(tensor for tensor in _flat(out))
-            releases = [
-                self.memory.take(size, f"{func} workspace")[1]
-                for size in self.temporaries[func](args, kwargs, outputs)
-                if size > 0
-            ]
-            self._follow(out, target, func)
-            for release in releases:
-                release()
-            return
-        self._follow(out, target, func)
-
     def _follow(self, out: Any, target: torch.device, func: Any) -> None:
-        if isinstance(out, torch.Tensor):
-            if _is_meta(out):
-                storage = out.untyped_storage()
+        for tensor in _flat(out):
+            if _is_meta(tensor):
+                storage = tensor.untyped_storage()
                 if storage._cdata not in self.claims.devices:
                     self.adopt(storage, target, str(func))
-        elif isinstance(out, (tuple, list)):
-            for part in out:
-                self._follow(part, target, func)
 
     # The host's side
 

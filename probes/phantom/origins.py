@@ -7,6 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,9 +146,7 @@ class Origins:
             self.owners.setdefault(number, (category, name))
 
     def parameter_name(self, parameter: Any) -> str:
-        """The name of a parameter in the module that was called first, "" where it is not part of one."""
-        name = self._parameters.get(id(parameter))
-        return name or ""
+        return self._parameters.get(id(parameter), "")
 
     # Modules
 
@@ -211,16 +210,10 @@ class Origins:
             self.loading -= 1
 
 
-_is_library: dict[str, bool] = {}
-
-
+@cache
 def from_library(file: str) -> bool:
     """Whether a file belongs to Python, an installed library or this project."""
-    is_library = _is_library.get(file)
-    if is_library is None:
-        is_library = file.startswith(("<", *_LIBRARIES)) or any(mark in file for mark in _MARKS)
-        _is_library[file] = is_library
-    return is_library
+    return file.startswith(("<", *_LIBRARIES)) or any(mark in file for mark in _MARKS)
 
 
 def user_line() -> Line | None:
@@ -228,29 +221,22 @@ def user_line() -> Line | None:
     return _running()[0]
 
 
-_is_below: dict[str, bool] = {}
-
-
+@cache
 def _below(file: str) -> bool:
     """Whether a file is PyTorch's, Python's or this project's: what libraries that train stand on."""
-    is_below = _is_below.get(file)
-    if is_below is None:
-        others = any(mark in file for mark in _MARKS[:2]) and _TORCH not in file
-        is_below = _is_below[file] = from_library(file) and not others
-    return is_below
+    others = any(mark in file for mark in _MARKS[:2]) and _TORCH not in file
+    return from_library(file) and not others
 
 
 def _running() -> tuple[Line | None, Any]:
     """`user_line`, and the code of the innermost function that is none of PyTorch's, Python's or ours."""
     frame: Any = sys._getframe(2)
-    lookup = _is_library.get  # for every allocation some 40 frames are asked
     code: Any = None
     while frame is not None:
         file = frame.f_code.co_filename
         if code is None and not _below(file):
             code = frame.f_code
-        is_library = lookup(file)
-        if not (from_library(file) if is_library is None else is_library):
+        if not from_library(file):
             return Line(file, frame.f_lineno), code
         frame = frame.f_back
     return None, code

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probes.phantom.copies import NUM_SHOWN, files_in
+from probes.phantom.copies import files_in, report
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x4_0000
 _MNT_DETACH = 2
@@ -114,13 +114,7 @@ class Tree:
                     num_replaced += os.path.lexists(f"{before}/{name}")
                     path = os.path.normpath(os.path.join(place, inside, name))
                     files.append((not _is_below(path, cwd), -status.st_size, path))
-        return {
-            "num_written": len(files),
-            "num_replaced": num_replaced,
-            "num_deleted": num_deleted,
-            "written_bytes": -sum(size for _, size, _ in files),
-            "paths": [path for _, _, path in sorted(files)[:NUM_SHOWN]],
-        }
+        return report(files, num_replaced, num_deleted)
 
     def _covered(self, path: str) -> bool:
         return any(_is_below(path, place) for place in self._overlays)

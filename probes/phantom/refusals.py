@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from probes.phantom.cuda import Refused
+from probes.phantom.cuda import refusing
 from probes.phantom.imports import Hook
 
 _ATTENTION = re.compile(r"flash_attn\w*_func|memory_efficient_attention\w*")
@@ -18,13 +18,13 @@ def hooks(stack: ExitStack) -> dict[str, Hook]:
     def refuse(names: Callable[[str], Any], why: str) -> Hook:
         def hook(module: Any) -> None:
             for name in [attribute for attribute in vars(module) if names(attribute)]:
-                refusal = _refused(f"{module.__name__}.{name}: {why}")
+                refusal = refusing(f"{module.__name__}.{name}: {why}")
                 stack.enter_context(mock.patch.object(module, name, refusal))
 
         return hook
 
     def sharded(module: Any) -> None:
-        refusal = _refused("FullyShardedDataParallel")
+        refusal = refusing("FullyShardedDataParallel cannot be followed")
         stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", refusal))
 
     kernel = refuse(_ATTENTION.fullmatch, "the buffers of this package's kernels are not known here; SDPA is followed")
@@ -44,10 +44,3 @@ def hooks(stack: ExitStack) -> dict[str, Hook]:
         "flash_attn_interface": kernel,
         "xformers.ops.fmha": kernel,
     }
-
-
-def _refused(what: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise Refused(f"{what} cannot be followed" if ": " not in what else what)
-
-    return refused

@@ -52,7 +52,6 @@ class _MicroBatch:
     loss: tuple[Any, torch.dtype, int] | None = None
 
     def returned(self, phantom: Phantom, loss: torch.Tensor) -> None:
-        """Its end."""
         number = phantom.number_of(loss)
         if number is not None:
             loss_allocation = number - self.first_allocation
@@ -93,45 +92,25 @@ def _requests(events: list[Event], first: int, loss_allocation: int) -> Requests
     return tuple(requests) if alive == {loss_allocation} else None
 
 
-class _Step:
-    """The last two micro-batches that were run of one optimizer step."""
+def _begun(phantom: Phantom, ran: list[_MicroBatch], inputs: Any) -> _MicroBatch:
+    """Another micro-batch after the last two that were run of its step.
 
-    def __init__(self, phantom: Phantom) -> None:
-        self._phantom = phantom
-        self._ran: list[_MicroBatch] = []
-
-    def clear(self) -> None:
-        """Another step begins."""
-        self._ran.clear()
-
-    def begins(self, inputs: Any) -> None:
-        """Another micro-batch begins.
-
-        Raises:
-            _Repeats: it would do what the one before did.
-        """
-        allocator, events = self._phantom.memory.allocator, self._phantom.memory.events
-        now = _MicroBatch(
-            tuple(_likeness(self._phantom, "", inputs)),
-            (allocator.allocated_bytes, allocator.large.layout()),
-            len(events),
-            self._phantom.memory.num_allocations,
-        )
-        if len(self._ran) == 2:
-            first, second = self._ran
-            same = second.requests is not None and first.requests == second.requests
-            if same and first.inputs == second.inputs == now.inputs and second.before == now.before:
-                raise _Repeats
-        self._ran = [*self._ran[-1:], now]
-
-    def returned(self, loss: torch.Tensor) -> None:
-        """It has been run."""
-        self._ran[-1].returned(self._phantom, loss)
-
-    def replay(self) -> torch.Tensor:
-        """It has not."""
-        self._phantom.num_repeated += 1
-        return self._ran[-1].replay(self._phantom)
+    Raises:
+        _Repeats: it would do what the one before did.
+    """
+    allocator, events = phantom.memory.allocator, phantom.memory.events
+    now = _MicroBatch(
+        tuple(_likeness(phantom, "", inputs)),
+        (allocator.allocated_bytes, allocator.large.layout()),
+        len(events),
+        phantom.memory.num_allocations,
+    )
+    if len(ran) == 2:
+        first, second = ran
+        same = second.requests is not None and first.requests == second.requests
+        if same and first.inputs == second.inputs == now.inputs and second.before == now.before:
+            raise _Repeats
+    return now
 
 
 def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
@@ -154,7 +133,7 @@ def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
 def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
     """Makes `Trainer.training_step` leave out what repeats."""
     true = trainer.Trainer.training_step
-    step = _Step(phantom)
+    ran: list[_MicroBatch] = []
 
     @wraps(true)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +141,7 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
         phantom.issued.micro_batch_begins()
         phantom.issued.trainer("micro-batch", self.model)
         if self.accelerator.sync_gradients or phantom.options.every_micro_batch:
-            step.clear()
+            ran.clear()
             step_loss = true(self, *args, **kwargs)
             phantom.issued.micro_batch_ends()
             phantom.issued.trainer("step", self.model)
@@ -171,7 +150,7 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
 
         def prepared(inputs: Any) -> Any:
             batch = prepare(inputs)
-            step.begins(batch)
+            ran[:] = [*ran[-1:], _begun(phantom, ran, batch)]
             return batch
 
         try:
@@ -179,9 +158,10 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
                 loss = true(self, *args, **kwargs)
         except _Repeats:
             phantom.issued.micro_batch_repeats()
-            return step.replay()
+            phantom.num_repeated += 1
+            return ran[-1].replay(phantom)
         phantom.issued.micro_batch_ends()
-        step.returned(loss)
+        ran[-1].returned(phantom, loss)
         return loss
 
     patch(trainer.Trainer, "training_step", training_step)

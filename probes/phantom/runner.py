@@ -27,12 +27,8 @@ from planner.planning.trace_result import MAX_BYTES, Protection, TraceResult
 from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions
+from probes.phantom.imports import sitecustomize
 
-_SITE = """import sys
-sys.path.append({root!r})
-from probes.phantom import boot
-boot.begin()
-"""
 _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
 GUARDED = (VARIABLE, "CUDA_VISIBLE_DEVICES")
 """What a Python below must know even where it was started without its environment."""
@@ -144,7 +140,7 @@ def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
         "command": [executable, *order.command[1:]],
         "cwd": os.path.realpath(order.folder or os.getcwd()),
         "folder": str(folder),
-        "site": {"site/sitecustomize.py": _SITE.format(root=str(ROOT))},
+        "site": {"site/sitecustomize.py": sitecustomize("phantom", "boot")},
         "network": order.network,
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,
@@ -152,12 +148,16 @@ def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
         "variable": VARIABLE,
         "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(ROOT)},
     }
+    try:
+        output = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        output = subprocess.DEVNULL
     read_end, tell = os.pipe()
     keeper = subprocess.Popen(
         python_argv("-I", "-S", "-c", _KEEPER.format(root=str(ROOT)), str(tell)),
         env=environment,
         stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+        stdout=output,
         pass_fds=(tell,),
         start_new_session=True,
     )
@@ -232,14 +232,6 @@ def results_in(folder: Path, tree: str = "") -> tuple[TraceResult, ...]:
     """
     results = (TraceResult.read(path, without=tree) for path in folder.glob("*.json"))
     return tuple(sorted(results, key=lambda result: (-result.num_steps, -result.peak_allocated_bytes)))
-
-
-def _has_descriptor(stream: object) -> bool:
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -25,6 +25,10 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
     _own_weights(phantom)
     totals, alive, peaks = _walk(phantom)
     peak_phase = max(peaks, key=lambda phase: peaks[phase]) if peaks else "load"
+    repeated = (
+        f"{phantom.num_repeated} of {phantom.num_micro_batches} micro-batches repeat the one before, byte for byte, "
+        "and were not run again (--every-micro-batch runs them)"
+    )
     return TraceResult(
         status=status,
         error=error,
@@ -39,9 +43,9 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         by_module=_grouped(phantom, alive, lambda number, origin: _module(phantom, number, origin)),
         by_line=_grouped(phantom, alive, lambda number, origin: str(origin.line or "(libraries)")),
         by_code=_grouped(phantom, alive, lambda number, origin: code_name(origin.code)),
-        by_op=_grouped(phantom, alive, lambda number, origin: _op(origin)),
+        by_op=_grouped(phantom, alive, lambda _, origin: origin.op.removeprefix("aten.").removesuffix(".default")),
         refusal=phantom.origins.refused,
-        notes=(*phantom.notes, *_repeated(phantom), *[IDLE] * phantom.origins.idle_checkpointing),
+        notes=(*phantom.notes, *[repeated] * (phantom.num_repeated > 0), *[IDLE] * phantom.origins.idle_checkpointing),
         questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
         kernels={**phantom.log.chosen, **phantom.kernels},
         timeline=_timeline(phantom, totals),
@@ -63,15 +67,6 @@ def _own_weights(phantom: Phantom) -> None:
         for _, parameter in model.named_parameters():
             for part in parts_of(parameter):
                 phantom.origins.set_owner(phantom.number_of(part), WEIGHTS, phantom.origins.parameter_name(parameter))
-
-
-def _repeated(phantom: Phantom) -> tuple[str, ...]:
-    if not phantom.num_repeated:
-        return ()
-    return (
-        f"{phantom.num_repeated} of {phantom.num_micro_batches} micro-batches repeat the one before, byte for byte, "
-        "and were not run again (--every-micro-batch runs them)",
-    )
 
 
 def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
@@ -137,10 +132,6 @@ def _module(phantom: Phantom, number: int, origin: Origin) -> str:
     owned = phantom.origins.owners.get(number)
     name = owned[1].rpartition(".")[0] if owned is not None and owned[1] else origin.module
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) or f"({origin.phase})"
-
-
-def _op(origin: Origin) -> str:
-    return origin.op.removeprefix("aten.").removesuffix(".default")
 
 
 def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, str], ...]:

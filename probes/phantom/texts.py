@@ -1,4 +1,4 @@
-"""Tokenizers and data sets that this machine lacks: stand-ins that give the longest sequences, said aloud.
+"""Tokenizers, sound and data sets that this machine lacks: stand-ins that give the longest sequences, said aloud.
 
 A stand-in tokenizer makes a token of every byte and has as many entries as the model's embedding. A stand-in data set
 has the columns of the data set that was asked for, where its name is known, and long texts: the program's own maximum
@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 from planner.core.records import dataclass
-from probes.phantom import sound
+from planner.options.sound import TEXT_TOKENS
+from probes.patching import nothing
 from probes.phantom.images import PICTURE, processor_for
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
@@ -87,14 +89,14 @@ def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
             from transformers import AutoConfig, AutoTokenizer
 
             config = AutoConfig.from_pretrained(name)
+            if not hasattr(config, "num_mel_bins") and not hasattr(config, "vision_config"):
+                given = {key: value for key, value in kwargs.items() if key == "trust_remote_code"}
+                return AutoTokenizer.from_pretrained(name, **given)
+            phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
             if hasattr(config, "num_mel_bins"):
                 phantom.has_audio = True
-                phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
-                return sound.processor_for(config, lambda: stand_in_tokenizer(str(name)))
-            if hasattr(config, "vision_config"):
-                phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
-                return processor_for(str(name), config, lambda tokens: stand_in_tokenizer(str(name), tokens))
-            return AutoTokenizer.from_pretrained(name, **{k: v for k, v in kwargs.items() if k == "trust_remote_code"})
+                return whispers_processor(config, stand_in_tokenizer(str(name)))
+            return processor_for(str(name), config, lambda tokens: stand_in_tokenizer(str(name), tokens))
 
     patch(cls, "from_pretrained", classmethod(from_pretrained))
 
@@ -161,6 +163,48 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
+def _whispers_parts(config: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """(feature extractor, tokenizer) of Whisper; the stand-in tokenizer knows languages by no name."""
+    from transformers import WhisperFeatureExtractor
+
+    tokenizer.set_prefix_tokens = lambda **_: None
+    return WhisperFeatureExtractor(feature_size=config.num_mel_bins), tokenizer
+
+
+def whispers_processor(config: Any, tokenizer: Any) -> Any:
+    """Whisper's processor."""
+    from transformers import WhisperProcessor
+
+    with mock.patch.object(WhisperProcessor, "check_argument_for_proper_class", return_value=None):
+        return WhisperProcessor(*_whispers_parts(config, tokenizer))
+
+
+def whispers_parts_stand_in(which: str, phantom: Phantom, module: Any, patch: Patch) -> None:
+    """Makes `from_pretrained` of one of Whisper's own classes answer where there are no files to read.
+
+    Args:
+        which: "processor", "feature_extractor" or "tokenizer".
+    """
+    classes = ("WhisperProcessor", "WhisperFeatureExtractor", "WhisperTokenizer")
+    cls = next(getattr(module, name) for name in dir(module) if name in classes)
+    true = cls.from_pretrained.__func__
+
+    def from_pretrained(owner: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return true(owner, name, *args, **kwargs)
+        except (OSError, ValueError, TypeError, AttributeError):
+            from transformers import AutoConfig
+
+            phantom.has_audio = True
+            phantom.note(f"{name}: its {which} is not on this machine; one made from config.json stands in")
+            config, tokenizer = AutoConfig.from_pretrained(name), stand_in_tokenizer(str(name))
+            if which == "processor":
+                return whispers_processor(config, tokenizer)
+            return _whispers_parts(config, tokenizer)[which == "tokenizer"]
+
+    patch(cls, "from_pretrained", classmethod(from_pretrained))
+
+
 def encoding_stands_in(phantom: Phantom, tiktoken: Any, patch: Patch) -> None:
     """Makes `tiktoken.get_encoding` answer where its tables cannot be read."""
     true = tiktoken.get_encoding
@@ -193,7 +237,6 @@ class _Texts:
 
     @property
     def talk(self) -> list[dict[str, str]]:
-        """One question, one long answer."""
         return [{"role": "user", "content": self.short}, {"role": "assistant", "content": self.long}]
 
     def picture(self) -> dict[str, Any]:
@@ -205,15 +248,6 @@ class _Texts:
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         return {"images": [Image.new("RGB", self.image_size)], "messages": messages}
 
-    def instruction(self) -> dict[str, Any]:
-        """With every name that such data sets give to an answer."""
-        return {"instruction": self.short, "input": "", **dict.fromkeys(("output", "response", "text"), self.long)}
-
-    def question(self) -> dict[str, Any]:
-        """With the names of prompts and of questions that have a solution."""
-        named = {"prompt": self.short, "completion": self.long, "question": self.short, "answer": self.long}
-        return {**named, "solution": "1"}
-
 
 _ROWS: tuple[tuple[tuple[str, ...], Callable[[_Texts], dict[str, Any]]], ...] = (
     (("vsft", "llava", "vqa", "vision", "image", "ocr"), _Texts.picture),
@@ -223,9 +257,21 @@ _ROWS: tuple[tuple[tuple[str, ...], Callable[[_Texts], dict[str, Any]]], ...] = 
         ("ultrafeedback", "preference", "dpo", "rlhf", "orpo", "stack-exchange-paired"),
         lambda of: {"chosen": of.talk, "rejected": of.talk, "score_chosen": 1.0, "score_rejected": 0.0},
     ),
-    (("alpaca", "dolly", "code_instructions", "instruct"), _Texts.instruction),
+    (  # with every name that such data sets give to an answer
+        ("alpaca", "dolly", "code_instructions", "instruct"),
+        lambda of: {"instruction": of.short, "input": "", **dict.fromkeys(("output", "response", "text"), of.long)},
+    ),
     (("deepmath",), lambda of: {"prompt": of.talk[:1], "solution": "1"}),
-    (("tldr", "gsm8k", "rlaif", "prompt"), _Texts.question),
+    (
+        ("tldr", "gsm8k", "rlaif", "prompt"),
+        lambda of: {
+            "prompt": of.short,
+            "completion": of.long,
+            "question": of.short,
+            "answer": of.long,
+            "solution": "1",
+        },
+    ),
     (
         ("capybara", "ultrachat", "openassistant", "oasst", "chat", "tulu", "hermes", "no_robots"),
         lambda of: {"messages": of.talk},
@@ -263,8 +309,18 @@ def columns_of(
 PREPARED = "launch/data/tokens"
 """Where our own launch files read rows that `launch/prepare_data.py` makes."""
 _STAND_IN = "stand-in rows"
+_SOUNDS = ("common_voice", "fleurs", "librispeech", "voxpopuli", "gigaspeech", "speech", "asr")
+"""Words in the name of a data set of clips."""
+_RATE = 16_000
 _ASKS = ("instruction", "question", "query", "prompt", "input", "context", "system")
 """Columns that stand before an answer."""
+
+
+def clip(num_tokens: int) -> dict[str, Any]:
+    """One row: a second of silence (the processor pads it to 30) and its text under the usual names, in bytes."""
+    text = "a" * min(num_tokens, TEXT_TOKENS)
+    sound = {"array": [0.0] * _RATE, "sampling_rate": _RATE}
+    return {"audio": sound, **dict.fromkeys(("text", "sentence", "transcription"), text)}
 
 
 def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
@@ -308,8 +364,8 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     options = phantom.options
     tokens = options.num_tokens
     row = columns_of(f"{path} {name}", tokens, options.image_size, options.objective)
-    if phantom.has_audio or any(word in f"{path} {name}".lower() for word in sound.WORDS):
-        row, tokens = sound.clip(tokens), len(sound.clip(tokens)["text"])
+    if phantom.has_audio or any(word in f"{path} {name}".lower() for word in _SOUNDS):
+        row, tokens = clip(tokens), min(tokens, TEXT_TOKENS)
     pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
     phantom.note(
         f"{path}: this data set is not on this machine ({why}); {NUM_ROWS} stand-in rows with {', '.join(row)} of "
@@ -367,14 +423,9 @@ def _mapping(phantom: Phantom, datasets: Any, true: Callable[..., Any]) -> Calla
 class _Metric:
     """A metric of the library `evaluate` whose script is not here: it takes everything and answers nothing."""
 
-    def add(self, **kwargs: Any) -> None:
-        """Takes one prediction."""
-
-    def add_batch(self, **kwargs: Any) -> None:
-        """Takes several."""
+    add = add_batch = nothing
 
     def compute(self, **kwargs: Any) -> dict[str, float]:
-        """No figures."""
         return {}
 
 

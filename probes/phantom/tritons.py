@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,9 +46,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     """What is done to Triton once it is imported."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        name = getattr(self, "__name__", None) or _name(self)
-        phantom.kernels[name] += 1
-        phantom.issued.launch(f"triton.{name}", (*args, *kwargs.values()))
+        _launched(phantom, getattr(self, "__name__", None) or _name(self), *args, **kwargs)
 
     def launching_nothing(*classes: str) -> Hook:
         return lambda module: stack.enter_context(replaced((getattr(module, name), "run", run) for name in classes))
@@ -61,6 +60,11 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "triton.runtime.autotuner": launching_nothing("Autotuner", "Heuristics"),
         "triton.runtime.driver": driver,
     }
+
+
+def _launched(phantom: Phantom, name: str, *args: Any, **kwargs: Any) -> None:
+    phantom.kernels[name] += 1
+    phantom.issued.launch(f"triton.{name}", (*args, *kwargs.values()))
 
 
 def _name(kernel: Any) -> str:
@@ -96,7 +100,7 @@ def around(phantom: Phantom) -> dict[str, Context]:
             return
         language = _Language("triton.language")
         triton: Any = ModuleType("triton")
-        triton.jit, triton.cdiv, triton.language = _kernel_of(phantom), lambda a, b: -(-a // b), language
+        triton.jit, triton.cdiv, triton.language = partial(_Kernel, phantom), lambda a, b: -(-a // b), language
         modules = {"triton": triton, "triton.language": language}
         sys.modules.update(modules)
         try:
@@ -118,18 +122,11 @@ class _Language(ModuleType):
         return name
 
 
-def _kernel_of(phantom: Phantom) -> Callable[[Any], Any]:
-    class Kernel:
-        """A kernel whose launch does nothing."""
+class _Kernel:
+    """A kernel whose launch does nothing."""
 
-        def __init__(self, function: Any) -> None:
-            self._name = function.__name__
+    def __init__(self, phantom: Phantom, function: Any) -> None:
+        self._launch = partial(_launched, phantom, function.__name__)
 
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def launch(*args: Any, **kwargs: Any) -> None:
-                phantom.kernels[self._name] += 1
-                phantom.issued.launch(f"triton.{self._name}", (*args, *kwargs.values()))
-
-            return launch
-
-    return Kernel
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch

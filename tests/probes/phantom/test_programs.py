@@ -24,9 +24,7 @@ from probes.phantom.images import processor_for
 from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
-from probes.phantom.sound import clip
-from probes.phantom.sound import processor_for as whisper_processor
-from probes.phantom.texts import columns_of
+from probes.phantom.texts import clip, columns_of, whispers_processor
 from tests.whole import WHOLE, these
 
 CARD = card_of(find_gpu("rtx-4090"))
@@ -442,7 +440,7 @@ def test_trls_trainer_holds_the_same_whether_triton_is_installed_or_not(
 def test_a_processor_of_sound_is_made_of_the_configuration() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.WhisperConfig(num_mel_bins=128)
-    processor = whisper_processor(config, lambda: transformers.PreTrainedTokenizerFast(tokenizer_object=_bytes()))
+    processor = whispers_processor(config, transformers.PreTrainedTokenizerFast(tokenizer_object=_bytes()))
     row = clip(8192)
     made = processor.feature_extractor([row["audio"]["array"]], sampling_rate=16_000, return_tensors="pt")
     assert tuple(made.input_features.shape) == (1, 128, 3000)
