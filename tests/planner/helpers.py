@@ -1,8 +1,9 @@
-"""Workloads for tests, from catalogue facts."""
+"""Workloads for tests, from catalogue facts; what a reading of a file says."""
 
 from collections import defaultdict
 from typing import Any
 
+from planner.frameworks.readers import ReadConfig
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workload import Workload
@@ -46,3 +47,17 @@ def loss_chain(
         **shape,
     )
     return LOSSES[loss].memory(whole)
+
+
+def open_fields(config: ReadConfig) -> set[str]:
+    """Fields that a reading leaves open."""
+    return {gap.field for gap in config.missing}
+
+
+def says(config: ReadConfig, names: str, value: object) -> None:
+    """Asserts what a reading or its setup has under names (of several a tuple), and that nothing is left open unless
+    that is "missing"."""
+    holders = {name: config.setup if hasattr(config.setup, name) else config for name in names.split()}
+    read_values = [open_fields(config) if name == "missing" else getattr(of, name) for name, of in holders.items()]
+    assert (tuple(read_values) if " " in names else read_values[0]) == value
+    assert "missing" in names or not config.missing

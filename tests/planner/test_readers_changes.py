@@ -17,6 +17,7 @@ from planner.models import catalogue
 from planner.planning.check import EVALUATION_BAND_FRACTION, Verdict, band_of, check, judge
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
+from tests.planner.helpers import says
 
 HEAD = """
 import torch, bitsandbytes as bnb
@@ -133,8 +134,7 @@ def test_reward_models_and_other_references_are_asked_for() -> None:
     preferred = "DPOTrainer(model, ref, args=DPOConfig(per_device_train_batch_size=2, max_length=512)).train()"
     other = 'ref = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B", dtype=torch.bfloat16)\n'
     assert [missing.field for missing in read(after=other, train=preferred).missing] == ["beside"]
-    same = read(after=other.replace('"meta-llama/Llama-3.1-70B"', "NAME"), train=preferred)
-    assert (same.missing, same.approximations) == ((), ())
+    says(read(after=other.replace('"meta-llama/Llama-3.1-70B"', "NAME"), train=preferred), "approximations", ())
 
 
 def test_a_length_of_none_is_asked_for() -> None:

@@ -14,6 +14,7 @@ from planner.models.resolve import resolve_model
 from planner.models.stored import stored_refusal
 from planner.models.targets import num_lora_params
 from planner.planning.predict import predict
+from tests.planner.helpers import open_fields, says
 
 HEAD = """
 import os, sys, torch
@@ -31,24 +32,6 @@ TRAINED = "SFTTrainer(model=model, args=args, train_dataset=ds).train()\n"
 
 def read(body: str, num_gpus: int = 1) -> ReadConfig:
     return read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
-
-
-def open_fields(config: ReadConfig) -> set[str]:
-    return {gap.field for gap in config.missing}
-
-
-@pytest.mark.parametrize(
-    ("given", "quantization"),
-    [
-        ("load_in_8bit=True, quantization_config=None", "int8"),
-        ("load_in_4bit=bits == 4, quantization_config=BitsAndBytesConfig() if bits == 8 else None", "nf4"),
-        ("**{'quantization_config': None, 'load_in_8bit': True}", "int8"),
-        ("quantization_config=None", "none"),
-    ],
-)
-def test_no_configuration_leaves_the_older_switches(given: str, quantization: str) -> None:
-    config = read("bits = 4\n" + LOADED.format(given) + ADAPTED + TRAINED)
-    assert (config.setup.quantization, open_fields(config)) == (quantization, set())
 
 
 FORWARD = "    def forward(self, input_ids, labels=None):\n        return self.inner(input_ids), self.inner(labels)\n"
@@ -290,20 +273,6 @@ def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name
     assert (settled.setup.offload, "offload" in open_fields(settled)) == ("optimizer", False)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "tok.add_special_tokens({'pad_token': '[PAD]'})\nmodel.resize_token_embeddings(len(tok))\n",
-        "tok.add_tokens(['<a>'])\nmodel.resize_token_embeddings(len(tok), pad_to_multiple_of=64)\n",
-        "",
-    ],
-)
-def test_peft_trains_no_tables_that_a_program_resizes(body: str) -> None:
-    """peft 0.21 saves resized tables (`save_embedding_layers="auto"`), and trains them where they are named."""
-    config = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + LOADED.format("") + body + ADAPTED + TRAINED)
-    assert config.setup.modules_to_save == ()
-
-
 @pytest.mark.parametrize(("module", "widens"), [("score", False), ("some_router", True)])
 def test_a_head_that_peft_saves_by_itself_widens_no_band(module: str, widens: bool) -> None:
     adapted = ADAPTED.replace("r=8", f"r=8, modules_to_save=['{module}']")
@@ -377,78 +346,76 @@ def test_own_settings_that_evaluate_who_knows_how_many_ask(settings: str) -> Non
 
 BARE = OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "")
 UNNAMED = OWN_YAML.replace("model_name: Qwen/Qwen3-0.6B\n", "")
-WHOLE_TABLES = {"modules_to_save": ("embed_tokens", "lm_head")}
 ZERO2 = "deepspeed: {zero_optimization: {stage: 2}}\n"
-SETTINGS_SAY: dict[tuple[str, int], dict[str, dict[str, object]]] = {
-    (OWN_YAML, 1): {
-        "training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n": {"eval_seqs": 4},
-        "trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n": {"eval_seqs": 2},
-        "eval_steps: 100\nper_device_eval_batch_size: 16\n": {"eval_seqs": 16},
-        "per_device_eval_batch_size: 3\n": {"eval_seqs": 3},
-        "eval_strategy: 'no'\nper_device_eval_batch_size: 8\n": {"eval_seqs": 0},
-        "evaluation_strategy: no\neval_batch_size: 8\n": {"eval_seqs": 0},
-        "": {"eval_seqs": 0},
+SETTINGS_SAY: dict[tuple[str, int, str], dict[str, object]] = {
+    (OWN_YAML, 1, "eval_seqs"): {
+        "training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n": 4,
+        "trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n": 2,
+        "eval_steps: 100\nper_device_eval_batch_size: 16\n": 16,
+        "per_device_eval_batch_size: 3\n": 3,
+        "eval_strategy: 'no'\nper_device_eval_batch_size: 8\n": 0,
+        "evaluation_strategy: no\neval_batch_size: 8\n": 0,
+        "": 0,
     },
-    (BARE, 1): {
-        "mixed_precision: bf16\ntorch_dtype: bfloat16\n": {"precision": "bf16-autocast"},
-        "runtime: {mixed_precision: fp16}\ndtype: float16\n": {"precision": "fp16-autocast"},
-        "accelerator:\n  mixed_precision: 'no'\nmodel: {torch_dtype: bfloat16}\n": {"precision": "bf16-pure"},
-        "mixed_precision: fp16\nmodel_dtype: float32\n": {"precision": "fp16-mixed"},
+    (BARE, 1, "precision"): {
+        "mixed_precision: bf16\ntorch_dtype: bfloat16\n": "bf16-autocast",
+        "runtime: {mixed_precision: fp16}\ndtype: float16\n": "fp16-autocast",
+        "accelerator:\n  mixed_precision: 'no'\nmodel: {torch_dtype: bfloat16}\n": "bf16-pure",
+        "mixed_precision: fp16\nmodel_dtype: float32\n": "fp16-mixed",
     },
-    (UNNAMED, 1): {
-        "base_model_path: org/Qwen3-0.6B\n": {"model_id": "org/Qwen3-0.6B"},
-        "model: {base_model_path: org/Qwen3-0.6B}\n": {"model_id": "org/Qwen3-0.6B"},
-        "sft_base_model_path: org/Qwen3-0.6B\n": {"model_id": "org/Qwen3-0.6B"},
+    (UNNAMED, 1, "model_id"): {
+        "base_model_path: org/Qwen3-0.6B\n": "org/Qwen3-0.6B",
+        "model: {base_model_path: org/Qwen3-0.6B}\n": "org/Qwen3-0.6B",
+        "sft_base_model_path: org/Qwen3-0.6B\n": "org/Qwen3-0.6B",
     },
-    (OWN_YAML, 2): {
-        "engine: {name: fsdp, config: {sharding_strategy: FULL_SHARD}}\n": {"parallel": "fsdp2"},
-        "trainer: {fsdp: full_shard auto_wrap}\n": {"parallel": "fsdp2"},
-        "distributed_backend: fsdp2\n": {"parallel": "fsdp2"},
-        ZERO2: {"parallel": "zero2"},
-        "launch: {deepspeed_config: configs/ds_z3_config.json}\n": {"parallel": "zero3"},
-        "parallel: {strategy: ddp}\n": {"parallel": "ddp"},
-        "": {"parallel": "ddp", "format": "own settings"},
+    (OWN_YAML, 2, "parallel format"): {
+        "engine: {name: fsdp, config: {sharding_strategy: FULL_SHARD}}\n": ("fsdp2", "own settings"),
+        "trainer: {fsdp: full_shard auto_wrap}\n": ("fsdp2", "own settings"),
+        "distributed_backend: fsdp2\n": ("fsdp2", "own settings"),
+        ZERO2: ("zero2", "own settings"),
+        "launch: {deepspeed_config: configs/ds_z3_config.json}\n": ("zero3", "own settings"),
+        "parallel: {strategy: ddp}\n": ("ddp", "own settings"),
+        "": ("ddp", "own settings"),
     },
     # tokens that LLaMA-Factory adds train whole tables
-    (FACTORY.format("Qwen/Qwen3-0.6B"), 1): {
-        "add_tokens: <a>,<b>\n": WHOLE_TABLES,
-        "add_special_tokens: <|x|>\n": WHOLE_TABLES,
-        "new_special_tokens: <|x|>\n": WHOLE_TABLES,
-        "resize_vocab: true\n": WHOLE_TABLES,
-        "resize_vocab: true\nadditional_target: lm_head\n": {"modules_to_save": ("lm_head",)},
-        "resize_vocab: false\n": {"modules_to_save": ()},
-        "": {"modules_to_save": ()},
+    (FACTORY.format("Qwen/Qwen3-0.6B"), 1, "modules_to_save"): {
+        "add_tokens: <a>,<b>\n": ("embed_tokens", "lm_head"),
+        "add_special_tokens: <|x|>\n": ("embed_tokens", "lm_head"),
+        "new_special_tokens: <|x|>\n": ("embed_tokens", "lm_head"),
+        "resize_vocab: true\n": ("embed_tokens", "lm_head"),
+        "resize_vocab: true\nadditional_target: lm_head\n": ("lm_head",),
+        "resize_vocab: false\n": (),
+        "": (),
     },
     # DeepSpeed on one GPU holds its own states
-    (AXOLOTL, 1): {
-        ZERO2: {"parallel": "zero2", "offload": "none", "num_gpus": 1},
-        ZERO2.replace("2", "3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}"): {
-            "parallel": "zero3", "offload": "parameters",
-        },
-        ZERO2.replace("2", "1, offload_optimizer: {device: nvme}"): {"parallel": "zero1", "offload": "optimizer"},
-        ZERO2.replace("2", "0"): {"parallel": "none", "offload": "none"},
+    (AXOLOTL, 1, "parallel offload num_gpus"): {
+        ZERO2: ("zero2", "none", 1),
+        ZERO2.replace("2", "3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}"): (
+            "zero3",
+            "parameters",
+            1,
+        ),
+        ZERO2.replace("2", "1, offload_optimizer: {device: nvme}"): ("zero1", "optimizer", 1),
+        ZERO2.replace("2", "0"): ("none", "none", 1),
     },
     # a DeepSpeed file says by its name whether it offloads
-    (AXOLOTL, 2): {
-        "deepspeed: zero3_offload\n": {"parallel": "zero3", "offload": "parameters"},
-        "deepspeed: conf/ds_z2_offload_config.json\n": {"parallel": "zero2", "offload": "optimizer"},
-        "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n": {"parallel": "zero3", "offload": "parameters"},
-        "deepspeed: examples/deepspeed/ds_z3_config.json\n": {"parallel": "zero3", "offload": "none"},
-        "deepspeed: default-zero2\n": {"parallel": "zero2", "offload": "none"},
-        "deepspeed: zero1.json\n": {"parallel": "zero1", "offload": "none"},
+    (AXOLOTL, 2, "parallel offload"): {
+        "deepspeed: zero3_offload\n": ("zero3", "parameters"),
+        "deepspeed: conf/ds_z2_offload_config.json\n": ("zero2", "optimizer"),
+        "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n": ("zero3", "parameters"),
+        "deepspeed: examples/deepspeed/ds_z3_config.json\n": ("zero3", "none"),
+        "deepspeed: default-zero2\n": ("zero2", "none"),
+        "deepspeed: zero1.json\n": ("zero1", "none"),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    ("base", "num_gpus", "text", "fields"),
-    [(*case, text, fields) for case, rows in SETTINGS_SAY.items() for text, fields in rows.items()],
+    ("base", "num_gpus", "names", "text", "value"),
+    [(*case, text, value) for case, rows in SETTINGS_SAY.items() for text, value in rows.items()],
 )
-def test_what_settings_say_is_read(base: str, num_gpus: int, text: str, fields: dict[str, object]) -> None:
-    config = read_text(base + text, "conf.yaml", around=FileContext(num_gpus=num_gpus))
-    holders = {name: config.setup if hasattr(config.setup, name) else config for name in fields}
-    assert {name: getattr(holder, name) for name, holder in holders.items()} == fields
-    assert not open_fields(config)
+def test_what_settings_say_is_read(base: str, num_gpus: int, names: str, text: str, value: object) -> None:
+    says(read_text(base + text, "conf.yaml", around=FileContext(num_gpus=num_gpus)), names, value)
 
 
 LOOP = """
@@ -481,18 +448,6 @@ def test_a_condition_on_what_no_loop_changes_is_followed() -> None:
     assert {call.name for call in program.calls} & {"backward", "zero_grad"} == {"backward"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "type Rows = list[dict[str, int]]",
-        "type Pair[T] = tuple[T, T]",
-        "def first[T](rows: list[T]) -> T:\n    return rows[0]",
-    ],
-)
-def test_a_newer_pythons_words_for_types_are_read(line: str) -> None:
-    assert open_fields(read(f"{line}\n" + LOADED.format("") + TRAINED)) == set()
-
-
 @pytest.mark.parametrize("trainer", ["AdapterTrainer", "Seq2SeqAdapterTrainer"])
 @pytest.mark.parametrize(
     "start", ["from adapters import {}\n{}", "import adapters\nadapters.{1}", "class Own({1}): pass\nOwn"]
@@ -506,71 +461,88 @@ def test_adapters_of_another_library_are_refused_by_name(trainer: str, start: st
 SETTINGS = "args = SFTConfig('o', per_device_train_batch_size=3, max_length=640, bf16=True)\n"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "args = dataclasses.replace(args, learning_rate=1e-4)\n",
-        "args = copy.deepcopy(args)\nargs.seed = 3\n",
-        "from copy import copy as again\nargs = again(args)\n",
-        "setattr(args, 'gradient_accumulation_steps', 1)\n",
-        "kw = {'per_device_train_batch_size': 3} | {'max_length': 640, 'bf16': True}\nargs = SFTConfig('o', **kw)\n",
-        "both = {'max_length': 1}\nboth |= {'max_length': 640}\nargs.max_length = both['max_length']\n",
-    ],
-)
-def test_settings_that_are_copied_or_put_together_stay_what_they_are(line: str) -> None:
-    config = read("import copy, dataclasses\n" + LOADED.format("") + SETTINGS + line + TRAINED)
-    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens, open_fields(config)) == (3, 640, set())
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("args = dataclasses.replace(args, max_length=128)\n", (3, 128)),
-        ("setattr(args, 'max_length', 256)\n", (3, 256)),
-        ("other = copy.copy(args)\nother.max_length = 1\n", (3, 640)),
-        ("kw = vars(types.SimpleNamespace(a=5))\nargs.per_device_train_batch_size = kw['a']\n", (5, 640)),
-    ],
-)
-def test_what_a_copy_says_anew_counts_for_it_alone(line: str, expected: tuple[int, int]) -> None:
-    config = read("import copy, dataclasses, types\n" + LOADED.format("") + SETTINGS + line + TRAINED)
-    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens) == expected
-
-
 OWN_CLASS = (
     "class C:\n    def __init__(self, **kw):\n        for k, v in kw.items():\n            setattr(self, k, v)\n"
 )
 
 
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        ("C(bs=3)", set()),
-        ("C(**{'bs': 3})", set()),
-        ("C(**json.load(open(sys.argv[1])))", {"micro_batch_seqs"}),
-        ("C(size=3)", {"micro_batch_seqs"}),
-    ],
-)
-def test_attributes_of_a_programs_own_class_are_those_that_it_sets(made: str, expected: set[str]) -> None:
-    body = f"import json\n{OWN_CLASS}c = {made}\n" + SETTINGS.replace("=3", "=c.bs")
-    config = read(LOADED.format("") + body + TRAINED)
-    assert open_fields(config) == expected
-
-
 TRAINER = "trainer = SFTTrainer(model=model, args=args, train_dataset=ds, eval_dataset=ev)\ntrainer.train()\n"
+BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
+TOKENIZER = "tok = AutoTokenizer.from_pretrained(NAME)\n"
+PLAIN = LOADED.format("")
+STAYS = {"micro_batch_seqs": 3, "seq_len_tokens": 640}
+PROGRAMS_SAY: dict[tuple[str, str], dict[str, object]] = {
+    # no configuration leaves the older switches
+    ("bits = 4\n" + LOADED.format("@") + ADAPTED + TRAINED, "quantization"): {
+        "load_in_8bit=True, quantization_config=None": "int8",
+        "load_in_4bit=bits == 4, quantization_config=BitsAndBytesConfig() if bits == 8 else None": "nf4",
+        "**{'quantization_config': None, 'load_in_8bit': True}": "int8",
+        "quantization_config=None": "none",
+    },
+    # peft 0.21 saves resized tables (`save_embedding_layers="auto"`), and trains them where they are named
+    (TOKENIZER + PLAIN + "@" + ADAPTED + TRAINED, "modules_to_save"): {
+        "tok.add_special_tokens({'pad_token': '[PAD]'})\nmodel.resize_token_embeddings(len(tok))\n": (),
+        "tok.add_tokens(['<a>'])\nmodel.resize_token_embeddings(len(tok), pad_to_multiple_of=64)\n": (),
+        "": (),
+    },
+    # a newer Python's words for types; a loop that certainly leaves
+    ("@" + PLAIN + TRAINED, "micro_batch_seqs"): {
+        "type Rows = list[dict[str, int]]\n": 1,
+        "type Pair[T] = tuple[T, T]\n": 1,
+        "def first[T](rows: list[T]) -> T:\n    return rows[0]\n": 1,
+        "size = 0\nfor one in (2, 4, 8):\n    size = one\n    if one == 4:\n        break\n"
+        "args.per_device_train_batch_size = size\n": 4,
+    },
+    # settings that are copied or put together stay what they are; what a copy says anew counts for it alone
+    ("import copy, dataclasses, types\n" + PLAIN + SETTINGS + "@" + TRAINED, "micro_batch_seqs seq_len_tokens"): {
+        "args = dataclasses.replace(args, learning_rate=1e-4)\n": (3, 640),
+        "args = copy.deepcopy(args)\nargs.seed = 3\n": (3, 640),
+        "from copy import copy as again\nargs = again(args)\n": (3, 640),
+        "setattr(args, 'gradient_accumulation_steps', 1)\n": (3, 640),
+        "kw = {'per_device_train_batch_size': 3} | {'max_length': 640, 'bf16': True}\nargs = SFTConfig('o', **kw)\n": (
+            3,
+            640,
+        ),
+        "both = {'max_length': 1}\nboth |= {'max_length': 640}\nargs.max_length = both['max_length']\n": (3, 640),
+        "other = copy.copy(args)\nother.max_length = 1\n": (3, 640),
+        "args = dataclasses.replace(args, max_length=128)\n": (3, 128),
+        "setattr(args, 'max_length', 256)\n": (3, 256),
+        "kw = vars(types.SimpleNamespace(a=5))\nargs.per_device_train_batch_size = kw['a']\n": (5, 640),
+    },
+    # attributes of a program's own class are those that it sets
+    (PLAIN + f"import json\n{OWN_CLASS}c = @\n" + SETTINGS.replace("=3", "=c.bs") + TRAINED, "missing"): {
+        "C(bs=3)": set(),
+        "C(**{'bs': 3})": set(),
+        "C(**json.load(open(sys.argv[1])))": {"micro_batch_seqs"},
+        "C(size=3)": {"micro_batch_seqs"},
+    },
+    # an evaluation that the program itself calls
+    (PLAIN + SETTINGS + TRAINER + "@", "eval_seqs"): {
+        "trainer.evaluate()\n": 8,
+        "if os.environ.get('TEST'):\n    pass\nelse:\n    print(trainer.predict(ds['test']))\n": 8,
+        "def report(t):\n    return t.evaluate(eval_dataset=ds)\nreport(trainer)\n": 8,
+        "trainer.save_model('o')\n": 0,
+        "other = SFTTrainer(model=model, args=args, train_dataset=ds)\nother.evaluate()\n": 0,
+    },
+    # rows that are tokenized before TRL's trainer keep their length
+    (TOKENIZER + BEFORE + PLAIN + "@" + TRAINED, "seq_len_tokens"): {
+        "def cut(row):\n    return tok(row['text'], truncation=True, max_length=256)\nds = ds.map(cut)\n": 256,
+        "def cut(row):\n    out = tok(row['t'], truncation=True, padding='max_length', max_length=128)\n"
+        "    out['labels'] = out['input_ids']\n    return out\nds = ds.map(cut, batched=True)\n": 128,
+        "ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=512), batched=True)\n": 512,
+        "ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=4096))\n": 1024,
+        "shown = tok('hello', truncation=True, max_length=64)\n": 1024,
+        "def say(text):\n    ids = tok(text, truncation=True, max_length=64)\n    print(ids)\nsay('a')\n": 1024,
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("after", "seqs"),
-    [
-        ("trainer.evaluate()\n", 8),
-        ("if os.environ.get('TEST'):\n    pass\nelse:\n    print(trainer.predict(ds['test']))\n", 8),
-        ("def report(t):\n    return t.evaluate(eval_dataset=ds)\nreport(trainer)\n", 8),
-        ("trainer.save_model('o')\n", 0),
-        ("other = SFTTrainer(model=model, args=args, train_dataset=ds)\nother.evaluate()\n", 0),
-    ],
+    ("program", "names", "text", "value"),
+    [(*case, text, value) for case, rows in PROGRAMS_SAY.items() for text, value in rows.items()],
 )
-def test_an_evaluation_that_the_program_itself_calls_counts(after: str, seqs: int) -> None:
-    assert read(LOADED.format("") + SETTINGS + TRAINER + after).eval_seqs == seqs
+def test_what_a_program_says_is_read(program: str, names: str, text: str, value: object) -> None:
+    says(read(program.replace("@", text)), names, value)
 
 
 FOUND = "from pathlib import Path\npath = None\n"
@@ -590,32 +562,6 @@ def test_what_a_turn_of_a_loop_sets_before_it_leaves_may_hold_afterwards(loop: s
     assert read(FOUND + loop + guard + LOADED.format("") + TRAINED).setup.method == "full"
     sized = "args.per_device_train_batch_size = 1 if path is None else 4\n"
     assert open_fields(read(FOUND + loop + sized + LOADED.format("") + TRAINED)) == {"micro_batch_seqs"}
-
-
-def test_a_loop_that_certainly_leaves_is_followed() -> None:
-    loop = "size = 0\nfor one in (2, 4, 8):\n    size = one\n    if one == 4:\n        break\n"
-    config = read(loop + "args.per_device_train_batch_size = size\n" + LOADED.format("") + TRAINED)
-    assert (config.setup.micro_batch_seqs, open_fields(config)) == (4, set())
-
-
-BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens"),
-    [
-        ("def cut(row):\n    return tok(row['text'], truncation=True, max_length=256)\nds = ds.map(cut)\n", 256),
-        ("def cut(row):\n    out = tok(row['t'], truncation=True, padding='max_length', max_length=128)\n"
-         "    out['labels'] = out['input_ids']\n    return out\nds = ds.map(cut, batched=True)\n", 128),
-        ("ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=512), batched=True)\n", 512),
-        ("ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=4096))\n", 1024),
-        ("shown = tok('hello', truncation=True, max_length=64)\n", 1024),
-        ("def say(text):\n    ids = tok(text, truncation=True, max_length=64)\n    print(ids)\nsay('a')\n", 1024),
-    ],
-)  # fmt: skip
-def test_rows_that_are_tokenized_before_trls_trainer_keep_their_length(rows: str, tokens: int) -> None:
-    config = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + BEFORE + LOADED.format("") + rows + TRAINED)
-    assert config.setup.seq_len_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -686,8 +632,7 @@ ROLLS = "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 8\nmax_completion
 
 
 def test_prompts_that_are_cut_are_an_older_grpos() -> None:
-    config = read_text(ROLLS + "max_prompt_length: 60\n", "grpo.yaml")
-    assert (config.setup.trl_version, config.setup.seq_len_tokens, open_fields(config)) == ("0.27", 160, set())
+    says(read_text(ROLLS + "max_prompt_length: 60\n", "grpo.yaml"), "trl_version seq_len_tokens", ("0.27", 160))
     assert open_fields(of_trl("0.27.0", ROLLS + "max_prompt_length: null\n", "grpo.yaml")) == {"seq_len_tokens"}
 
 
@@ -844,8 +789,7 @@ def test_the_trainers_arguments_alone_are_no_file_of_trl(more: str) -> None:
     config = read_text(ARGUMENTS_ALONE + more, "trainer.yaml")
     assert config.format == "own settings"
     assert {"model", "method", "seq_len_tokens", "checkpointing"} <= open_fields(config)
-    of_trl = read_text(ARGUMENTS_ALONE + more + "model_name_or_path: Qwen/Qwen3-0.6B\n", "trainer.yaml")
-    assert (of_trl.format, open_fields(of_trl)) == ("trl", set())
+    says(read_text(ARGUMENTS_ALONE + more + "model_name_or_path: Qwen/Qwen3-0.6B\n", "trainer.yaml"), "format", "trl")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig,
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.options.images import Images
+from tests.planner.helpers import says
 
 PROGRAM = """
 import os, sys
@@ -422,8 +423,11 @@ def test_the_branch_of_a_script_that_is_certainly_taken_counts_and_others_are_op
     assert {gap.field for gap in config.missing} == {"model", "micro_batch_seqs"}
     assert config.setup.accumulation_steps == 8
     for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), third):
-        config = read_text(script.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
-        assert (config.model_id, config.setup.micro_batch_seqs, config.missing) == (f"meta-llama/{model}", batch, ())
+        says(
+            read_text(script.replace("SIZE=$1", f"SIZE={size}"), "run.sh"),
+            "model_id micro_batch_seqs",
+            (f"meta-llama/{model}", batch),
+        )
 
 
 JOB = """#!/bin/bash

@@ -6,6 +6,7 @@ import pytest
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import FileContext, ReadConfig, read_text
+from tests.planner.helpers import says
 
 HEAD = """
 import torch
@@ -53,12 +54,11 @@ def read(body: str) -> ReadConfig:
 
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_plain_loop_is_read_as_the_step_that_it_makes(case: str) -> None:
-    config = read(LOOPS[case])
-    setup = config.setup
-    assert config.missing == ()
-    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (3, 4, 256)
-    assert (setup.precision, setup.optimizer, setup.method) == ("bf16-mixed", "adamw", "full")
-    assert setup.stack == STACKS[case]
+    says(
+        read(LOOPS[case]),
+        "micro_batch_seqs accumulation_steps seq_len_tokens precision optimizer method stack",
+        (3, 4, 256, "bf16-mixed", "adamw", "full", STACKS[case]),
+    )
 
 
 SCRIPT = LOOPS["of a script"]

@@ -11,6 +11,7 @@ from planner.frameworks.readers.types import ReadConfig, determined, overrides, 
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.predict import predict
+from tests.planner.helpers import open_fields, says
 
 HEAD = """
 import torch
@@ -28,10 +29,6 @@ trainer.train()
 def read(body: str, *, name: str = "train.py", arguments: tuple[str, ...] | None = None, gpu: str = "") -> ReadConfig:
     context = FileContext(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
     return read_text(HEAD + body, name, around=context)
-
-
-def open_fields(config: ReadConfig) -> set[str]:
-    return {gap.field for gap in config.missing}
 
 
 BATCHES = {
@@ -68,9 +65,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_followed_to_where_it_is_written(name: str) -> None:
     before, expression = BATCHES[name]
-    config = read(before + TRAIN.format(batch=expression))
-    assert config.setup.micro_batch_seqs == 4
-    assert not config.missing
+    says(read(before + TRAIN.format(batch=expression)), "micro_batch_seqs", 4)
 
 
 UNKNOWN = {
@@ -152,50 +147,12 @@ def test_scripts_in_the_form_of_trls_own_are_read_with_their_recipe(tmp_path: Pa
     setup = config.setup
     assert (config.model_id, setup.method, setup.quantization, setup.lora_rank) == ("gpt2", "qlora", "nf4", 4)
     assert (setup.seq_len_tokens, config.origins["lora_rank"], open_fields(config)) == (128, "recipe.yaml:5", set())
-    bare = read_config(tmp_path / "sft.py", arguments=("--model_name_or_path", "gpt2"))
-    assert (bare.setup.method, bare.setup.precision, open_fields(bare)) == ("full", "bf16-mixed", set())
+    says(
+        read_config(tmp_path / "sft.py", arguments=("--model_name_or_path", "gpt2")),
+        "method precision",
+        ("full", "bf16-mixed"),
+    )
     assert {"model", "method", "quantization", "attention"} <= open_fields(read_config(tmp_path / "sft.py"))
-
-
-def test_training_arguments_given_to_trl_switch_checkpointing_off() -> None:
-    body = 'SFTTrainer("gpt2", args={kind}(per_device_train_batch_size=1, bf16=True)).train()\n'
-    assert read(body.format(kind="TrainingArguments")).setup.checkpointing == 0
-    assert read(body.format(kind="SFTConfig")).setup.checkpointing == 1
-
-
-def test_preparing_for_kbit_training_switches_checkpointing_on() -> None:
-    body = (
-        'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig('
-        "load_in_4bit=True))\nmodel = prepare_model_for_kbit_training(model{more})\n"
-        "model = get_peft_model(model, LoraConfig(r=8))\n"
-        "tok = AutoTokenizer()\ntok(1, truncation=True, max_length=64)\n"
-        "Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=1, bf16=True)).train()\n"
-    )
-    assert read(body.format(more="")).setup.checkpointing == 1
-    assert read(body.format(more=", use_gradient_checkpointing=False")).setup.checkpointing == 0
-
-
-def test_a_dictionary_of_quantization_settings_is_4_bit() -> None:
-    body = (
-        "BNB = dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)\n"
-        'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig(**BNB))\n'
-        "SFTTrainer(model, args=SFTConfig(), peft_config=LoraConfig(r=8)).train()\n"
-    )
-    setup = read(body).setup
-    assert (setup.method, setup.quantization) == ("qlora", "nf4-double")
-
-
-def test_the_inference_cell_that_is_switched_off_does_not_override_the_training() -> None:
-    body = (
-        "from unsloth import FastLanguageModel\n"
-        'model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Llama-3.2-1B", max_seq_length=4096,'
-        " load_in_4bit=False)\nmodel = FastLanguageModel.get_peft_model(model, r=64)\n"
-        "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2))\ntrainer.train()\n"
-        "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora', load_in_4bit=True)\n"
-    )
-    config = read(body)
-    assert config.model_id == "unsloth/Llama-3.2-1B"
-    assert (config.setup.method, config.setup.lora_rank, config.setup.seq_len_tokens) == ("lora", 64, 4096)
 
 
 REFUSED = {
@@ -218,25 +175,6 @@ REFUSED = {
 def test_other_objectives_and_adapters_are_refused_by_name(word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         read(REFUSED[word])
-
-
-def test_other_adapters_of_peft_leave_nothing_open() -> None:
-    config = read(
-        "from peft import PromptTuningConfig\n"
-        "SFTTrainer('gpt2', args=SFTConfig(), peft_config=PromptTuningConfig(num_virtual_tokens=8)).train()\n"
-    )
-    assert (config.setup.adapter, config.setup.lora_rank, open_fields(config)) == ("prompt", 8, set())
-
-
-def test_adapters_of_peft_loaded_for_training_ask_for_their_rank() -> None:
-    body = (
-        "from peft import PeftModel\nbase = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
-        "model = PeftModel.from_pretrained(base, 'there', is_trainable=True)\n"
-        "SFTTrainer(model, args=SFTConfig()).train()\n"
-    )
-    config = read(body)
-    assert config.model_id == "gpt2"
-    assert "lora_rank" in open_fields(config)
 
 
 def test_a_card_answers_what_a_program_asks_it() -> None:
@@ -365,11 +303,6 @@ def test_a_version_that_is_said_decides_the_defaults() -> None:
     assert not any("no TRL version named" in assumption for assumption in old.assumptions)
 
 
-def test_nested_quotes_in_f_strings_are_read_by_any_python() -> None:
-    config = read("cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4))
-    assert config.setup.micro_batch_seqs == 4
-
-
 SHELL = {
     "torchrun": ("torchrun --nproc_per_node 4 train.py --batch 2\n", 4),
     "accelerate": ("export N=2\naccelerate launch --num_processes $N \\\n  train.py \\\n --batch 2\n", 2),
@@ -436,12 +369,15 @@ def test_other_tools_files_are_read() -> None:
     assert (swift.format, swift.setup.accumulation_steps, swift.setup.loss) == ("ms-swift", 16, "full")
     litgpt = read_text("checkpoint_dir: checkpoints/a/b\nlora_r: 4\ntrain: {max_seq_length: 512}\n", "a.yaml")
     assert (litgpt.model_id, litgpt.setup.lora_targets) == ("a/b", ("q_proj", "v_proj"))
-    tune = read_text(
-        "model: {_component_: torchtune.models.llama3.qlora_llama3_8b, lora_rank: 8, lora_attn_modules: [q_proj]}\n"
-        "tokenizer: {max_seq_len: null}\nbatch_size: 2\n",
-        "a.yaml",
+    says(
+        read_text(
+            "model: {_component_: torchtune.models.llama3.qlora_llama3_8b, lora_rank: 8, lora_attn_modules: [q_proj]}\n"
+            "tokenizer: {max_seq_len: null}\nbatch_size: 2\n",
+            "a.yaml",
+        ),
+        "method missing",
+        ("qlora", {"seq_len_tokens"}),
     )
-    assert (tune.setup.method, open_fields(tune)) == ("qlora", {"seq_len_tokens"})
 
 
 def test_files_that_only_spread_a_job_ask_for_the_job() -> None:
@@ -595,15 +531,113 @@ Trainer(model, args=TrainingArguments(per_device_train_batch_size=4)).train()
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_length_is_found_where_the_data_is_cut(name: str) -> None:
-    config = read(LENGTHS[name] + PLAIN)
-    assert (config.setup.seq_len_tokens, open_fields(config)) == (384, set())
+    says(read(LENGTHS[name] + PLAIN), "seq_len_tokens", 384)
 
 
-def test_lengths_that_contradict_each_other_are_asked_for() -> None:
-    body = "def data(cutoff_len=64):\n    return 1\ndef more(cutoff_len=128):\n    return 1\ndata()\nmore()\n"
-    assert open_fields(read(body + PLAIN)) == {"seq_len_tokens"}
-    generation = "def generate(max_length=64):\n    return max_length\ngenerate()\n"
-    assert open_fields(read(generation + PLAIN)) == {"seq_len_tokens"}
+KBIT = (
+    'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig('
+    "load_in_4bit=True))\nmodel = prepare_model_for_kbit_training(model{})\n"
+    "model = get_peft_model(model, LoraConfig(r=8))\n"
+    "tok = AutoTokenizer()\ntok(1, truncation=True, max_length=64)\n"
+    "Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=1, bf16=True)).train()\n"
+)
+SAY: dict[str, dict[str, object]] = {
+    "method quantization": {
+        # a dictionary of quantization settings is 4 bit
+        "BNB = dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig(**BNB))\n'
+        "SFTTrainer(model, args=SFTConfig(), peft_config=LoraConfig(r=8)).train()\n": ("qlora", "nf4-double"),
+    },
+    "model_id method lora_rank seq_len_tokens": {
+        # the inference cell that is switched off does not override the training
+        "from unsloth import FastLanguageModel\n"
+        'model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Llama-3.2-1B", max_seq_length=4096,'
+        " load_in_4bit=False)\nmodel = FastLanguageModel.get_peft_model(model, r=64)\n"
+        "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2))\ntrainer.train()\n"
+        "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora', load_in_4bit=True)\n": (
+            "unsloth/Llama-3.2-1B",
+            "lora",
+            64,
+            4096,
+        ),
+    },
+    "adapter lora_rank": {
+        # other adapters of peft leave nothing open
+        "from peft import PromptTuningConfig\n"
+        "SFTTrainer('gpt2', args=SFTConfig(), peft_config=PromptTuningConfig(num_virtual_tokens=8)).train()\n": (
+            "prompt",
+            8,
+        ),
+    },
+    "model_id missing": {
+        # adapters of peft loaded for training ask for their rank
+        "from peft import PeftModel\nbase = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
+        "model = PeftModel.from_pretrained(base, 'there', is_trainable=True)\n"
+        "SFTTrainer(model, args=SFTConfig()).train()\n": ("gpt2", {"lora_rank"}),
+    },
+    "lora_targets": {
+        # names of modules that a program collects are every linear layer
+        "def find_all_linear_names(model):\n    names = set()\n    for name, one in model.named_modules():\n"
+        "        names.add(name)\n    return list(names)\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
+        "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
+        "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",
+    },
+    "micro_batch_seqs": {
+        # nested quotes in f strings are read by any python
+        "cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4): 4,
+        # environment variables without a default are taken as not set
+        "import os\ndef of(name, otherwise):\n    value = os.getenv(name)\n"
+        "    return otherwise if value is None else int(value)\n"
+        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=of('B', 3))).train()\n": 3,
+        # a way that ends in an error is not the programs
+        "import importlib, json, os\nwrong = []\nfor name in ('trl', 'peft'):\n"
+        "    if importlib.metadata.version(name) != '1':\n        wrong.append(name)\n"
+        "if wrong:\n    raise RuntimeError(wrong)\ntoken = os.getenv('HF_TOKEN')\n"
+        "if token is None:\n    raise ValueError('no token')\n"
+        "SETTINGS = json.loads('{\"batch\": 5}')\n"
+        "def train(settings):\n    if not settings:\n        raise ValueError\n"
+        "    SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=settings['batch'])).train()\n"
+        "train(SETTINGS)\n": 5,
+        # choices between settings keep what both have
+        "from pathlib import Path\nclass Settings:\n    batch = 6\n"
+        "more = {} if Path('/data').exists() else {'revision': 'abc'}\n"
+        "def train(settings=None):\n    settings = settings or Settings()\n"
+        "    model = AutoModelForCausalLM.from_pretrained('gpt2', dtype=torch.bfloat16, **more)\n"
+        "    SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=settings.batch, max_length=64)).train()\n"
+        "train(Settings())\n": 6,
+    },
+    "seq_len_tokens": {
+        # prompt and answer cut one by one are as long as their named sum
+        "from transformers import Trainer\na, b = 2048, 1024\nmax_seq_length = a + b\n"
+        "def rows(row):\n    tokenizer(row, max_length=a, truncation=True)\n"
+        "    tokenizer(row, max_length=b, truncation=True)\n"
+        "data = data.map(rows)\n"
+        "Trainer(AutoModelForCausalLM.from_pretrained('gpt2'), TrainingArguments('o')).train()\n": 3072,
+    },
+    "missing": {
+        # lengths that contradict each other are asked for; those of a generation are none
+        "def data(cutoff_len=64):\n    return 1\ndef more(cutoff_len=128):\n    return 1\ndata()\nmore()\n" + PLAIN: {
+            "seq_len_tokens"
+        },
+        "def generate(max_length=64):\n    return max_length\ngenerate()\n" + PLAIN: {"seq_len_tokens"},
+    },
+    "checkpointing": {
+        # training arguments given to TRL switch checkpointing off
+        'SFTTrainer("gpt2", args=TrainingArguments(per_device_train_batch_size=1, bf16=True)).train()\n': 0,
+        'SFTTrainer("gpt2", args=SFTConfig(per_device_train_batch_size=1, bf16=True)).train()\n': 1,
+        # preparing for k-bit training switches checkpointing on
+        KBIT.format(""): 1,
+        KBIT.format(", use_gradient_checkpointing=False"): 0,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "body", "value"), [(names, *row) for names, rows in SAY.items() for row in rows.items()]
+)
+def test_what_a_program_says_is_read(names: str, body: str, value: object) -> None:
+    says(read(body), names, value)
 
 
 def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> None:
@@ -639,21 +673,13 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
 def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
     body = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
     body += "a = p.parse_args()\n"
-    config = read(
-        body + "def main(n):\n" + TRAIN.format(batch="n").replace("\n", "\n    ") + "\nif a.train:\n    main(4)\n"
+    says(
+        read(
+            body + "def main(n):\n" + TRAIN.format(batch="n").replace("\n", "\n    ") + "\nif a.train:\n    main(4)\n"
+        ),
+        "micro_batch_seqs",
+        4,
     )
-    assert (config.setup.micro_batch_seqs, open_fields(config)) == (4, set())
-
-
-def test_names_of_modules_that_a_program_collects_are_every_linear_layer() -> None:
-    config = read(
-        "def find_all_linear_names(model):\n    names = set()\n    for name, one in model.named_modules():\n"
-        "        names.add(name)\n    return list(names)\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
-        "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
-        "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n"
-    )
-    assert (config.setup.lora_targets, open_fields(config)) == ("all-linear", set())
 
 
 def test_trainers_of_programs_are_what_their_names_say() -> None:
@@ -818,56 +844,6 @@ def test_hydras_bombs_and_circles_end() -> None:
     done = loading.filled(values)
     assert loading.is_open(done["a"])
     assert all(len(str(value)) <= loading.MAX_FILLED for value in done.values())
-
-
-def test_environment_variables_without_a_default_are_taken_as_not_set(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        HEAD + "import os\ndef of(name, otherwise):\n    value = os.getenv(name)\n"
-        "    return otherwise if value is None else int(value)\n"
-        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=of('B', 3))).train()\n"
-    )
-    assert read_config(script).setup.micro_batch_seqs == 3
-
-
-def test_prompt_and_answer_cut_one_by_one_are_as_long_as_their_named_sum(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        HEAD + "from transformers import Trainer\na, b = 2048, 1024\nmax_seq_length = a + b\n"
-        "def rows(row):\n    tokenizer(row, max_length=a, truncation=True)\n"
-        "    tokenizer(row, max_length=b, truncation=True)\n"
-        "data = data.map(rows)\nTrainer(AutoModelForCausalLM.from_pretrained('gpt2'), TrainingArguments('o')).train()\n"
-    )
-    assert read_config(script).setup.seq_len_tokens == 3072
-
-
-def test_a_way_that_ends_in_an_error_is_not_the_programs(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        HEAD + "import importlib, json, os\nwrong = []\nfor name in ('trl', 'peft'):\n"
-        "    if importlib.metadata.version(name) != '1':\n        wrong.append(name)\n"
-        "if wrong:\n    raise RuntimeError(wrong)\ntoken = os.getenv('HF_TOKEN')\n"
-        "if token is None:\n    raise ValueError('no token')\n"
-        "SETTINGS = json.loads('{\"batch\": 5}')\n"
-        "def train(settings):\n    if not settings:\n        raise ValueError\n"
-        "    SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=settings['batch'])).train()\n"
-        "train(SETTINGS)\n"
-    )
-    assert read_config(script).setup.micro_batch_seqs == 5
-
-
-def test_choices_between_settings_keep_what_both_have(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        HEAD + "from pathlib import Path\nclass Settings:\n    batch = 6\n"
-        "more = {} if Path('/data').exists() else {'revision': 'abc'}\n"
-        "def train(settings=None):\n    settings = settings or Settings()\n"
-        "    model = AutoModelForCausalLM.from_pretrained('gpt2', dtype=torch.bfloat16, **more)\n"
-        "    SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=settings.batch, max_length=64)).train()\n"
-        "train(Settings())\n"
-    )
-    config = read_config(script)
-    assert (config.setup.micro_batch_seqs, config.missing) == (6, ())
 
 
 def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
 from planner.frameworks.readers.consumer import programs
+from tests.planner.helpers import says
 
 SETTINGS = """
 model: {name: Qwen/Qwen3-0.6B, max_len: 512}
@@ -182,8 +183,7 @@ def test_a_torchtune_recipe_of_another_loss_is_refused_by_its_name(loss: str) ->
 @pytest.mark.parametrize(("limit", "length"), [("512", 512), ("null", 1024)])
 def test_a_torchtune_recipe_is_cut_by_its_tokenizer_or_its_data(limit: str, length: int) -> None:
     text = RECIPE.replace("LOSS", "torchtune.modules.loss.LinearCrossEntropyLoss").replace("MAX", limit)
-    config = read_text(text, "x.yaml")
-    assert (config.setup.seq_len_tokens, config.missing) == (length, ())
+    says(read_text(text, "x.yaml"), "seq_len_tokens", length)
 
 
 @pytest.mark.parametrize("module", ["compileall src", "unittest discover", "zipfile -l x.zip", "build --wheel"])
@@ -225,8 +225,7 @@ SFTTrainer(model=model, args=SFTConfig(max_length=512), train_dataset=ds, peft_c
     ],
 )
 def test_what_settings_have_is_known_where_they_are(before: str, test: str, quantization: str) -> None:
-    config = read_text(PROGRAM.format(before=before, test=test), "t.py")
-    assert (config.setup.quantization, config.missing) == (quantization, ())
+    says(read_text(PROGRAM.format(before=before, test=test), "t.py"), "quantization", quantization)
 
 
 def test_what_unknown_settings_have_is_asked_for() -> None:
@@ -280,8 +279,11 @@ SFTTrainer(model, args=SFTConfig(max_length=512, per_device_train_batch_size=a.s
 
 @pytest.mark.parametrize("words", ["Qwen/Qwen3-0.6B 3", "--fast Qwen/Qwen3-0.6B --name x 3", "-n=y Qwen/Qwen3-0.6B 3"])
 def test_options_by_their_place_are_those_of_the_command_line(words: str) -> None:
-    config = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
-    assert (config.model_id, config.setup.micro_batch_seqs, config.missing) == ("Qwen/Qwen3-0.6B", 3, ())
+    says(
+        read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split()))),
+        "model_id micro_batch_seqs",
+        ("Qwen/Qwen3-0.6B", 3),
+    )
 
 
 @pytest.mark.parametrize("words", ["", "Qwen/Qwen3-0.6B", "--other 4 Qwen/Qwen3-0.6B 3"])
@@ -354,8 +356,7 @@ def test_defaults_under_settings_that_are_not_at_hand_are_not_known(merge: str, 
     ],
 )
 def test_what_stands_over_settings_that_are_not_at_hand_is_known(merge: str, value: str) -> None:
-    config = read_text(MERGED.format(merge=merge, value=value), "t.py")
-    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
+    says(read_text(MERGED.format(merge=merge, value=value), "t.py"), "micro_batch_seqs", 3)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +370,7 @@ def test_what_stands_over_settings_that_are_not_at_hand_is_known(merge: str, val
 def test_gpus_that_a_script_counts_in_a_list_are_counted(count: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(MERGED.format(merge="", value="3"), "utf-8")
     text = f"DEVICES=0,2,3\nN=$({count})\ntorchrun --nproc_per_node $N t.py\n"
-    config = read_text(text, "run.sh", around=FileContext(roots=(tmp_path,)))
-    assert (config.setup.num_gpus, config.missing) == (3, ())
+    says(read_text(text, "run.sh", around=FileContext(roots=(tmp_path,))), "num_gpus", 3)
 
 
 FIRED = """
@@ -389,8 +389,7 @@ fire.Fire(train)
 @pytest.mark.parametrize("given", ["[q_proj,v_proj]", "['q_proj', 'v_proj']", '["q_proj","v_proj"]'])
 def test_a_list_on_fires_command_line_is_a_list(given: str) -> None:
     around = FileContext(arguments=("--base", "Qwen/Qwen3-0.6B", "--targets", given, "--r", "4"))
-    config = read_text(FIRED, "t.py", around=around)
-    assert (config.setup.lora_targets, config.setup.lora_rank, config.missing) == (("q_proj", "v_proj"), 4, ())
+    says(read_text(FIRED, "t.py", around=around), "lora_targets lora_rank", (("q_proj", "v_proj"), 4))
 
 
 @pytest.mark.parametrize("tool", ["$(which swift)", "`which swift`", "$(command -v swift)"])
@@ -411,8 +410,7 @@ def test_a_package_that_is_started_is_read_from_its_main(module: str, tmp_path: 
 @pytest.mark.parametrize("absent", ["'batch' not in c", "not 'batch' in c", "('batch' in c) is False"])
 def test_what_a_namespace_has_is_known(absent: str) -> None:
     merge = f"from argparse import Namespace\nc = Namespace(**{{'a': 1}})\nif {absent}:\n    c.batch = 3"
-    config = read_text(MERGED.format(merge=merge, value="c.batch"), "t.py")
-    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
+    says(read_text(MERGED.format(merge=merge, value="c.batch"), "t.py"), "micro_batch_seqs", 3)
 
 
 def test_a_tool_under_a_launcher_is_that_tool() -> None:

@@ -10,6 +10,7 @@ from planner.frameworks.readers import read_config, read_text
 from planner.frameworks.readers.types import ReadConfig, overrides, parse_sets
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
+from tests.planner.helpers import open_fields, says
 
 HEAD = """
 import os, sys, json, yaml, argparse, torch
@@ -27,10 +28,6 @@ ARGUMENTS = "per_device_train_batch_size=1, max_length=512"
 
 def read(body: str, model: ModelSpec | None = None) -> ReadConfig:
     return read_text(HEAD + body, "train.py", model=model)
-
-
-def open_fields(config: ReadConfig) -> set[str]:
-    return {gap.field for gap in config.missing}
 
 
 def trained(arguments: str = "", trainer: str = "", *, load: str = LOAD, before: str = "") -> str:
@@ -68,8 +65,7 @@ EVALUATES = {
 
 @pytest.mark.parametrize("name", EVALUATES)
 def test_an_evaluation_under_a_condition_counts(name: str) -> None:
-    config = read(EVALUATES[name])
-    assert (config.eval_seqs, open_fields(config)) == (8, set())
+    says(read(EVALUATES[name]), "eval_seqs", 8)
 
 
 NOT_EVALUATED = {
@@ -82,8 +78,7 @@ NOT_EVALUATED = {
 
 @pytest.mark.parametrize("name", NOT_EVALUATED)
 def test_no_evaluation_is_counted_where_none_can_run(name: str) -> None:
-    config = read(NOT_EVALUATED[name])
-    assert (config.eval_seqs, open_fields(config)) == (0, set())
+    says(read(NOT_EVALUATED[name]), "eval_seqs", 0)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +132,7 @@ KNOWN_MODELS = {
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_a_model_whose_make_is_known_is_not_asked_for(name: str) -> None:
-    config = read(KNOWN_MODELS[name])
-    assert (config.model_id, config.setup.method, config.missing) == ("Qwen/Qwen3-0.6B", "full", ())
+    says(read(KNOWN_MODELS[name]), "model_id method", ("Qwen/Qwen3-0.6B", "full"))
 
 
 FOUR = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)"
@@ -228,8 +222,7 @@ WORKERS = (
 
 @pytest.mark.parametrize(("num", "gpus", "expected"), [("4", 4, set()), ("1", 1, set()), ("cfg['n']", 1, {"num_gpus"})])
 def test_workers_that_ray_starts_are_the_runs_gpus(num: str, gpus: int, expected: set[str]) -> None:
-    config = read(WORKERS.replace("NUM", num))
-    assert (config.setup.num_gpus, config.setup.micro_batch_seqs, open_fields(config)) == (gpus, 2, expected)
+    says(read(WORKERS.replace("NUM", num)), "num_gpus micro_batch_seqs missing", (gpus, 2, expected))
 
 
 SETTINGS = "from dataclasses import dataclass\n@dataclass\nclass C:\n    batch: int = 1\n    length: int = 512\n"
@@ -253,8 +246,7 @@ FOLLOWED = {
 def test_classes_of_a_program_are_followed(name: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("batch: 3\n")
     (tmp_path / "t.py").write_text(HEAD + FOLLOWED[name] + trained().replace("size=1", "size=BATCH"))
-    config = read_config(tmp_path / "t.py")
-    assert (config.setup.micro_batch_seqs, config.missing) == (3, ())
+    says(read_config(tmp_path / "t.py"), "micro_batch_seqs", 3)
 
 
 @pytest.mark.parametrize(
@@ -394,8 +386,7 @@ def test_a_case_of_a_known_value_is_followed() -> None:
     match += "    case _:\n        p = LoraConfig(r=64)\n"
     ranks = {"'lora'": 4, "'dora'": 4, "'x'": 64, "None": 0}
     for kind, rank in ranks.items():
-        config = read(f"KIND = {kind}\n{match}" + trained(trainer="peft_config=p"))
-        assert (config.setup.lora_rank, config.missing) == (rank, ())
+        says(read(f"KIND = {kind}\n{match}" + trained(trainer="peft_config=p")), "lora_rank", rank)
     assert open_fields(read(f"KIND = cfg['k']\n{match}" + trained(trainer="peft_config=p")))
 
 
