@@ -115,11 +115,7 @@ def attention(settings: Settings, key: str) -> str:
 
 
 def precision(settings: Settings, weights: str, autocast: str | None, method: str) -> str:
-    """A setup's precision from the data types of weights and autocast.
-
-    Raises:
-        ConfigError: a pair that no trainer can train.
-    """
+    """A setup's precision from the data types of weights and autocast."""
     if (weights, autocast) == ("fp16", "fp16") and method == "full":
         if settings.raw("deepspeed"):  # it keeps fp32 masters, and scales the loss itself
             return "fp16-mixed"
@@ -230,11 +226,7 @@ def pictures(settings: Settings, *keys: str) -> None:
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
-    """A validated setup; an impossible combination is the file's mistake.
-
-    Raises:
-        ConfigError: with the reason and the file's name.
-    """
+    """A validated setup; an impossible combination is the file's mistake."""
     if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
@@ -456,11 +448,7 @@ def _parameters(layer: LayerSpec) -> list[str]:
 
 
 def settings_fields(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
-    """Fields of a setup that one setting each says; the tool's default, and a note, where the file says nothing.
-
-    Args:
-        settings: the file, or the block of it in which the settings stand.
-    """
+    """Fields of a setup that one setting each says; the tool's default, and a note, where the file says nothing."""
     fields: dict[str, Any] = {}
     for name in names:
         field = tool.field(name)
@@ -494,9 +482,6 @@ def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) 
 
     Args:
         settings: the whole file; more: other fields of the reading, the model's name where its setting does not say it.
-
-    Raises:
-        ConfigError: an impossible combination.
     """
     every = (settings, *settings.blocks.values())
     named = tool.field("model")

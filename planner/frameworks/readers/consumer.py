@@ -35,9 +35,6 @@ def read(path: Path, file_reading: ReadConfig, of_program: Callable[[Path, Words
 
     Args:
         of_program: reads a program that is launched with these words (None: nobody says).
-
-    Raises:
-        NotPlanned: it is launched for a training alone that is not planned.
     """
     readings: dict[Path, tuple[Words, ReadConfig]] = {}
     tried: Counter[Path] = Counter()

@@ -38,11 +38,7 @@ class Launches:
     read: Callable[[str, str, FileContext], ReadConfig]
 
     def first(self, text: str, around: FileContext) -> ReadConfig:
-        """The setup of the first launch whose program or config can be read.
-
-        Raises:
-            ConfigError: no launch, or what the first one says where none can be read.
-        """
+        """The setup of the first launch whose program or config can be read."""
         name = self.name
         problems: list[ConfigError] = []
         launches = shell.commands(text, name, around.num_gpus, around.arguments or ())
@@ -75,11 +71,7 @@ class Launches:
         raise min(problems, key=weight)
 
     def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
-        """The setup of one launch.
-
-        Raises:
-            ConfigError: nothing that trains, or what it names is not at hand.
-        """
+        """The setup of one launch."""
         name = self.name
         inside = replace(
             around,

@@ -178,9 +178,6 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
 
     Args:
         texts: the file's name and what its settings say of the objective, in lower case.
-
-    Raises:
-        NotPlanned: another than supervised training and pairs of preferences.
     """
     if len(OF_DIFFUSION & set(values)) > 1:
         raise refusal(f"{name}: settings of diffusion")
@@ -201,9 +198,6 @@ def rollout_fields(
     settings: Settings, fields: Mapping[str, Any], objective: str, version: tuple[int, ...]
 ) -> dict[str, Any]:
     """The rollout of an objective and the length of a sequence, which is asked for where nothing says it.
-
-    Raises:
-        ConfigError: a value that makes no sense.
 
     Args:
         version: TRL's.

@@ -86,11 +86,7 @@ class _ConditionSearch:
 
 
 def settle(reading: ReadConfig, conditions: Mapping[str, str], read: Read) -> ReadConfig:
-    """The reading with what open conditions decide among what is missing.
-
-    Args:
-        conditions: each -> where it stands.
-    """
+    """The reading with what open conditions decide among what is missing."""
     tests = sorted(conditions, key=lambda test: not conditions[test].startswith(reading.path))[:MAX_CONDITIONS]
     if not tests:
         return reading

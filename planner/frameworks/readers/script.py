@@ -52,11 +52,7 @@ ARGUMENTS = (
 
 
 def read(text: str, name: str, context: FileContext, source: Source | None = None) -> ReadConfig:
-    """The setup of a training program; `source` is its text where it does not stand in a .py file.
-
-    Raises:
-        ConfigError: not Python, or nothing in it that trains as is planned.
-    """
+    """The setup of a training program; `source` is its text where it does not stand in a .py file."""
     if OF_UNSLOTHS_CACHE.search(text):
         raise NotATraining(
             f"{name} is a trainer that Unsloth has written into its cache (unsloth_compiled_cache): it trains nothing",
@@ -295,11 +291,7 @@ class _Script:
         return fields
 
     def _adapted(self) -> bool:
-        """Whether there are adapters, with what of them has to be asked for.
-
-        Raises:
-            NotPlanned: of a kind that is not planned.
-        """
+        """Whether there are adapters, with what of them has to be asked for."""
         adapter, continued = self.training_run.adapter, self.training_run.continued
         if isinstance(adapter, Unknown):
             self.missing["method"] = adapter.reason

@@ -56,10 +56,6 @@ def with_cut_sequences(
 
     Source: Axolotl 0.21 `monkeypatch/ring_attn` (ring-flash-attn), ms-swift 4 `swift/trainers/sequence_parallel`
     (Ulysses, then a ring): each GPU holds its piece of a sequence, and whole states as its sharding has them.
-
-    Raises:
-        Undetermined: the run's GPUs are no multiple of those of one sequence.
-        NotPlanned: full fine-tuning whose states nothing shards.
     """
     degree, num_gpus = settings.integer(key, 1, at_least=1), num_gpus or settings.outside.num_gpus
     if degree == 1:
@@ -197,11 +193,7 @@ def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Layo
 
 def zero_stage(settings: Settings, value: Any) -> Layout:
     """The spread of a DeepSpeed setting: the configuration itself or a path to it; of one that is not at hand and whose
-    name does not say the stage it is asked for, on one GPU too: masters and offloading stand in it.
-
-    Raises:
-        ConfigError: a value that makes no sense.
-    """
+    name does not say the stage it is asked for, on one GPU too: masters and offloading stand in it."""
     if isinstance(value, dict):
         return stage_of(settings, value)
     if not isinstance(value, str):
@@ -262,9 +254,6 @@ def with_autotp(settings: Settings, layout: Layout, degree: int) -> Layout:
 
     Source: deepspeed.ai/tutorials/autotp-training (stages 0, 1 and 2 alone). Measured by others: Qwen2-7B under ZeRO-2
     takes about 7 GB less with autotp_size 2 (LLaMA-Factory pull request 9602); on 8 GPUs 7.1 GiB here.
-
-    Raises:
-        NotPlanned: beside ZeRO-3, or with one copy, whose states and fp32 masters nothing shares.
     """
     num_gpus, stage = settings.outside.num_gpus, layout["parallel"]
     if degree < 2 or num_gpus == 1:

@@ -334,9 +334,6 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
     Args:
         arguments: the words behind the script's own name.
-
-    Raises:
-        ConfigError: none in it.
     """
 
     def put_in(match: re.Match[str]) -> str:

@@ -88,11 +88,7 @@ class Training:
 
 
 def find(program: Program, name: str) -> Training:
-    """The training of a program: the first that certainly runs, else the first.
-
-    Raises:
-        ConfigError: it trains nothing that is planned; the hint says what to do.
-    """
+    """The training of a program: the first that certainly runs, else the first."""
     training = Training(trainer=_trainer(program))
     if training.trainer is None and not any(map(holds_arguments, program.calls)):
         training.loop = plain_loop(program.steps, program.calls)
@@ -456,11 +452,7 @@ def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> s
 
 
 def pictures(training: Training, model: ModelSpec | None, name: str) -> str:
-    """Why what a sample shows is open, of a program with a model of pictures; "" of text alone.
-
-    Raises:
-        NotPlanned: the model's eyes are not modelled.
-    """
+    """Why what a sample shows is open, of a program with a model of pictures; "" of text alone."""
     if training.pictures and model is not None and model.model_type not in SEEING:
         raise refusal(f"{name} trains with {training.pictures} (vision)", RUN_IT)
     shown = "how many pictures a sample shows is known to the data alone"
@@ -472,9 +464,6 @@ def heard(training: Training, arguments: Settings, given: Mapping[str, Any]) -> 
 
     Args:
         given: the fields that are known; what `arguments` miss loses what is settled here.
-
-    Raises:
-        NotPlanned: the model makes text of sound in another way than Whisper.
     """
     model = arguments.model
     if not training.has_audio:

@@ -139,11 +139,7 @@ def _precision(
 
 
 def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Settings) -> dict[str, str]:
-    """The loss that TRL's trainer of an objective has, and the version where its step is another than today's.
-
-    Raises:
-        NotPlanned: of a version or with a setting whose step is not modelled.
-    """
+    """The loss that TRL's trainer of an objective has, and the version where its step is another than today's."""
     version, name, since = defaults.version, settings.name, versions.TRL_OF_OBJECTIVES_SINCE[objective.name]
     if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (objective.losses == ("full",) and version >= since):
         return {"loss": objective.losses[0]}

@@ -269,11 +269,7 @@ class Settings:
         )
 
     def refuse_unknown(self, accepted: Iterable[str], tool: str) -> None:
-        """For tools that refuse to start with a key they do not know.
-
-        Raises:
-            ConfigError: with the closest known name as a hint.
-        """
+        """For tools that refuse to start with a key they do not know."""
         names = set(accepted)
         for key in self.values:
             if key not in names:

@@ -64,11 +64,7 @@ def fitted(model: CallResult, fit: CallResult) -> CallResult:
 
 
 def open_loss(trainer: CallResult, name: str) -> str:
-    """Why the loss is not known, "" where it is the planned one.
-
-    Raises:
-        NotPlanned: another loss by its name.
-    """
+    """Why the loss is not known, "" where it is the planned one."""
     loss = trainer.argument("loss")
     if loss is not None and not isinstance(loss, CallResult) and not (isinstance(loss, Constant) and loss.data is None):
         return f"{trainer.where}: which loss it is, or several"

@@ -158,11 +158,7 @@ class Reading:
         self.turn = LoopContext()
 
     def step(self) -> None:
-        """One more statement or expression.
-
-        Raises:
-            TooLong: the budget of steps is spent.
-        """
+        """One more statement or expression."""
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise TooLong

@@ -49,11 +49,7 @@ def of_script(text: str) -> Source:
 
 @lru_cache(maxsize=2)
 def of_notebook(text: str, name: str) -> Source:
-    """The code cells of a notebook, one after the other.
-
-    Raises:
-        ConfigError: not a notebook.
-    """
+    """The code cells of a notebook, one after the other."""
     try:
         cells = json.loads(text)["cells"]
         codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

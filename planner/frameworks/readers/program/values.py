@@ -226,11 +226,7 @@ def size_budget() -> Iterator[None]:
 
 
 def spend(size: int) -> None:
-    """Takes elements, names or characters from the budget, where there is one.
-
-    Raises:
-        TooLong: it is spent.
-    """
+    """Takes elements, names or characters from the budget, where there is one."""
     left = _SIZE_LEFT.get()
     if left is not None:
         left[0] -= size
