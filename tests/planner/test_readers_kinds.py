@@ -7,7 +7,8 @@ import pytest
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
-from planner.frameworks.readers.program import ProgramContext, run
+from planner.frameworks.readers.program.interpret import run
+from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.readers.types import overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model

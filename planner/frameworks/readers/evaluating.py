@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.frameworks.readers.program import CallResult, Constant
+from planner.frameworks.readers.program.values import CallResult, Constant
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.memory.around import DEFAULT_EVAL_SEQS

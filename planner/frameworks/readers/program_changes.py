@@ -5,9 +5,19 @@ import re
 from collections.abc import Iterator
 
 from planner.frameworks.readers import common
-from planner.frameworks.readers.program import CallResult, Constant, Program, Unknown, loops, plain
+from planner.frameworks.readers.program import loops
+from planner.frameworks.readers.program.reading import Program
 from planner.frameworks.readers.program.source import tree_of
-from planner.frameworks.readers.program.values import Instance, ListValue, Value, trainer_of
+from planner.frameworks.readers.program.values import (
+    CallResult,
+    Constant,
+    Instance,
+    ListValue,
+    Unknown,
+    Value,
+    plain,
+    trainer_of,
+)
 from planner.frameworks.readers.training import Training, loads_model, named_model, trained_times
 from planner.frameworks.readers.values import Settings
 from planner.options.objectives import OBJECTIVES

@@ -15,11 +15,11 @@ from planner.core.inputs import reason
 from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, versions
 from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
-from planner.frameworks.readers.program import CallResult, Constant, Program, Undecided, Unknown, plain, run
 from planner.frameworks.readers.program.embedding import PAIRS
-from planner.frameworks.readers.program.reading import LENGTH_NAMES
+from planner.frameworks.readers.program.interpret import run
+from planner.frameworks.readers.program.reading import LENGTH_NAMES, Program
 from planner.frameworks.readers.program.source import Source, environment_word, imported, of_script, tree_of
-from planner.frameworks.readers.program.values import Value
+from planner.frameworks.readers.program.values import CallResult, Constant, Undecided, Unknown, Value, plain
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.frameworks.readers.training import Training, heard, measures, pictures, quantization
 from planner.frameworks.readers.trl import loss_of, pairs_length, sharded

@@ -14,7 +14,8 @@ from planner.core.errors import ConfigError, NotATraining, Undetermined
 from planner.frameworks.exporters.torchtitan import FLAVORS
 from planner.frameworks.readers import training, versions
 from planner.frameworks.readers.common import config
-from planner.frameworks.readers.program import CallResult, Function, Reader
+from planner.frameworks.readers.program.interpret import Reader
+from planner.frameworks.readers.program.values import CallResult, Function
 from planner.frameworks.readers.shell import flags
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings

@@ -1,5 +1,5 @@
 """From a program that was read to the one training in it: trainer, its arguments; the base, quantized by which
-configuration, of pictures, sound or text; the adapters that it hands to peft, or to Unsloth: of which kind and size."""
+configuration, of pictures, sound or text; the adapters that it hands to peft, or to Unsloth."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,15 +20,21 @@ from planner.frameworks.readers.objectives import (
     of_other_trainer,
     refusal,
 )
-from planner.frameworks.readers.program import Argument, CallResult, Constant, Program, Unknown, embedding, loops, plain
+from planner.frameworks.readers.program import embedding, loops
 from planner.frameworks.readers.program.loops import Loop, plain_loop
+from planner.frameworks.readers.program.reading import Program
 from planner.frameworks.readers.program.values import (
+    Argument,
+    CallResult,
+    Constant,
     DictValue,
     ImportedName,
     Instance,
+    Unknown,
     Value,
     holds_arguments,
     is_trainer,
+    plain,
     trainer_of,
 )
 from planner.frameworks.readers.values import FileContext, Settings

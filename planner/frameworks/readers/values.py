@@ -13,7 +13,7 @@ from typing import Any
 from planner.core.errors import ConfigError
 from planner.core.records import dataclass
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.program import ProgramContext
+from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.tools import Tool
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
