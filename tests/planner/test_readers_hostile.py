@@ -184,21 +184,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", TOML)
-def test_hostile_toml_gets_a_clear_error(name: str, tmp_path: Path) -> None:
-    text, words = TOML[name]
-    file = tmp_path / "config.toml"
-    file.write_text(text)
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [*(("config.toml", *case) for case in TOML.values()), *(("config.yaml", *case) for case in LAYOUTS.values())],
+)
+def test_settings_that_make_no_sense_get_a_clear_error(file: str, text: str, words: str) -> None:
+    text = text if file.endswith(".toml") else f"base_model: x\n{text}\n"
     with pytest.raises(ConfigError) as caught:
-        read_config(file, num_gpus=2)
-    assert words in caught.value.message, caught.value.message
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_spreads_that_make_no_sense_get_a_clear_error(name: str) -> None:
-    lines, words = LAYOUTS[name]
-    with pytest.raises(ConfigError) as caught:
-        read_text(f"base_model: x\n{lines}\n", "config.yaml", around=FileContext(num_gpus=4))
+        read_text(text, file, around=FileContext(num_gpus=4))
     assert words in caught.value.message, caught.value.message
 
 

@@ -99,13 +99,6 @@ def read(tmp_path: Path, name: str, text: str) -> ReadConfig:
     return read_config(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_task_files_are_read_by_the_commands_in_them(name: str, tmp_path: Path) -> None:
-    config = read(tmp_path, "task.yaml", TASKS[name])
-    assert (config.setup.micro_batch_seqs, config.setup.seq_len_tokens) == (4, 512)
-    assert config.setup.accumulation_steps == (8 if name != "a sweep" else 1)  # the program sets it itself
-
-
 def test_what_a_sweep_varies_is_asked_for(tmp_path: Path) -> None:
     sweep = "program: train.py\nmethod: grid\nparameters: {per_device_train_batch_size: {values: [2, 4]}}\n"
     assert "micro_batch_seqs" in {gap.field for gap in read(tmp_path, "sweep.yaml", sweep).missing}
@@ -123,24 +116,23 @@ NOTEBOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebooks_that_launch_are_read_by_what_they_launch(name: str, tmp_path: Path) -> None:
-    config = read(tmp_path, "run.ipynb", NOTEBOOKS[name])
-    assert (config.setup.micro_batch_seqs, config.setup.accumulation_steps) == (4, 8)
-
-
 SHELLS = {
     "a shell in a container": f'srun apptainer exec img bash -lc "\n  python eval.py\n  STEPS=8 {LAUNCH}\n"\n',
     "a default for what is not set": f': "${{STEPS:=8}}"\nexport STEPS\n{LAUNCH}\n',
     "a config among the words": "export STEPS=8\npython train.py --config run.yaml\n",
 }
+STARTED = {"task.yaml": TASKS, "run.ipynb": NOTEBOOKS, "run.sh": SHELLS}
 
 
-@pytest.mark.parametrize("name", SHELLS)
-def test_shells_hand_on_what_they_export(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [(file, name) for file, texts in STARTED.items() for name in texts],
+)
+def test_what_starts_a_run_is_read_by_what_it_starts(file: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 4\nbf16: true\n")
-    config = read(tmp_path, "run.sh", SHELLS[name])
-    assert (config.setup.micro_batch_seqs, config.setup.accumulation_steps) == (4, 8)
+    setup = read(tmp_path, file, STARTED[file][name]).setup
+    steps = 8 if name != "a sweep" else 1  # the program sets it itself
+    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (4, steps, 512)
 
 
 def test_a_variable_that_only_the_shell_knows_is_not_the_programs_default(tmp_path: Path) -> None:

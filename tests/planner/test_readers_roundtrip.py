@@ -7,7 +7,7 @@ import pytest
 
 from planner.frameworks.exporters import EXPORTERS, Launch, accelerate
 from planner.frameworks.exporters.install import install_calls
-from planner.frameworks.readers import FileContext, canonical, read_text
+from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.models import catalogue
 from planner.options.images import Images
 from planner.options.rollouts import Rollout
@@ -21,53 +21,44 @@ BESIDE = ("run.sh", "README.md", ".sbatch", ".py")
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
 
-def laid_out(launch: Launch, folder: Path) -> None:
-    """The files that the first of a launch names, where it names them."""
+def read_back(launch: Launch, setup: TrainSetup, folder: Path) -> ReadConfig:
+    """The first of a launch's files, beside the others where it names them, under its launcher's."""
     for file in launch.files[1:]:
         if not file.path.endswith(BESIDE):
-            (folder / file.path).write_text(file.text)
+            (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "launch" / file.path).write_text(file.text)
+    launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
+    around = FileContext(num_gpus=setup.num_gpus, roots=(folder,))
+    return read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> None:
-    read_back = 0
-    (tmp_path / "launch" / target).mkdir(parents=True)
+    num_read = 0
     for setup in SETUPS:
         model = catalogue.load("Qwen/Qwen3-8B") if target == "torchtitan" else None
         launch = EXPORTERS[target](request(setup, model=model))
         if launch.refused:
             continue
-        laid_out(launch, tmp_path / "launch")
-        launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
-        back = read_text(
-            launch.files[0].text,
-            launch.files[0].path,
-            around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)),
-            launcher=launcher,
-        )
-        expected = launch.runs
-        assert canonical(back.setup) == canonical(expected), (target, setup)
+        back = read_back(launch, setup, tmp_path)
+        assert canonical(back.setup) == canonical(launch.runs), (target, setup)
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
-        read_back += 1
-    assert read_back >= {"unsloth": 12, "torchtitan": 10}.get(target, 50)
+        num_read += 1
+    assert num_read >= {"unsloth": 12, "torchtitan": 10}.get(target, 50)
 
 
 @pytest.mark.parametrize(("target", "num"), [("trl", 56), ("hf", 10), ("axolotl", 10), ("llamafactory", 12)])
 def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path: Path) -> None:
-    (tmp_path / "launch" / target).mkdir(parents=True)
-    read_back = 0
+    num_read = 0
     for setup in objective_layouts():
         launch = EXPORTERS[target](request(setup))
         if launch.refused:
             continue
-        laid_out(launch, tmp_path / "launch")
-        launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
-        around = FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,))
-        back = read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
+        back = read_back(launch, setup, tmp_path)
         assert canonical(back.setup) == canonical(launch.runs), (target, setup)
-        read_back += 1
-    assert read_back == num
+        num_read += 1
+    assert num_read == num
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory"])

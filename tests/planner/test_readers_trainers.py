@@ -266,6 +266,12 @@ def test_the_older_switch_of_flash_attention_counts() -> None:
             {"transformers": "4.57.1"},
             False,
         ),
+        (
+            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})\n"
+            "Trainer(model, TrainingArguments())",
+            {"transformers": "4.57.1"},
+            False,
+        ),
         ("SFTTrainer(model, args=SFTConfig(gradient_checkpointing=True))", {"trl": "0.24.0"}, True),
         ("SFTTrainer(model, args=SFTConfig(gradient_checkpointing=True))", {"trl": "0.28.0"}, False),
     ],
@@ -276,14 +282,6 @@ def test_transformers_4_checkpoints_in_the_older_form_unless_told(
     """transformers 4.57 `gradient_checkpointing_enable`; TRL tells it since 0.27."""
     setup = read(f"max_length = 64\n{body}.train()\n", **versions).setup
     assert (setup.checkpointing, setup.reentrant_checkpointing) == (1, older_form)
-
-
-def test_the_form_that_a_model_is_told_counts() -> None:
-    enabling = (
-        "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})\nmax_length = 64\n"
-    )
-    config = read(enabling + "Trainer(model, TrainingArguments()).train()\n", transformers="4.57.1")
-    assert (config.setup.checkpointing, config.setup.reentrant_checkpointing) == (1, False)
 
 
 def test_layers_that_train_alone_are_read() -> None:
