@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
 from planner.core.records import dataclass
-from planner.frameworks.exporters import prepare, rollouts
+from planner.frameworks.exporters import prepare
 from planner.frameworks.exporters.install import versions
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import (
@@ -40,17 +40,16 @@ class Target:
 
     name: str
 
-    @property
+    @cached_property
     def room(self) -> ModuleType:
-        """Its module."""
-        return _room(self.name)
+        """Its module, imported when it is first asked for."""
+        module = TARGET_ROWS[self.name].module
+        return import_module(module or f"planner.frameworks.exporters.{self.name.replace('-', '_')}")
 
     def _unlike(self, setup: TrainSetup, gpu: GpuSpec | None) -> str:
         """Why it has no file for the setup's objective, its pictures or the card, "" where it has."""
-        if not _has_triton(gpu) and self.name in NEEDS_TRITON:
-            return (
-                f"{TARGET_ROWS[self.name].title} does not run on {gpu.name if gpu else 'it'}: its kernels are Triton's"
-            )
+        if gpu is not None and gpu.vendor == "Apple" and self.name == "unsloth":
+            return f"Unsloth does not run on {gpu.name}: its kernels are Triton's"
         if gpu is not None and gpu.vendor != "Apple" and self.name == "mlx":
             return f"MLX-LM's file is written for Apple's GPUs, not for {gpu.name}"
         grouped = self.name in STACKS and STACKS[self.name].grouped_experts
@@ -72,7 +71,7 @@ class Target:
     def differences(self, setup: TrainSetup, gpu: GpuSpec | None = None) -> tuple[Difference, ...]:
         """What it runs otherwise than a setup says; nothing for the setup that it makes of another."""
         differences: tuple[Difference, ...] = self.room.differences(setup)
-        return differences if _has_triton(gpu) else tuple(_without_liger(differences))
+        return tuple(_without_liger(differences)) if gpu is not None and gpu.vendor == "Apple" else differences
 
     def as_run(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> TrainSetup | str:
         """The setup that the target really runs, or why it runs none.
@@ -81,11 +80,9 @@ class Target:
         """
         if reason := self.refusal(setup, model, gpu):
             return reason
-        differences = self.differences(setup, gpu)
-        if not differences:
-            return setup.run_by(self.name)
-        runs = setup.replace(**{difference.field: difference.runs_as for difference in differences}).run_by(self.name)
-        return self.refusal(runs, model, gpu) or runs
+        changes = {difference.field: difference.runs_as for difference in self.differences(setup, gpu)}
+        runs = (setup.replace(**changes) if changes else setup).run_by(self.name)
+        return (changes and self.refusal(runs, model, gpu)) or runs
 
     def expresses(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> bool:
         """Whether it runs exactly this setup: `as_run` gives the same."""
@@ -100,7 +97,16 @@ class Target:
         if not reason and setup.micro_batch_seqs < objective.least_samples:
             reason = f"{setup.objective} needs a micro-batch of at least {objective.least_samples} {objective.sample}s"
         runs = self.as_run(setup, request.model, request.gpu)
-        reason = reason or rollouts.refusal(setup)
+        roll, at_once = setup.rollout_settings, setup.micro_batch_seqs * setup.data_degree
+        if (
+            not reason
+            and objective.rolls_out
+            and any(setup.generation_seqs % n for n in (roll.num_generations, at_once))
+        ):
+            reason = (
+                f"a generation of {setup.generation_seqs} completions is not whole groups of {roll.num_generations} in "
+                f"micro-batches of {at_once}"
+            )
         if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
             return Launch(target=self.name, refused=reason or str(runs))
         differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
@@ -117,11 +123,6 @@ class Target:
 
 OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}
 """Attentions that not every target has -> those for which they are planned."""
-NEEDS_TRITON = ("unsloth",)
-
-
-def _has_triton(gpu: GpuSpec | None) -> bool:
-    return gpu is None or gpu.vendor != "Apple"
 
 
 def _without_liger(differences: tuple[Difference, ...]) -> Iterator[Difference]:
@@ -133,12 +134,6 @@ def _without_liger(differences: tuple[Difference, ...]) -> Iterator[Difference]:
         elif difference.planned != plain[difference.field]:
             reason = "Liger's kernels are Triton's, which does not compile for Apple's GPUs"
             yield replace(difference, runs_as=plain[difference.field], reason=reason)
-
-
-@cache
-def _room(name: str) -> ModuleType:
-    """A target's module, imported when it is first asked for."""
-    return import_module(TARGET_ROWS[name].module or f"planner.frameworks.exporters.{name.replace('-', '_')}")
 
 
 TARGETS: Mapping[str, Target] = {name: Target(name) for name in TARGET_ROWS}

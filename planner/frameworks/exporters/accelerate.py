@@ -42,9 +42,12 @@ def command(request: ExportRequest, script: str, folder: str, *, rendezvous: boo
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Accelerate's config alone cannot spread this setup, "" when it can."""
-    if reason := family_refusal(setup, TARGET):  # it starts the plain script, or TRL
-        return reason
-    return split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
+    # it starts the plain script, or TRL
+    return (
+        family_refusal(setup, TARGET)
+        or split_refusal(setup, "Accelerate's config alone")
+        or sharding_refusal(setup, model)
+    )
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -80,6 +83,7 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
     setup = request.setup
     kind, half = distributed_type(setup), setup.autocast_dtype
     several = request.num_nodes > 1
+    config: dict[str, object]
     blocks = [
         section(
             "processes",
@@ -96,9 +100,19 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
         )
     ]
     if kind == "FSDP":
-        blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup)), _mesh(setup)))
+        config = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": setup.reshard_after_forward,
+            "fsdp_offload_params": setup.offload == "parameters",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": checkpoints(setup),
+            # with SHARDED_STATE_DICT the Trainer's save_model writes no model at all
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        }
+        blocks.append(section("sharding", Line("fsdp_config", config), _mesh(setup)))
     elif kind == "DEEPSPEED":
-        config: dict[str, object] = {"deepspeed_config_file": f"launch/{folder}/{deepspeed.NAME}"}
+        config = {"deepspeed_config_file": f"launch/{folder}/{deepspeed.NAME}"}
         if deepspeed.STAGES[setup.parallel] == 3:
             config["zero3_init_flag"] = setup.quantization == "none"
         if request.num_nodes > 1:
@@ -110,19 +124,6 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
 def checkpoints(setup: TrainSetup) -> bool:
     """Whether Accelerate's FSDP checkpoints the layers; the Trainer does what FSDP's own cannot say."""
     return distributed_type(setup) == "FSDP" and setup.checkpointing == 1 and not setup.activation_offload
-
-
-def _fsdp(setup: TrainSetup) -> dict[str, object]:
-    return {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": setup.reshard_after_forward,
-        "fsdp_offload_params": setup.offload == "parameters",
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_activation_checkpointing": checkpoints(setup),
-        # with SHARDED_STATE_DICT the Trainer's save_model writes no model at all
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-    }
 
 
 def _mesh(setup: TrainSetup) -> Line | None:

@@ -27,9 +27,6 @@ from planner.samples.steps import steps_between_saves
 from planner.setup import TrainSetup
 
 SOUND_TRAINER = "Seq2SeqTrainer"
-REMOTE_TYPES = frozenset({"internlm3"})
-"""Model types that only the code in their repository builds."""
-
 USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 
@@ -106,17 +103,17 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     return [*lines, Line("liger_kernel_config", config)] if config else lines
 
 
-EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
-METRICS_REASON = "compute_metrics' logits wait on the host, not on the GPU"
-
-
 def batch_lines(tool: Tool, setup: TrainSetup) -> list[Line]:
     """Sequences of a micro-batch, in training and in evaluation, and micro-batches of a step, as transformers says
     them."""
     return [
         setting_line(tool, setup, "micro_batch_seqs"),
-        Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-        Line("eval_accumulation_steps", 1, METRICS_REASON),
+        Line(
+            "per_device_eval_batch_size",
+            setup.micro_batch_seqs,
+            "as in training: transformers' own 8 may need more than the step",
+        ),
+        Line("eval_accumulation_steps", 1, "compute_metrics' logits wait on the host, not on the GPU"),
         setting_line(tool, setup, "accumulation_steps"),
     ]
 
@@ -185,23 +182,15 @@ def adapter_refusal(setup: TrainSetup, tool: str) -> str:
     return f"{TARGET_ROWS[tool].title}'s file has no {row.title}; use the hf target"
 
 
-def _partial_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
-    """Why no file here trains some layers alone, "" where a tool's own settings name them."""
-    if tool == "axolotl" and model is not None:
-        return ""
-    if tool == "llamafactory" and setup.method == "full" and isinstance(setup.trained_layers, int):
-        return ""
-    return "layers that train alone are written for Axolotl, and without adapters for LLaMA-Factory"
-
-
 def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
     if reason := adapter_refusal(setup, tool):
         return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
-    if setup.trained_layers and (reason := _partial_refusal(setup, model, tool)):
-        return reason
+    last = tool == "llamafactory" and setup.method == "full" and isinstance(setup.trained_layers, int)
+    if setup.trained_layers and not last and (tool != "axolotl" or model is None):
+        return "layers that train alone are written for Axolotl, and without adapters for LLaMA-Factory"
     if setup.frozen_encoder and (model is None or model.front_end is None):
         return "only models that hear have an encoder to freeze"
     if setup.quantize_experts and tool not in ("axolotl", "loggetta"):
@@ -216,7 +205,7 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
     if "causal" in model.lacks and setup.images is None:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
-    if model.model_type in REMOTE_TYPES:
+    if model.model_type == "internlm3":
         return (
             f"no transformers before 5.23 has {model.model_type}: its own code would have to be "
             "trusted (trust_remote_code), which no file here asks for"
@@ -240,7 +229,7 @@ def data_constants(request: ExportRequest, target: str = "hf") -> str:
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:
-    """Environment variables that matter."""
+    """The environment variables of a launch on a card; None: not known."""
     return {} if gpu is not None and gpu.vendor != "NVIDIA" else allocator_settings()
 
 

@@ -2,7 +2,7 @@
 names of TRL 1.16 on transformers 5.23."""
 
 from planner.core.shipped import DATA
-from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, rollouts, several_gpus, slurm
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus, slurm
 from planner.frameworks.exporters.install import checkpointing_key, versions
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
@@ -35,41 +35,33 @@ OLDER_NAMES = (
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that `trl sft` runs otherwise than the setup says."""
-    adapters = ("fp32", "peft holds adapters in fp32")
+    objective, adapters = setup.objective_spec, ("fp32", "peft holds adapters in fp32")
     if setup.method == "qlora":
         adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
     elif setup.parallel == "zero3":
         adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
-    loss = "chunked" if "chunked" in setup.objective_spec.losses else setup.loss
+    loss = "chunked" if "chunked" in objective.losses else setup.loss
     runs: dict[str, tuple[object, str]] = {
         "loss": (loss, "TRL 1.16 always computes the loss in chunks and never holds full logits"),
         "kbit_fp32_cast": (False, "TRL does not call prepare_model_for_kbit_training"),
         "adapter_dtype": adapters,
     }
-    of_objective = () if setup.objective_spec.supervised else _objective_differences(setup)
-    return (*deepspeed.differences(setup), *common.differing(setup, runs), *of_objective)
-
-
-def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
-    objective = setup.objective_spec
-    phase = "generation" if objective.rolls_out else "the reference's forward"
-    every_layer = (setup.has_reference or objective.rolls_out) and setup.checkpointing > 1
-    runs: dict[str, tuple[object, str]] = {
-        "lora_dropout": (
-            setup.lora_dropout if objective.rolls_out else 0.0,
-            "TRL switches every dropout off for this objective (disable_dropout)",
-        ),
-        "selective_checkpointing": (
-            False,
-            "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
-        ),
-        "checkpointing": (
-            1 if every_layer else setup.checkpointing,
-            f"TRL switches checkpointing off for {phase}, and on again for every layer",
-        ),
-    }
-    return common.differing(setup, runs)
+    if not objective.supervised:
+        phase = "generation" if objective.rolls_out else "the reference's forward"
+        every_layer = (setup.has_reference or objective.rolls_out) and setup.checkpointing > 1
+        selects = "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers"
+        runs |= {
+            "lora_dropout": (
+                setup.lora_dropout if objective.rolls_out else 0.0,
+                "TRL switches every dropout off for this objective (disable_dropout)",
+            ),
+            "selective_checkpointing": (False, selects),
+            "checkpointing": (
+                1 if every_layer else setup.checkpointing,
+                f"TRL switches checkpointing off for {phase}, and on again for every layer",
+            ),
+        }
+    return (*deepspeed.differences(setup), *common.differing(setup, runs))
 
 
 def shipped(path: str, name: str) -> LaunchFile:
@@ -85,15 +77,12 @@ def file_of(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
-    if reason := several_gpus.tensor_refusal(setup, "trl sft"):
-        return reason
-    if reason := several_gpus.context_refusal(setup, "trl sft", ring=True):
+    tool = "trl sft"
+    if reason := several_gpus.tensor_refusal(setup, tool) or several_gpus.context_refusal(setup, tool, ring=True):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
-    if reason := common.family_refusal(setup, TARGET):
-        return reason
-    if reason := common.multimodal_refusal(model, "trl sft"):
+    if reason := common.family_refusal(setup, TARGET) or common.multimodal_refusal(model, tool):
         return reason
     if setup.images is not None and model is not None and model.model_type == "paligemma":
         return (
@@ -128,7 +117,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.objective_spec.rolls_out:
-        files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
+        files.append(shipped("trl/rewards.py", "trl_rewards.py.txt"))
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=rendezvous) for rendezvous in (True, False))
@@ -270,7 +259,7 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
 def _objective(setup: TrainSetup) -> list[Section]:
     """What the objective's own trainer is told."""
     if setup.objective_spec.rolls_out:
-        return rollouts.sections(setup)
+        return _rollout(setup)
     beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
     if setup.objective == "orpo":
         return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
@@ -280,6 +269,41 @@ def _objective(setup: TrainSetup) -> list[Section]:
     reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
     comment = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {reference}"
     return [section("objective", loss, beta, Line("precompute_ref_log_probs", setup.precomputed_reference, comment))]
+
+
+def _rollout(setup: TrainSetup) -> list[Section]:
+    """The rollout as the settings of GRPOConfig or RLOOConfig, with the beta of RLOOConfig's own, or of Shao et al.
+    2024, DeepSeekMath, section 4.2."""
+    roll = setup.rollout_settings
+    reference = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    beta = 0.05 if setup.objective == "rloo" else 0.04
+    engine = [
+        Line("use_vllm", roll.generator != "transformers"),
+        Line("vllm_mode", "server" if roll.generator == "vllm-server" else "colocate"),
+    ]
+    if roll.colocated:
+        engine += [
+            Line("vllm_gpu_memory_utilization", roll.vllm_fraction, "of the whole card"),
+            Line("vllm_enable_sleep_mode", roll.generator == "vllm-sleep"),
+            Line("vllm_max_model_length", setup.seq_len_tokens),
+        ]
+    return [
+        section(
+            "objective",
+            Line("reward_funcs", ["launch.trl.rewards.contains_answer"], "an example: needs a column `answer`"),
+            Line("loss_type", "dapo", "TRL's default") if setup.objective == "grpo" else None,
+            Line("normalize_advantages", False, "TRL's default") if setup.objective == "rloo" else None,
+            Line(
+                "beta", beta if roll.reference else 0.0, f"the reference is {reference}" if roll.reference else "none"
+            ),
+        ),
+        section(
+            "completions",
+            Line("num_generations", roll.num_generations, "of each prompt"),
+            Line("generation_batch_size", setup.generation_seqs, "made at once"),
+            *(engine if roll.generator != "transformers" else engine[:1]),
+        ),
+    ]
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:
@@ -344,7 +368,8 @@ def _dataset(request: ExportRequest) -> Section:
     """
     dataset, images, objective = request.dataset, request.setup.images, request.setup.objective_spec
     if prepare.needed(request):
-        made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
+        labels = f", the loss is on {prepare.loss_words(request)}" if objective.supervised else ""
+        made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{labels}")
         return section("dataset", made, Line("dataset_train_split", "train"))
     shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
     if dataset is None:
@@ -358,11 +383,6 @@ def _dataset(request: ExportRequest) -> Section:
         return section("dataset", Line("datasets", [entry], comment))
     name = Line("dataset_name", shown_path(dataset.path), comment)
     return section("dataset", name, Line("dataset_train_split", dataset.split))
-
-
-def _labels(request: ExportRequest) -> str:
-    """What the labels in the prepared rows say."""
-    return f", the loss is on {prepare.loss_words(request)}" if request.setup.objective_spec.supervised else ""
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:

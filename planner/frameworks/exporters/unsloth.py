@@ -48,15 +48,16 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
-    if reason := common.model_refusal(
-        setup.replace(attention="eager"), model, "unsloth"
-    ):  # it picks its attention itself
-        return reason
-    if reason := common.multimodal_refusal(model, "Unsloth"):
+    eager = setup.replace(attention="eager")  # it picks its attention itself
+    if reason := common.model_refusal(eager, model, TARGET) or common.multimodal_refusal(model, "Unsloth"):
         return reason
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
-    if model is not None and setup.method != "full" and _reaches_experts(setup, model):
+    if model is None or setup.method == "full":
+        return ""
+    # Source: `models/_utils.py` get_moe_target_parameters (any of gate_proj, up_proj, down_proj, gate_up_proj).
+    stacked = any(linear.num > 1 for layer in model.layer_kinds for linear in layer.linears)
+    if stacked and (setup.lora_targets == "all-linear" or adapts_expert_stacks(model, setup.lora_targets)):
         return "Unsloth adapts stacked experts by rules of its own: plan with --targets attention"
     return ""
 
@@ -82,13 +83,6 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     parts.append(_RUN.replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates))
     main = LaunchFile(path=FILE, text="".join(parts))
     return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
-
-
-def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:
-    """Whether Unsloth would look for expert stacks by these targets. Source: `models/_utils.py`
-    get_moe_target_parameters (any of gate_proj, up_proj, down_proj, gate_up_proj)."""
-    stacked = any(linear.num > 1 for layer in model.layer_kinds for linear in layer.linears)
-    return stacked and (setup.lora_targets == "all-linear" or adapts_expert_stacks(model, setup.lora_targets))
 
 
 def _checkpointing(setup: TrainSetup) -> bool | str:
