@@ -17,7 +17,6 @@ TARGET = "axolotl"
 FILE = "axolotl/axolotl.yaml"
 PYTHON = "3.12"
 VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2", "accelerate": "1.15.0"}
-LIGER = "axolotl.integrations.liger.LigerPlugin"
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -106,7 +105,10 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     if KERNELS[setup.kernels].parts or setup.loss == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     env = common.environment(request.gpu)
-    if setup.method == "full" and setup.precision != "fp32" and (routers := _wide_routers(request.model)):
+    layers = [] if request.model is None else [request.model.layer_kinds[index] for index in request.model.layer_order]
+    gates = [linear for layer in layers for linear in layer.linears if (linear.role, linear.leaf) == ("router", "gate")]
+    routers = sum(router.num_weights + router.num_bias for router in gates)
+    if setup.method == "full" and setup.precision != "fp32" and routers:
         # ModelLoader._convert_embedding_modules_dtype: *.gate to fp32, and back to 16 bits nothing but norms
         notes.append(
             f"Axolotl trains the routers ({routers / 1e6:.1f} M parameters) in fp32 beside 16-bit weights: up to "
@@ -117,25 +119,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
     title = "Axolotl" if setup.objective_spec.supervised else f"Axolotl {setup.objective_spec.title}"
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
-    return Draft(
-        title=title,
-        main=main,
-        files=tuple(files),
-        command=common.after(env, command),
-        notes=tuple(notes),
-        python=PYTHON,
-    )
-
-
-def _wide_routers(model: ModelSpec | None) -> int:
-    """Parameters of the routers by the name that Axolotl looks for."""
-    if model is None:
-        return 0
-    layers = [model.layer_kinds[index] for index in model.layer_order]
-    routers = [
-        linear for layer in layers for linear in layer.linears if linear.role == "router" and linear.leaf == "gate"
-    ]
-    return sum(router.num_weights + router.num_bias for router in routers)
+    command = common.after(env, command)
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes), python=PYTHON)
 
 
 def _sections(request: ExportRequest) -> list[Section]:
@@ -209,8 +194,13 @@ def _model(request: ExportRequest) -> list[Line | None]:
 
 def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
-    if setup.method == "full":
-        return [_unfrozen(setup, request.model)] if setup.trained_layers and request.model is not None else []
+    if setup.method == "full" and (not setup.trained_layers or request.model is None):
+        return []
+    if setup.method == "full" and request.model is not None:
+        numbers = layer_numbers(setup.trained_layers, request.model.num_layers)
+        paths = dict.fromkeys(request.model.layer_kinds[request.model.layer_order[number]].path for number in numbers)
+        any_of = "|".join(map(str, numbers))  # Axolotl takes every dot for one
+        return [Line("unfrozen_parameters", [f"^{path}.({any_of})." for path in paths], "these layers alone train")]
     lines = [
         Line("adapter", "qlora" if setup.four_bit else "lora"),
         setting_line(AXOLOTL, setup, "lora_rank"),
@@ -231,14 +221,6 @@ def _method(request: ExportRequest) -> list[Line]:
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines
-
-
-def _unfrozen(setup: TrainSetup, model: ModelSpec) -> Line:
-    """The names of the parameters that train; Axolotl takes every dot for one."""
-    numbers = layer_numbers(setup.trained_layers, model.num_layers)
-    paths = dict.fromkeys(model.layer_kinds[model.layer_order[number]].path for number in numbers)
-    any_of = "|".join(map(str, numbers))
-    return Line("unfrozen_parameters", [f"^{path}.({any_of})." for path in paths], "these layers alone train")
 
 
 def _datasets(request: ExportRequest) -> Section:
@@ -276,23 +258,6 @@ def _precision(setup: TrainSetup) -> list[Line]:
     return lines if setup.autocast_dtype else [*lines, plain]
 
 
-def _kernels(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
-    """The Liger plugin's switches, and Axolotl's own LoRA kernels, which it switches on by itself unless told not to.
-
-    Source: Axolotl 0.21 `integrations/liger/args.py`; `utils/schemas/config.py` check_auto_enable_lora_kernels.
-    """
-    lines = []
-    parts = parts_of(setup.kernels, model.model_type if model is not None else "llama")
-    if parts or setup.loss == "liger":
-        lines.append(Line("plugins", [LIGER]))
-    lines += [Line(switch, True) for part, switch in LIGER_SWITCHES.items() if part in parts]
-    if setup.loss == "liger":
-        lines.append(Line("liger_fused_linear_cross_entropy", True))
-    if setup.method != "full":
-        lines += [Line(switch, on) for switch, on in lora_switches(setup).items()]
-    return lines
-
-
 def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     lines = []
     sharded = setup.parallel == "fsdp2" and setup.checkpointing > 0
@@ -311,7 +276,16 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("activation_offloading", "hidden_states", "checkpoints in host memory"))
     if setup.loss == "chunked" and setup.objective_spec.supervised:
         lines.append(Line("chunked_cross_entropy", True))
-    lines += _kernels(setup, model)
+    # The Liger plugin's switches, and Axolotl's own LoRA kernels, which it switches on by itself unless told not to.
+    # Source: Axolotl 0.21 `integrations/liger/args.py`; `utils/schemas/config.py` check_auto_enable_lora_kernels.
+    parts = parts_of(setup.kernels, model.model_type if model is not None else "llama")
+    if parts or setup.loss == "liger":
+        lines.append(Line("plugins", ["axolotl.integrations.liger.LigerPlugin"]))
+    lines += [Line(switch, True) for part, switch in LIGER_SWITCHES.items() if part in parts]
+    if setup.loss == "liger":
+        lines.append(Line("liger_fused_linear_cross_entropy", True))
+    if setup.method != "full":
+        lines += [Line(switch, on) for switch, on in lora_switches(setup).items()]
     if setup.compile:
         lines.append(setting_line(AXOLOTL, setup, "compile"))
     return lines

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from planner.frameworks.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, several_gpus, slurm
 from planner.frameworks.exporters.install import checkpointing_key, versions
 from planner.frameworks.exporters.text import Code, Line, call, constant, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -38,18 +38,17 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the script cannot run this setup, "" when it can."""
-    if reason := several_gpus.tensor_refusal(setup, "the Trainer"):
-        return reason
-    if reason := several_gpus.context_refusal(setup, "the Trainer", ring=True, ulysses=True):
+    if reason := several_gpus.tensor_refusal(setup, "the Trainer") or several_gpus.context_refusal(
+        setup, "the Trainer", ring=True, ulysses=True
+    ):
         return reason
     if setup.context_degree > 1 and setup.loss != "full":
         return "labels of cut sequences come shifted already, which the fused losses here do not know"
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    if reason := common.family_refusal(setup, TARGET):
-        return reason
     return (
-        setup.scaler_refusal
+        common.family_refusal(setup, TARGET)
+        or setup.scaler_refusal
         or common.model_refusal(setup, model, "hf")
         or common.liger_loss_refusal(setup, model, ("chunked", "liger"))
         or several_gpus.sharding_refusal(setup, model)
@@ -63,15 +62,15 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     files = []
     if setup.parallel == "dp":
         command = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(setup.num_gpus)))} {command}"
+    notes = [several_gpus.PER_NODE] * (request.num_nodes > 1)
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
-        files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
-    notes = []
-    if request.num_nodes > 1:
-        notes.append(several_gpus.PER_NODE)
-    if several_gpus.launched(setup) and _needs_no_config(setup):
-        notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
+        job = accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
+        if accelerate.distributed_type(setup) == "MULTI_GPU":  # nothing is sharded by Accelerate or DeepSpeed
+            job = f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
+            notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
+        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
     if setup.parallel == "dp":
         notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
     if setup.sharded_at_loading:
@@ -84,18 +83,6 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     title = "Plain transformers + peft" + ("" if setup.objective_spec.supervised else f": {setup.objective_spec.title}")
     main = LaunchFile(path=FILE, text=_script(request, differences))
     return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes))
-
-
-def _needs_no_config(setup: TrainSetup) -> bool:
-    """Whether several_gpus.torchrun alone starts the script: nothing is sharded by Accelerate or DeepSpeed."""
-    return accelerate.distributed_type(setup) == "MULTI_GPU"
-
-
-def _node_command(request: ExportRequest) -> str:
-    """What one node of a cluster starts."""
-    if _needs_no_config(request.setup):
-        return f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
-    return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
 
 
 def opening(request: ExportRequest) -> list[str]:
@@ -144,23 +131,41 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
             packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
             parts.append(f'rows["train"] = rows["train"].map({packed})\n')
     parts.append("\n" + arguments(request, runs))
-    parts.append(run("Trainer", "tokenizer") if scored else run("Trainer", "tokenizer", rows=_splits(request)))
+    parts.append(
+        run("Trainer", "tokenizer")
+        if scored
+        else run("Trainer", "tokenizer", rows='rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates)
+    )
     return "".join(parts)
 
 
 def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
-    """The script of a model that hears, behind what every script imports."""
-    sound, kind = script_sound, "Seq2SeqTrainingArguments"
-    yield imported(request, sound.AUTO_CLASS, "AutoProcessor", common.SOUND_TRAINER, kind)
-    yield "\n" + sound.constants(request) + sound.PROCESSOR
+    """The script of a model that hears, behind what every script imports: constants, data, what Whisper's class wants.
+
+    Two processes (judgement) make frames of sound beside the training."""
+    setup, auto, kind = request.setup, "AutoModelForSpeechSeq2Seq", "Seq2SeqTrainingArguments"
+    narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
+    features = Code(f"torch.{DTYPES[setup.weight_dtype if narrow else 'fp32']}")
+    yield imported(request, auto, "AutoProcessor", common.SOUND_TRAINER, kind)
+    yield "\n" + common.data_constants(request)
+    yield constant("AUDIO_FIELD", "audio", "clips of at most 30 s: what is longer is cut, so split it before")
+    yield constant("TEXT_FIELD", "text", "what is said in them")
+    yield constant("LANGUAGE", None, 'of the texts, like "hindi"; None for English-only models')
+    yield constant("TASK", None, '"transcribe" or "translate"; None for English-only models')
+    yield constant("MAX_LENGTH", setup.seq_len_tokens, "tokens of text; clips with longer ones are left out")
+    yield constant("FEATURES_DTYPE", features, "of the sound; autocast casts it itself")
     parts, lines = loading(request)
-    yield "".join(["\n", *parts]) + call("model", f"{sound.AUTO_CLASS}.from_pretrained", lines, first="MODEL")
-    yield sound.after_loading(request)
-    if request.setup.method != "full":
+    yield "".join([PROCESSOR, "\n", *parts]) + call("model", f"{auto}.from_pretrained", lines, first="MODEL")
+    yield "model.config.use_cache = False\nif LANGUAGE or TASK:\n"
+    yield "    model.generation_config.update(language=LANGUAGE, task=TASK, forced_decoder_ids=None)\n"
+    if setup.frozen_encoder:
+        yield "model.freeze_encoder()  # with its convolutions\n"
+    if setup.method != "full":
         yield "\n" + _adapters(request)
-    yield ROWS + "\n" + sound.DATA
-    yield "\n" + arguments(request, runs, kind, sound.argument_lines())
-    yield run(common.SOUND_TRAINER, "processor", sound.DIVIDES)
+    workers = Line("dataloader_num_workers", 2, "make frames of sound on the host")
+    yield ROWS + "\n" + HEARD + "\n" + arguments(request, runs, kind, [Line("label_names", ["labels"]), workers])
+    divides = "trainer.model_accepts_loss_kwargs = False  # Whisper's class does not divide by the step's tokens\n"
+    yield run(common.SOUND_TRAINER, "processor", divides)
 
 
 def constants(request: ExportRequest) -> str:
@@ -186,7 +191,9 @@ def _auto_class(setup: TrainSetup) -> str:
 
 def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
     """The statements before, and the arguments of, `from_pretrained` for the setup's weights."""
-    setup, quantization = request.setup, _quantization(request)
+    setup, kind, bits = request.setup, dequantizing_class(request.model), quantization_lines(request.setup)
+    quantization = call("quantization", kind, [Line("dequantize", True, "16-bit weights, which train")]) if kind else ""
+    quantization += call("quantization", "BitsAndBytesConfig", bits) if bits else ""
     device_map: Line | None = None
     if setup.parallel == "device-map":
         device_map = Line("device_map", "auto", "layers spread over the GPUs")
@@ -230,13 +237,6 @@ def quantization_lines(setup: TrainSetup) -> list[Line]:
     return lines
 
 
-def _quantization(request: ExportRequest) -> str:
-    kind, lines = dequantizing_class(request.model), quantization_lines(request.setup)
-    dequantized = [Line("dequantize", True, "16-bit weights, which train")]
-    calls = call("quantization", kind, dequantized) if kind else ""
-    return calls + (call("quantization", "BitsAndBytesConfig", lines) if lines else "")
-
-
 def _adapters(request: ExportRequest) -> str:
     setup, hyper = request.setup, request.hyper
     parts, name = [], "lora" if setup.kind.form == "low-rank" else "adapter"
@@ -259,6 +259,8 @@ def _adapters(request: ExportRequest) -> str:
     return "".join(parts)
 
 
+USUAL_NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
+"""What Llama and most others call their norms."""
 TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}
 """peft's kind of task, by the head."""
 
@@ -280,7 +282,8 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
             *settings,
         ]
     if row.form == "norms":
-        return [task, Line("target_modules", _norm_names(request.model))]
+        norms = [norm.name.rpartition(".")[2] for norm in tuned_norms(request.model)] if request.model else USUAL_NORMS
+        return [task, Line("target_modules", list(dict.fromkeys(norms)))]
     if row.form == "rows":
         return [task, Line("token_indices", list(range(setup.lora_rank)), "PUT YOURS HERE: ids of the trained tokens")]
     if row.form == "scales":
@@ -289,17 +292,6 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
         return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
     size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
     return [task, *settings, Line(size, setup.lora_rank), targets]
-
-
-USUAL_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-"""What Llama and most others call their norms."""
-
-
-def _norm_names(model: ModelSpec | None) -> list[str]:
-    """Names that reach the norms of whole tokens, the final one included."""
-    if model is None:
-        return list(USUAL_NORMS)
-    return list(dict.fromkeys(norm.name.rpartition(".")[2] for norm in tuned_norms(model)))
 
 
 def arguments(
@@ -354,11 +346,6 @@ def _ulysses(setup: TrainSetup) -> list[Line]:
     return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
 
 
-def _splits(request: ExportRequest) -> str:
-    """What of the rows is trained on, and evaluated."""
-    return 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates
-
-
 def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:
     """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
     made = f"trainer = {trainer}(\n    model=model, args=arguments, train_dataset={rows}, data_collator=collate, "
@@ -382,6 +369,38 @@ def load_rows():
     if kind and os.path.isfile(DATASET):
         return load_dataset(kind, data_files=DATASET, split="train")
     return load_dataset(DATASET, split=SPLIT)
+'''
+
+PROCESSOR = """
+processor = AutoProcessor.from_pretrained(MODEL)
+if LANGUAGE or TASK:
+    processor.tokenizer.set_prefix_tokens(language=LANGUAGE, task=TASK)
+"""
+
+HEARD = '''
+def tokenize(row):
+    return {"labels": processor.tokenizer(row[TEXT_FIELD]).input_ids}
+
+
+def collate(samples):
+    """Frames of sound, always of 30 s, and texts padded to the longest; the model puts the start token before them."""
+    extractor, start = processor.feature_extractor, START
+    sounds = [sample[AUDIO_FIELD] for sample in samples]
+    rate = sounds[0]["sampling_rate"]
+    features = extractor([one["array"] for one in sounds], sampling_rate=rate, return_tensors="pt").input_features
+    texts = [sample["labels"][1:] if sample["labels"][0] == start else sample["labels"] for sample in samples]
+    longest = max(map(len, texts))
+    labels = [text + [-100] * (longest - len(text)) for text in texts]
+    return {"input_features": features.to(FEATURES_DTYPE), "labels": torch.tensor(labels)}
+
+
+rows = load_rows()
+if isinstance(rows.features[AUDIO_FIELD], Audio):  # decoded by torchcodec; else {"array": [...], "sampling_rate": ...}
+    rows = rows.cast_column(AUDIO_FIELD, Audio(sampling_rate=processor.feature_extractor.sampling_rate))
+rows = rows.select_columns([AUDIO_FIELD, TEXT_FIELD])
+rows = rows.map(tokenize, remove_columns=[TEXT_FIELD])
+rows = rows.filter(lambda labels: len(labels) <= MAX_LENGTH + 1, input_columns="labels")
+START = model.config.decoder_start_token_id
 '''
 
 PADDED = '''

@@ -17,7 +17,6 @@ from planner.setup.allowed import TARGET_SETS
 TARGET = "llamafactory"
 FILE = "llamafactory/llamafactory.yaml"
 COMMAND = f"llamafactory-cli train launch/{FILE}"
-DATASET_INFO = "llamafactory/dataset_info.json"
 DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
 LIGER_TYPES = frozenset({
@@ -25,7 +24,6 @@ LIGER_TYPES = frozenset({
     "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
 })  # fmt: skip
 """Source: LLaMA-Factory 0.9.5 `model/model_utils/liger_kernel.py`, which only warns for any other type."""
-VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -104,15 +102,21 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if not setup.objective_spec.supervised and setup.kernels != "eager":
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
-        return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
-    if reason := common.family_refusal(setup, TARGET):
-        return reason
-    if reason := common.multimodal_refusal(model, "LLaMA-Factory"):
+        why = flash_refusal(model, "kernels-community/vllm-flash-attn3")
+        return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {why}"
+    if reason := common.family_refusal(setup, TARGET) or common.multimodal_refusal(model, "LLaMA-Factory"):
         return reason
     if setup.images is not None and model is not None and model.model_type not in _TEMPLATES:
         return f"LLaMA-Factory has no template for the pictures of {model.model_type}"
-    if model is not None and (reason := _targets_refusal(setup, model)):
-        return reason
+    if model is not None and setup.method != "full":
+        # Source: LLaMA-Factory 0.9.5 `model/adapter.py` (names alone), `model_utils/visual.py` patch_target_modules;
+        # PEFT 0.18 has no names for stacked experts. tools/validators/every_type.py loads a model of every type.
+        if isinstance(peft_target_modules(model, setup.lora_targets), str) and setup.lora_targets not in TARGET_SETS:
+            return "LLaMA-Factory takes names of LoRA targets, no pattern"
+        if adapts_expert_stacks(model, setup.lora_targets):
+            return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --targets attention"
+        if setup.lora_targets == "all-linear" and any(layer.linears for layer, _ in model.idle_layers):
+            return "LLaMA-Factory adapts no vision or audio tower: plan with --targets attention"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := common.model_refusal(setup, model, "llamafactory"):
@@ -123,23 +127,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
     return sharding_refusal(setup, model)
-
-
-def _targets_refusal(setup: TrainSetup, model: ModelSpec) -> str:
-    """Why its `lora_target` cannot adapt the planned matrices, "" where it can.
-
-    Source: LLaMA-Factory 0.9.5 `model/adapter.py` (names alone), `model_utils/visual.py` patch_target_modules; PEFT
-    0.18 has no names for stacked experts. tools/validators/every_type.py loads a model of every type.
-    """
-    if setup.method == "full":
-        return ""
-    if isinstance(peft_target_modules(model, setup.lora_targets), str) and setup.lora_targets not in TARGET_SETS:
-        return "LLaMA-Factory takes names of LoRA targets, no pattern"
-    if adapts_expert_stacks(model, setup.lora_targets):
-        return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --targets attention"
-    if setup.lora_targets == "all-linear" and any(layer.linears for layer, _ in model.idle_layers):
-        return "LLaMA-Factory adapts no vision or audio tower: plan with --targets attention"
-    return ""
 
 
 def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
@@ -181,6 +168,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
 
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper, model = request.setup, request.hyper, request.model
+    loss = "sigmoid" if setup.objective == "dpo" else setup.objective
     open_ = model is not None and left_unnamed(model.config, setup.attention)
     return [
         section(
@@ -191,7 +179,8 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             *_images(request),
         ),
         section("method", Line("stage", _stage(request)), Line("do_train", True), *_method(request)),
-        *_objective(setup),
+        *[section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
+        * (not setup.objective_spec.supervised),
         section(
             "dataset"
             if request.dataset or prepare.needed(request)
@@ -295,13 +284,6 @@ def _memory(setup: TrainSetup, runs: TrainSetup) -> list[Line | None]:
     ]
 
 
-def _objective(setup: TrainSetup) -> list[Section]:
-    if setup.objective_spec.supervised:
-        return []
-    loss = "sigmoid" if setup.objective == "dpo" else setup.objective
-    return [section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
-
-
 def _quantization(setup: TrainSetup) -> list[Line]:
     if setup.quantization == "none":
         return []
@@ -360,17 +342,11 @@ def _dataset_info(request: ExportRequest, runs: TrainSetup) -> LaunchFile:
         entry |= {
             "formatting": "sharegpt",
             "columns": {"messages": "messages"} | ({"images": "images"} if setup.images is not None else {}),
-            "tags": {
-                "role_tag": "role",
-                "content_tag": "content",
-                "user_tag": "user",
-                "assistant_tag": "assistant",
-                "system_tag": "system",
-            },
+            "tags": {f"{name}_tag": name for name in ("role", "content", "user", "assistant", "system")},
         }
     if dataset and dataset.split != "train" and not made:
         entry["split"] = dataset.split
     info = {DATASET_KEY: entry}
     if _evaluates(request, runs):
         info[f"{DATASET_KEY}_test"] = {**entry, "file_name": str(entry["file_name"]).replace("train.", "test.")}
-    return LaunchFile(path=DATASET_INFO, text=json.dumps(info, indent=2) + "\n")
+    return LaunchFile(path="llamafactory/dataset_info.json", text=json.dumps(info, indent=2) + "\n")
