@@ -37,11 +37,9 @@ LARGE_MODEL_FACTOR = 0.5
 """Source: Dettmers et al. 2023, QLoRA, appendix B.2, https://arxiv.org/abs/2305.14314: 2e-4 up to 13B, 1e-4 at 33B
 and 65B (batch 16)."""
 
-LION_FACTOR = 0.2
-"""Lion's rate over Adam's: 3 to 10 times smaller. Source: Chen et al. 2023, https://arxiv.org/abs/2302.06675."""
-
-SGD_FACTOR = 100.0
-"""Plain SGD's rate over Adam's. No published standard for language models exists: a starting point to tune."""
+RULE_FACTORS = {"Lion": 0.2, "SGD": 100.0}
+"""An optimizer's rate over Adam's. Lion: 3 to 10 times smaller (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
+Plain SGD: no published standard for language models exists, a starting point to tune."""
 
 WARMUP_FRACTION = 0.03
 """Share of the steps. Source: Alpaca and QLoRA, as above, both 0.03."""
@@ -150,28 +148,23 @@ def choose(
 
 def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> tuple[float, str]:
     """The learning rate by the rules above, and its factors in words."""
-    rate = BASE_LEARNING_RATE
-    why = [f"{BASE_LEARNING_RATE:g} (Adam, full)"]
-    if setup.method in LORA_METHODS:
-        rate *= setup.objective_spec.lora_factor or LORA_FACTOR
-        why.append(f"x {setup.objective_spec.lora_factor or LORA_FACTOR:g} for LoRA")
-    if setup.objective_spec.rate_factor != 1.0:
-        rate *= setup.objective_spec.rate_factor
-        why.append(f"x {setup.objective_spec.rate_factor:g} for {setup.objective_spec.rate_reason}")
-    rule = OPTIMIZERS[setup.optimizer].rate_rule
-    if rule == "Lion":
-        rate *= LION_FACTOR
-        why.append(f"x {LION_FACTOR:g} for Lion")
-    elif rule == "SGD":
-        rate *= SGD_FACTOR
-        why.append(f"x {SGD_FACTOR:g} for SGD")
+    objective, rule = setup.objective_spec, OPTIMIZERS[setup.optimizer].rate_rule
+    rate, why = BASE_LEARNING_RATE, [f"{BASE_LEARNING_RATE:g} (Adam, full)"]
+    for applies, factor, reason in (
+        (setup.method in LORA_METHODS, objective.lora_factor or LORA_FACTOR, "LoRA"),
+        (objective.rate_factor != 1.0, objective.rate_factor, objective.rate_reason),
+        (rule in RULE_FACTORS, RULE_FACTORS.get(rule, 1.0), rule),
+    ):
+        if applies:
+            rate *= factor
+            why.append(f"x {factor:g} for {reason}")
     if num_params is not None and num_params >= LARGE_MODEL_PARAMS:
         rate *= LARGE_MODEL_FACTOR
         why.append(f"x {LARGE_MODEL_FACTOR:g} from 30B parameters")
     batch = rate_batch(setup.global_batch_seqs, samples_per_seq)
     factor = batch_factor(setup.optimizer, batch)
-    rule = "linear" if setup.optimizer == "sgd" else "square root"
     if factor != 1.0:
+        rule = "linear" if setup.optimizer == "sgd" else "square root"
         why.append(f"x {factor:.3g} for a batch of {batch} ({rule})")
     return rate * factor, " ".join(why)
 

@@ -57,11 +57,13 @@ class Images:
 
     @classmethod
     def read(cls, values: Any) -> Self:
-        """From JSON values.
+        """From JSON values, or one as it is.
 
         Raises:
             SetupError: an unknown key or a wrong value.
         """
+        if isinstance(values, cls):
+            return values
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or set(values) - set(names) or not {"width", "height"} <= set(values):
             raise SetupError(f"images must be an object of {', '.join(names)}; got {values!r:.80}")

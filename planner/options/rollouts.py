@@ -66,11 +66,13 @@ class Rollout:
 
     @classmethod
     def read(cls, values: Any, seq_len_tokens: int) -> Self:
-        """From JSON values; what is not there is usual.
+        """From JSON values, or one as it is; what is not there is usual.
 
         Raises:
             SetupError: an unknown key or a wrong value.
         """
+        if isinstance(values, cls):
+            return values
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or (set(values) - set(names)):
             raise SetupError(f"rollout must be an object of {', '.join(names)}; got {values!r:.80}")

@@ -67,13 +67,13 @@ class TrainSetup(SetupValues):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The fields of SPREAD_FIELDS that differ from their defaults."""
+        """The fields of LAYOUT_FIELDS that differ from their defaults."""
         values = {name: getattr(self, name) for name in LAYOUT_FIELDS}
         return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
     @property
     def seldom(self) -> dict[str, Any]:
-        """The fields of SPREAD_FIELDS and LATER_FIELDS that differ from their defaults."""
+        """The fields of LAYOUT_FIELDS and LATER_FIELDS that differ from their defaults."""
         later = {name: getattr(self, name) for name in LATER_FIELDS}
         return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.layout
 

@@ -1,13 +1,12 @@
 """What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
 
 import re
-from dataclasses import fields
 from operator import attrgetter
 
 from planner.core.errors import SetupError
 from planner.options.absent import known_unplanned
 from planner.options.adapters import ADAPTERS as _ADAPTERS
-from planner.options.adapters import Adapter, refusal
+from planner.options.adapters import refusal
 from planner.options.images import WITH_IMAGES
 from planner.options.kernels import KERNELS as _KERNELS
 from planner.options.layouts import LAYOUT_FIELDS, SPLIT_DEGREES
@@ -27,14 +26,8 @@ from planner.setup.values import SetupValues
 MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
 
-_layout_values = attrgetter(*LAYOUT_FIELDS)
-_DEFAULTS = {field.name: field.default for field in fields(SetupValues)}
-_NO_LAYOUT = tuple(_DEFAULTS[name] for name in LAYOUT_FIELDS)
-
-
-def is_layout(setup: SetupValues) -> bool:
-    """Whether any field says that there are several GPUs."""
-    return setup.num_gpus > 1 or setup.parallel != "none" or _layout_values(setup) != _NO_LAYOUT
+_layout_values = attrgetter("num_gpus", "parallel", *LAYOUT_FIELDS)
+_NO_LAYOUT = _layout_values(SetupValues)
 
 
 def _check_degrees(setup: SetupValues) -> None:
@@ -238,7 +231,7 @@ def check(setup: SetupValues) -> None:
         _check_full(setup)
     else:
         _check_adapter(setup)
-    if is_layout(setup):
+    if _layout_values(setup) != _NO_LAYOUT:
         _check_degrees(setup)
         _check_sharing(setup)
         _check_context(setup)
@@ -256,9 +249,13 @@ def check(setup: SetupValues) -> None:
             "frozen_encoder belongs to full fine-tuning of all layers",
             hint="adapters of the decoder alone: --targets with a pattern of its modules' names",
         )
-    if setup.images is not None:
-        _check_images(setup)
-    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
+    for name, allowed in WITH_IMAGES.items() if setup.images is not None else ():
+        if (value := getattr(setup, name)) not in allowed:
+            raise SetupError(
+                f"images are not planned with {name} {value!r}", hint=f"planned: {', '.join(map(str, allowed))}"
+            )
+    of_an_objective = setup.rollout or setup.hard_negatives or setup.cached_seqs or setup.precomputed_reference
+    if setup.objective != _DEFAULT_OBJECTIVE or of_an_objective:
         _check_objective(setup)
 
 
@@ -281,11 +278,6 @@ def _check_partial(setup: SetupValues) -> None:
         raise SetupError("trained_layers is known for supervised training on text without pipeline stages")
     if setup.method != "full" and not setup.kind.like_lora:
         raise SetupError(f"trained_layers belongs to full fine-tuning and LoRA, got adapter {setup.adapter!r}")
-
-
-def _of_an_objective(setup: SetupValues) -> bool:
-    """Whether a field is set that says something of some objectives alone."""
-    return bool(setup.hard_negatives or setup.cached_seqs or setup.precomputed_reference)
 
 
 def _check_values(setup: SetupValues) -> None:
@@ -444,12 +436,8 @@ def _check_kind(setup: SetupValues) -> None:
         raise SetupError(
             f"peft refuses adapter {row.name!r} under gradient checkpointing", hint="use --checkpointing off"
         )
-    if not row.like_lora:
-        _check_unlike_lora(setup, row)
-
-
-def _check_unlike_lora(setup: SetupValues, row: Adapter) -> None:
-    """What is planned for LoRA's own kind alone."""
+    if row.like_lora:
+        return
     if setup.objective != _DEFAULT_OBJECTIVE:
         raise SetupError(
             f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {setup.objective!r}",
@@ -472,15 +460,6 @@ def _check_unlike_lora(setup: SetupValues, row: Adapter) -> None:
             "which only autocast can bring together",
             hint="use --precision bf16-autocast",
         )
-
-
-def _check_images(setup: SetupValues) -> None:
-    """What pictures leave of the other fields."""
-    for name, allowed in WITH_IMAGES.items():
-        if (value := getattr(setup, name)) not in allowed:
-            raise SetupError(
-                f"images are not planned with {name} {value!r}", hint=f"planned: {', '.join(map(str, allowed))}"
-            )
 
 
 def _check_objective(setup: SetupValues) -> None:

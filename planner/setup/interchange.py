@@ -29,7 +29,7 @@ _SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(defa
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     """All fields of a setup as JSON values; `checkpointing` is false, true or n (every n-th layer).
 
-    The fields of SPREAD_FIELDS and LATER_FIELDS only where they differ from their defaults.
+    The fields of LAYOUT_FIELDS and LATER_FIELDS only where they differ from their defaults.
     """
     values = {name: getattr(setup, name) for name in _ALWAYS} | setup.seldom
     if setup.checkpointing <= 1:
@@ -84,8 +84,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     if clean.get("rollout") is not None:
-        clean["rollout"] = _rollout(clean["rollout"], clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"]))
-    if clean.get("images") is not None and not isinstance(clean["images"], Images):
+        length = clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"])
+        clean["rollout"] = Rollout.read(clean["rollout"], length if isinstance(length, int) else 2)
+    if clean.get("images") is not None:
         clean["images"] = Images.read(clean["images"])
     _check_types(clean)
     setup = TrainSetup(**clean)
@@ -138,12 +139,6 @@ def _stack_defaults(stack: str) -> dict[str, Any]:
     """What a stack sets by itself around its step; nothing of one that is not known."""
     row = STACKS.get(stack)
     return {} if row is None else {name: getattr(row, name) for name in AROUND_FIELDS if name != "stack"}
-
-
-def _rollout(values: object, seq_len_tokens: object) -> Rollout:
-    if isinstance(values, Rollout):
-        return values
-    return Rollout.read(values, seq_len_tokens if isinstance(seq_len_tokens, int) else 2)
 
 
 def _checkpointing(value: object) -> int:

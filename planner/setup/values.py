@@ -41,10 +41,6 @@ class Program:
         """Whether the modeling code is that of an older transformers than this version."""
         return _before(self.transformers_version or self.trainer.newest_transformers, version)
 
-    def before_bitsandbytes(self, *version: int) -> bool:
-        """Whether the quantized products are those of an older bitsandbytes than this version."""
-        return _before(self.bitsandbytes_version, version)
-
     def before_trl(self, *version: int) -> bool:
         """Whether the trainer of an objective is that of an older TRL than this version."""
         return _before(self.trl_version, version)
@@ -461,7 +457,7 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     @property
     def saves_four_bit_inputs(self) -> bool:
         """Whether bitsandbytes keeps the input of every 4-bit product (before 0.43.2)."""
-        return self.four_bit and self.before_bitsandbytes(0, 43, 2)
+        return self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2))
 
     @property
     def saves_matmul_inputs(self) -> bool:

@@ -41,22 +41,15 @@ BASES = re.compile(
 def lacks_template(model_id: str) -> bool | None:
     """Whether the model's tokenizer has no chat template: read from its files where they are on this machine, else
     guessed from the name; None where the name says nothing."""
-    if (files := _tokenizer_files(model_id)) is not None:
-        return not any(files)
-    if TUNED.search(model_id):
-        return False
-    return True if BASES.search(model_id) else None
-
-
-def _tokenizer_files(model_id: str) -> list[bool] | None:
-    """Whether each of the files that may hold a template does; None where no tokenizer is on this machine."""
     from planner.samples.dataset import tokenizer_file
 
     tokenizer = tokenizer_file(model_id)
     folder = Path(model_id) if Path(model_id).is_dir() else tokenizer.parent if tokenizer is not None else None
-    if folder is None or (config := templates.tokenizer_config(folder)) is None:
-        return None
-    return [bool(config.get("chat_template")), (folder / NAME).is_file(), (folder / "chat_templates").is_dir()]
+    if folder is not None and (config := templates.tokenizer_config(folder)) is not None:
+        return not (config.get("chat_template") or (folder / NAME).is_file() or (folder / "chat_templates").is_dir())
+    if TUNED.search(model_id):
+        return False
+    return True if BASES.search(model_id) else None
 
 
 def chats(request: ExportRequest) -> bool:

@@ -14,7 +14,7 @@ from planner.setup import TrainSetup
 from planner.setup.packages import CHUNKED_TYPES, CONV, DELTA, DELTA_TYPES, FLASH, VLLM, requirement
 
 TORCH_INDEX = "https://download.pytorch.org/whl/"
-ROCM, XPU, OLD_CUDA = "rocm7.2", "xpu", "cu126"
+BUILT_FOR = {"AMD": "rocm7.2", "Intel": "xpu", "NVIDIA": "cu126"}
 """Where PyTorch's own wheels for other cards are; PyPI's torch is CUDA 13's, which begins with Turing. For Volta and
 older ones 2.14 is the last.
 
@@ -23,7 +23,6 @@ Source: pytorch RELEASE.md (CUDA support matrix), issues 172352 and 190385; torc
 TURING = (7, 5)
 BUILDS = ("setuptools", "wheel", "packaging", "ninja", "psutil")
 """What the set-up of flash-attn and causal-conv1d imports; `--no-build-isolation` lets them see the torch installed."""
-SOURCE = ("--no-build-isolation",)
 FLASH_BUILDS = ("torch==2.8.0", "torchvision==0.23.0", "torchaudio==2.8.0")
 """The newest torch for which flash-attn 2.8.3 has ready builds (`flash_attn-2.8.3+cu12torch2.8...whl` of its release):
 its set-up takes one in seconds, where any other torch compiles for an hour."""
@@ -63,7 +62,7 @@ def torch_builds(gpu: GpuSpec | None) -> str:
     """Which of PyTorch's own builds a card needs, "" where PyPI's runs on it."""
     if gpu is None or (gpu.vendor == "NVIDIA" and (gpu.compute_capability or TURING) >= TURING):
         return ""
-    return {"AMD": ROCM, "Intel": XPU, "NVIDIA": OLD_CUDA}.get(gpu.vendor, "")
+    return BUILT_FOR.get(gpu.vendor, "")
 
 
 def packages_of(runs: TrainSetup) -> dict[str, bool]:
@@ -106,5 +105,5 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package
     built = [FLASH] * flash + [CONV] * (delta and runs.packing and launch.target == "trl" and CONV not in brings)
     if built:
-        calls += [list(BUILDS), *([requirement(name), *SOURCE] for name in built)]
+        calls += [list(BUILDS), *([requirement(name), "--no-build-isolation"] for name in built)]
     return calls

@@ -22,7 +22,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import GIB
-from planner.frameworks.exporters.gated import gate_of, on_hub
+from planner.frameworks.exporters.folder import gate_of, on_hub
 from planner.frameworks.exporters.slurm import CPUS_PER_GPU
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, Launch, LaunchFile
@@ -67,8 +67,7 @@ class Scheduler:
 @cache
 def scheduler_names() -> dict[str, dict[str, str]]:
     """GPU key -> scheduler's column -> its name of the card."""
-    path = DATA / "scheduler_gpus.csv"
-    with path.open(newline="", encoding="utf-8") as file:
+    with (DATA / "scheduler_gpus.csv").open(newline="", encoding="utf-8") as file:
         return {row.pop("gpu_key"): row for row in csv.DictReader(file)}
 
 
@@ -76,14 +75,9 @@ def _listed(column: str) -> Callable[[GpuSpec, int], str]:
     return lambda gpu, _: scheduler_names().get(gpu.key, {}).get(column, "")
 
 
-def _flavor(gpu: GpuSpec, num_gpus: int) -> str:
-    """The Hub's machine with exactly so many of a card."""
-    return _flavors(gpu).get(num_gpus, "")
-
-
 def _flavors(gpu: GpuSpec) -> dict[int, str]:
     """GPUs of a machine -> its name, of one card."""
-    flavors = scheduler_names().get(gpu.key, {}).get("hf_jobs", "").split()
+    flavors = _listed("hf_jobs")(gpu, 1).split()
     return {int(match[1]) if (match := re.search(r"x(\d+)$", flavor)) else 1: flavor for flavor in flavors}
 
 
@@ -358,7 +352,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
             name="hf-jobs",
             file="hf-jobs.sh",
             command="bash launch/hf-jobs.sh",
-            card=_flavor,
+            card=lambda gpu, num_gpus: _flavors(gpu).get(num_gpus, ""),
             text=_hf_jobs,
             several_nodes=False,
             notes=(

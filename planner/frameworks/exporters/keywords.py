@@ -23,7 +23,10 @@ def trainer_keywords(request: ExportRequest, target: str) -> dict[str, Any]:
     Raises:
         UsageError: the target cannot run the setup.
     """
-    runs = _runs(request, target)
+    runs = TARGETS[target].as_run(request.setup, request.model, request.gpu)
+    if isinstance(runs, str):
+        hint = f'plan(..., target="{target}") plans for it'
+        raise UsageError(f"{target} cannot run this setup: {runs}", hint=hint)
     if target == "hf":
         return _keywords(hf.argument_lines(request, runs))
     lines = [line for block in trl.training_sections(request, runs) for line in block.lines]
@@ -52,13 +55,6 @@ def quantization_keywords(setup: TrainSetup) -> dict[str, Any]:
 def adapter_keywords(request: ExportRequest) -> dict[str, Any]:
     """Of peft's configuration of the setup's adapter (LoraConfig); empty without one."""
     return {} if request.setup.method == "full" else _keywords(hf.adapter_lines(request))
-
-
-def _runs(request: ExportRequest, target: str) -> TrainSetup:
-    runs = TARGETS[target].as_run(request.setup, request.model, request.gpu)
-    if isinstance(runs, str):
-        raise UsageError(f"{target} cannot run this setup: {runs}", hint=f'plan(..., target="{target}") plans for it')
-    return runs
 
 
 def _keywords(lines: Iterable[Line | None]) -> dict[str, Any]:

@@ -183,18 +183,15 @@ def _optimization(request: ExportRequest) -> list[Line]:
     runs = "adamw" if setup.optimizer == "adamw-fused" else setup.optimizer
     steps = common.counted_steps(request)
     warmup = round(hyper.warmup_fraction * steps)
+    configs: dict[str, dict[str, object]] = {
+        "adamw": {"betas": [0.9, hyper.adam_beta2], "weight_decay": hyper.weight_decay, "bias_correction": True},
+        "sgd": {"weight_decay": hyper.weight_decay},
+        "adafactor": {"relative_step": False, "scale_parameter": False},
+    }
     lines = [Line("optimizer", runs), common.tuned("learning_rate", hyper, "learning_rate")]
-    if runs == "adamw":
-        config = {"betas": [0.9, hyper.adam_beta2], "weight_decay": hyper.weight_decay, "bias_correction": True}
-        lines.append(Line("optimizer_config", {"adamw": config}))
-    elif runs == "sgd":
-        lines.append(Line("optimizer_config", {"sgd": {"weight_decay": hyper.weight_decay}}))
-    else:
-        lines.append(Line("optimizer_config", {"adafactor": {"relative_step": False, "scale_parameter": False}}))
+    lines.append(Line("optimizer_config", {runs: configs[runs]}))
     if hyper.lr_schedule == "constant":
         return lines
-    decays = max(1, steps - warmup)
-    arguments = [hyper.learning_rate, decays] if hyper.lr_schedule == "cosine" else [hyper.learning_rate, 0.0, decays]
-    name = "cosine_decay" if hyper.lr_schedule == "cosine" else "linear_schedule"
-    schedule = {"name": name, "warmup": warmup, "arguments": arguments}
+    name, ends = ("cosine_decay", []) if hyper.lr_schedule == "cosine" else ("linear_schedule", [0.0])
+    schedule = {"name": name, "warmup": warmup, "arguments": [hyper.learning_rate, *ends, max(1, steps - warmup)]}
     return [*lines, Line("lr_schedule", schedule, "in optimizer steps, from the end of the warm-up on")]

@@ -110,14 +110,12 @@ def file(request: ExportRequest) -> LaunchFile:
         constant("TEMPLATE", chat.TEMPLATE, "of chats, where the tokenizer has none"),
     ]
     shared = files("planner").joinpath("samples/rows.py").read_text("utf-8").partition('"""\n\n')[2]
-    imports, _, reading = shared.partition(_READING)
+    imports, row, reading = shared.partition("Row = ")  # where the shared module's imports end
     program = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
-    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{_READING}{reading}\n{program}"
+    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{row}{reading}\n{program}"
     return LaunchFile(path=NAME, text=text)
 
 
-_READING = "Row = "
-"""Where the shared module's imports end."""
 _IMPORTS = """\
 import multiprocessing
 import random

@@ -7,7 +7,6 @@ from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
-TORCHRUN_ID = "finetune"
 PER_NODE = "On every node, with NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT (of node 0) set."
 
 
@@ -121,7 +120,7 @@ def torchrun(request: ExportRequest, script: str) -> str:
 def torchrun_flags(request: ExportRequest) -> str:
     """torchrun's flags with the rendezvous named by environment variables, for one node or many."""
     return (
-        f"--nnodes {request.num_nodes} --nproc-per-node {request.gpus_per_node} --rdzv-id {TORCHRUN_ID} "
+        f"--nnodes {request.num_nodes} --nproc-per-node {request.gpus_per_node} --rdzv-id finetune "
         "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"
     )
 

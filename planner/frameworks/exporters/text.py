@@ -55,17 +55,13 @@ def section(title: str, *lines: Line | None) -> Section:
 
 def scalar(value: Any) -> str:
     """`value` as YAML on one line."""
-    return _plain(value) if isinstance(value, (str, int)) else _flow(value)
-
-
-def _flow(value: Any) -> str:
-    return _dumped(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
+    return (_scalar if isinstance(value, (str, int)) else _scalar.__wrapped__)(value)
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _plain(value: str | int) -> str:
+def _scalar(value: Any) -> str:
     """The same words stand in most files."""
-    return _flow(value)
+    return _dumped(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
 
 
 def _dumped(value: Any, **form: Any) -> str:

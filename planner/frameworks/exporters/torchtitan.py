@@ -6,15 +6,8 @@ architectures, loaded from and saved to transformers' format.
 
 import json
 
-from planner.frameworks.exporters import prepare, slurm
+from planner.frameworks.exporters import prepare, several_gpus, slurm
 from planner.frameworks.exporters.common import counted_steps, differing
-from planner.frameworks.exporters.several_gpus import (
-    PER_NODE,
-    context_refusal,
-    sharding_refusal,
-    torchrun,
-    torchrun_flags,
-)
 from planner.frameworks.exporters.text import Line, Section, section, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
@@ -41,9 +34,6 @@ FLAVORS = {
 }
 """(model type, hidden size, layers) -> torchtitan's name. Source: 0.2.2 models/{qwen3,llama3}/__init__.py."""
 NAMES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
-LLAMA_ROPE_FACTOR = 8
-"""torchtitan's Llama scales its rotary frequencies like Llama 3.1 does."""
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
 
 def flavor(model: ModelSpec | None) -> str:
@@ -52,25 +42,24 @@ def flavor(model: ModelSpec | None) -> str:
         return ""
     if model.model_type == "llama":
         scaling = model.config.get("rope_scaling") or model.config.get("rope_parameters") or {}
-        if model.vocab_size != 128256 or scaling.get("factor") != LLAMA_ROPE_FACTOR:
+        # torchtitan's Llama scales its rotary frequencies like Llama 3.1 does
+        if model.vocab_size != 128256 or scaling.get("factor") != 8:
             return ""
     return FLAVORS.get((model.model_type, model.hidden_size, model.num_layers), "")
-
-
-RUNS: dict[str, tuple[object, str]] = {
-    "loss": ("full", "torchtitan computes the logits in full"),
-    "attention": ("sdpa", "torchtitan's models call SDPA"),
-    "activation_offload": (False, "torchtitan's checkpoints stay on the GPU"),
-    "kernels": ("eager", "torchtitan has kernels of its own, by torch.compile"),
-    "packing": (True, "torchtitan fills every sequence with the next samples"),
-}
-"""Field of a setup -> the one way that it runs here, and why."""
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that torchtitan runs otherwise than the setup says."""
     mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
-    return differing(setup, {"precision": (mixed, "torchtitan holds fp32 weights under mixed precision"), **RUNS})
+    runs: dict[str, tuple[object, str]] = {
+        "precision": (mixed, "torchtitan holds fp32 weights under mixed precision"),
+        "loss": ("full", "torchtitan computes the logits in full"),
+        "attention": ("sdpa", "torchtitan's models call SDPA"),
+        "activation_offload": (False, "torchtitan's checkpoints stay on the GPU"),
+        "kernels": ("eager", "torchtitan has kernels of its own, by torch.compile"),
+        "packing": (True, "torchtitan fills every sequence with the next samples"),
+    }
+    return differing(setup, runs)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -85,7 +74,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"torchtitan shards with FSDP2 only, not {setup.parallel}"
     if setup.parallel == "ddp" and setup.tensor_degree * setup.pipeline_degree > 1:
         return "torchtitan's DDP does not combine with other parallelism: use fsdp2"
-    if reason := context_refusal(setup, "torchtitan", ring=True):
+    if reason := several_gpus.context_refusal(setup, "torchtitan", ring=True):
         return reason
     pieces = 2 * setup.tensor_degree * setup.context_degree
     if pieces > 2 and setup.seq_len_tokens % pieces:
@@ -96,21 +85,20 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "torchtitan mixes precision only under FSDP or DDP: bf16-pure works with tensor or pipeline parallelism"
     if setup.optimizer not in TORCHTITAN_ADAMW.values():
         return f"torchtitan steps with Adam or AdamW, not {setup.optimizer}"
-    return sharding_refusal(setup, model)
+    return several_gpus.sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`torchtitan.toml` and a Slurm job."""
-    command = torchrun(request, MODULE)
+    command = several_gpus.torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
         f"It counts steps, not epochs: training.steps is yours to set (here {counted_steps(request)}).",
         "Accepted by torchtitan's own parser; it was not run here (no GPU).",
     ]
-    if request.num_nodes > 1:
-        notes.append(PER_NODE)
+    notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
     main = LaunchFile(path=FILE, text="".join(_table(block) for block in _sections(request)))
-    job = slurm.job_file(request, TARGET, f"torchrun {torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
+    job = slurm.job_file(request, TARGET, f"torchrun {several_gpus.torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
     return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
 
 
@@ -160,8 +148,6 @@ def _training(request: ExportRequest) -> list[Line]:
     setup = request.setup
     staged = setup.pipeline_degree > 1
     half = setup.precision == "bf16-pure"
-    compute = "float32" if setup.precision == "fp32" else "bfloat16"
-    max_norm = float(request.hyper.max_grad_norm)
     return [
         Line("dataset", "c4_test", "its loader reads any data set with a text column"),
         Line(
@@ -176,10 +162,10 @@ def _training(request: ExportRequest) -> list[Line]:
         ),
         Line("global_batch_size", setup.global_batch_seqs),
         Line("seq_len", setup.seq_len_tokens),
-        Line("max_norm", max_norm),
+        Line("max_norm", float(request.hyper.max_grad_norm)),
         Line("steps", counted_steps(request)),
         Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
-        Line("mixed_precision_param", compute),
+        Line("mixed_precision_param", "float32" if setup.precision == "fp32" else "bfloat16"),
         Line("enable_cpu_offload", setup.offload == "parameters"),
     ]
 
@@ -204,7 +190,7 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
         lines.append(Line("fsdp_reshard_after_forward", "always" if setup.reshard_after_forward else "never"))
     if setup.pipeline_degree > 1:
         lines += [
-            Line("pipeline_parallel_schedule", SCHEDULES[setup.pipeline_schedule]),
+            Line("pipeline_parallel_schedule", {"1f1b": "1F1B", "gpipe": "GPipe"}[setup.pipeline_schedule]),
             Line("pipeline_parallel_microbatch_size", setup.micro_batch_seqs),
             Line("pipeline_parallel_first_stage_less_layers", 0, "layers are cut evenly, as planned"),
             Line("pipeline_parallel_last_stage_less_layers", 0),

@@ -40,21 +40,19 @@ def builder(model: ModelSpec | None) -> str:
     return f"torchtune.models.{name}" if name and model.tied == name.startswith("llama3_2") else ""
 
 
-RUNS: dict[str, tuple[object, str]] = {
-    "precision": ("bf16-pure", "the recipe has one type for weights, gradients and states"),
-    "loss": ("full", "torchtune 0.6.1 has no fused loss; it cuts the logits into eight pieces"),
-    "attention": ("sdpa", "torchtune's models call SDPA"),
-    "kernels": ("eager", "torchtune's models are plain PyTorch"),
-    "packing": (False, "packed rows would each bring a mask of tokens x tokens"),
-    "compile": (False, "its compiled step was not compared"),
-    "selective_checkpointing": (False, "its checkpoints recompute whole layers"),
-}
-
-
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the recipe runs otherwise than the setup says."""
-    every = (int(setup.checkpointing > 0), "the recipe checkpoints every layer or none")
-    return common.differing(setup, {"checkpointing": every, **RUNS})
+    runs: dict[str, tuple[object, str]] = {
+        "checkpointing": (int(setup.checkpointing > 0), "the recipe checkpoints every layer or none"),
+        "precision": ("bf16-pure", "the recipe has one type for weights, gradients and states"),
+        "loss": ("full", "torchtune 0.6.1 has no fused loss; it cuts the logits into eight pieces"),
+        "attention": ("sdpa", "torchtune's models call SDPA"),
+        "kernels": ("eager", "torchtune's models are plain PyTorch"),
+        "packing": (False, "packed rows would each bring a mask of tokens x tokens"),
+        "compile": (False, "its compiled step was not compared"),
+        "selective_checkpointing": (False, "its checkpoints recompute whole layers"),
+    }
+    return common.differing(setup, runs)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -81,13 +79,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     )
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
     parts = LaunchFile(path=PARTS, text=_PARTS)
-    return Draft(
-        title="torchtune",
-        main=main,
-        files=(parts,),
-        command=common.after(common.environment(request.gpu), command),
-        notes=notes,
-    )
+    command = common.after(common.environment(request.gpu), command)
+    return Draft(title="torchtune", main=main, files=(parts,), command=command, notes=notes)
 
 
 def _part(name: str, **arguments: Any) -> dict[str, Any]:
@@ -116,16 +109,14 @@ def _model(request: ExportRequest) -> dict[str, Any]:
     return built | ({"tie_word_embeddings": model.tied} if model.model_type == "qwen2" else {})
 
 
-def _optimizer(request: ExportRequest) -> dict[str, Any]:
-    setup, hyper = request.setup, request.hyper
-    fused = setup.optimizer == "adamw-fused"
-    component = "torch.optim.AdamW" if fused else COMPONENTS[ROWS[setup.optimizer].transformers]
-    rates = {"lr": hyper.learning_rate, "weight_decay": hyper.weight_decay}
-    return {"_component_": component, **rates, **({"fused": True} if fused else {})}
-
-
 def _sections(request: ExportRequest) -> list[Any]:
     setup, hyper = request.setup, request.hyper
+    fused = setup.optimizer == "adamw-fused"
+    optimizer: dict[str, Any] = {
+        "_component_": "torch.optim.AdamW" if fused else COMPONENTS[ROWS[setup.optimizer].transformers],
+        "lr": hyper.learning_rate,
+        "weight_decay": hyper.weight_decay,
+    }
     schedule = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     warmup = max(1, round(hyper.warmup_fraction * common.counted_steps(request)))
     kind = "QWEN2" if request.model is not None and request.model.model_type == "qwen2" else "LLAMA3"
@@ -152,7 +143,7 @@ def _sections(request: ExportRequest) -> list[Any]:
             Line("batch_size", setup.micro_batch_seqs),
             Line("gradient_accumulation_steps", 1),
             Line("optimizer_in_bwd", True, "each parameter is stepped as its gradient comes"),
-            Line("optimizer", _optimizer(request)),
+            Line("optimizer", optimizer | ({"fused": True} if fused else {})),
             Line("lr_scheduler", {"_component_": schedule, "num_warmup_steps": warmup}),
             Line("clip_grad_norm", None, "not with the optimizer in the backward"),
             Line("loss", {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}),
