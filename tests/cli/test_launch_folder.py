@@ -18,7 +18,8 @@ from finetune_planner.cli.writing import launch_files
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm
-from planner.frameworks.exporters.folder import README, folder_files, gate_of, gates
+from planner.frameworks.exporters.folder import README, folder_files
+from planner.frameworks.exporters.gated import gate_of, gates
 from planner.memory.workload import Data
 from planner.models import catalogue
 from planner.options.stacks import written_by

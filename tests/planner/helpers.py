@@ -10,7 +10,9 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
+from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache
+from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 
 
@@ -25,6 +27,13 @@ def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **opti
     """A workload as the command line would make it."""
     cluster = options.pop("cluster", None)
     return PlanRequest(**options).workload(loaded(model), find_gpu(gpu), cluster)
+
+
+def planned(workload: Workload) -> Plan:
+    """The plan for a workload that has one."""
+    plan = plan_workload(workload)
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def known_of(workload: Workload) -> WalkCache:

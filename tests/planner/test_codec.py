@@ -60,8 +60,7 @@ FAILURE = ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.TIMEOUT, message
 
 
 def formula() -> Prediction:
-    model = catalogue.load("meta-llama/Llama-3.2-1B")
-    assert model is not None
+    model = loaded("meta-llama/Llama-3.2-1B")
     return predict(model, find_gpu("a100-80gb"), TrainSetup())
 
 
@@ -86,8 +85,7 @@ def test_every_field_of_the_measurement_is_tried() -> None:
     "entry", {entry.model_type: entry for entry in catalogue.entries()}.values(), ids=lambda e: e.model_id
 )
 def test_model_specs_survive_json(entry: catalogue.CatalogueEntry) -> None:
-    spec = catalogue.load(entry.model_id)
-    assert spec is not None
+    spec = loaded(entry.model_id)
     assert decode(ModelSpec, through_json(to_jsonable(spec))) == spec
 
 

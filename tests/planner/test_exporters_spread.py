@@ -18,6 +18,7 @@ from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile
 from planner.frameworks.readers import FileContext, read_text
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import fewer_setups, layout_setups, request
 
 LAUNCHED = ("hf", "trl", "axolotl", "llamafactory")
@@ -215,8 +216,7 @@ def test_gpus_that_do_not_divide_over_the_nodes_are_refused() -> None:
 def test_deepspeeds_bucket_is_the_plans() -> None:
     import json
 
-    model = catalogue.load("Qwen/Qwen2.5-1.5B")
-    assert model is not None
+    model = loaded("Qwen/Qwen2.5-1.5B")
     full = TrainSetup(method="full", lora_rank=0, num_gpus=4, parallel="zero2")
     lora = TrainSetup(lora_rank=8, lora_targets=("q_proj",), num_gpus=4, parallel="zero2")
     buckets = {}
@@ -275,6 +275,5 @@ def test_torchtitan_takes_only_the_models_it_has_and_marks_what_is_missing() -> 
         "meta-llama/Meta-Llama-3-8B": False,  # its rotary frequencies are not scaled, torchtitan's are
         "Qwen/Qwen2.5-7B": False,
     }.items():
-        model = catalogue.load(name)
-        assert model is not None
+        model = loaded(name)
         assert (not EXPORTERS["torchtitan"](request(setup, model=model)).refused) == taken, name

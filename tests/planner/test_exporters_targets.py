@@ -257,8 +257,7 @@ LOSS = {"hf": "full", "unsloth": "chunked"}
 
 def test_llamafactory_names_the_projections_outside_the_layers() -> None:
     """OPT-350m's project_in and project_out: its own "all linear layers" has them, names of the layers alone do not."""
-    model = catalogue.load("facebook/opt-350m")
-    assert model is not None
+    model = loaded("facebook/opt-350m")
     names = [linear.leaf for linear in model.outer_linears]
     setup = TrainSetup(lora_targets="all-linear", loss="full")
     launch = TARGETS["llamafactory"].export(request(setup, model=model))

@@ -25,10 +25,10 @@ from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.exporters.install import BUILDS, TORCH_INDEX, install_calls
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
-from planner.models import catalogue
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 from planner.setup.packages import TESTED
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request as asked_for
 from tests.planner.launch_sweep import setups
 
@@ -54,8 +54,7 @@ def calls_of_all() -> Mapping[Line, frozenset[tuple[tuple[str, ...], ...]]]:
     for card in CARDS:
         gpu = find_gpu(card)
         for name in MODELS:
-            model = catalogue.load(name)
-            assert model is not None
+            model = loaded(name)
             for setup in unlike():
                 if missing_kernels(model, gpu, setup) or (gpu.vendor == "Apple" and setup.num_gpus > 1):
                     continue

@@ -11,9 +11,9 @@ from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
 from finetune_planner.cli.app import run
 from planner.core.errors import SetupError, UsageError
 from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
-from planner.memory.attention_kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.models import catalogue
@@ -30,7 +30,6 @@ from planner.options.kernels import (
     parts_of,
 )
 from planner.planning.answer import plan_workload
-from planner.planning.plan import Plan
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
@@ -38,7 +37,7 @@ from planner.setup.interchange import setup_from_dict, setup_from_request, setup
 from planner.setup.packages import TESTED
 from planner.speed import speed_profile
 from planner.speed.roofline import throughput_profile
-from tests.planner.helpers import loaded, plan_request
+from tests.planner.helpers import loaded, plan_request, planned
 from tests.planner.launch_sweep import request
 
 GPU = find_gpu("rtx-4090")
@@ -87,8 +86,6 @@ def test_fused_lora_keeps_one_input_per_function() -> None:
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16-pure"])
 @pytest.mark.parametrize("checkpointing", [0, 1, 4])
 def test_fewer_and_larger_kernels_need_no_more_memory_and_time(precision: str, checkpointing: int) -> None:
-    from planner.memory.model import predict_memory
-
     for name in (LLAMA, "qwen/qwen3-8b", "google/gemma-2-9b"):
         model = loaded(name)
         peaks, speeds = [], []
@@ -114,36 +111,23 @@ def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> 
 
 
 @pytest.mark.parametrize(
-    ("gpu", "kernels", "word"),
+    ("fields", "reason"),
     [
-        ("t4", "liger", ""),
-        ("v100-16gb", "fused", ""),
-        ("p100", "liger", "Triton"),
-        ("apple-m3-max", "liger", "Triton"),
-        ("mi300x", "liger", ""),
-        ("mi300x", "fused", "NVIDIA"),
-        ("rtx-4090", "fused", ""),
+        ({"kernels": "fused", "method": "full", "lora_rank": 0}, "kernels 'fused'"),
+        ({"kernels": "fused", "lora_dropout": 0.1}, "kernels 'fused'"),
+        ({"kernels": "fused", "method": "qlora", "quantization": "int8"}, "kernels 'fused'"),
+        ({"kernels": "fused", "num_gpus": 2, "tensor_degree": 2}, "kernels 'fused'"),
+        ({"kernels": "fused", "lora_targets": ("q_proj", "v_proj")}, "kernels 'fused'"),
+        ({"activation_offload": True, "checkpointing": 0}, "checkpointing off"),
+        ({"activation_offload": True, "num_gpus": 2, "parallel": "zero3"}, "DeepSpeed checkpoints by itself"),
+        ({"selective_checkpointing": True, "checkpointing": 0}, "keeps the attention"),
+        ({"selective_checkpointing": True, "activation_offload": True}, "keeps the attention"),
+        ({"selective_checkpointing": True, "reentrant_checkpointing": True}, "keeps the attention"),
     ],
 )
-def test_a_card_without_the_kernels_is_named(gpu: str, kernels: str, word: str) -> None:
-    reason = missing_kernels(loaded(LLAMA), find_gpu(gpu), TrainSetup(kernels=kernels))
-    assert word in reason
-    assert bool(reason) == bool(word)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"method": "full", "lora_rank": 0},
-        {"lora_dropout": 0.1},
-        {"method": "qlora", "quantization": "int8"},
-        {"num_gpus": 2, "tensor_degree": 2},
-        {"lora_targets": ("q_proj", "v_proj")},
-    ],
-)
-def test_what_no_tool_fuses_cannot_be_built(fields: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match="kernels 'fused'"):
-        TrainSetup(kernels="fused", **fields)
+def test_what_no_tool_runs_cannot_be_built(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SetupError, match=reason):
+        TrainSetup(**fields)
 
 
 def test_the_interchange_key_is_there_only_where_it_says_something() -> None:
@@ -194,8 +178,6 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     for target in ("hf", "trl", "llamafactory"):
         launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=loaded(LLAMA)))
         assert "--target axolotl" in launch.refused
-    from planner.frameworks.exporters.install import install_calls
-
     planned = request(TrainSetup(kernels="liger", loss="chunked"), model=loaded(LLAMA))
     assert f"liger-kernel=={TESTED[LIGER]}" in install_calls(EXPORTERS["trl"](planned), planned)[0]
     pinned_by_axolotl = install_calls(EXPORTERS["axolotl"](planned), planned)[0]
@@ -230,15 +212,13 @@ def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and
 
 
 def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> None:
-    plan = plan_workload(plan_request(LLAMA, targets=("trl",)))
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request(LLAMA, targets=("trl",)))
     assert plan.chosen.setup.kernels == "liger"
     assert any(note.startswith("Liger kernels: -") and "% faster, needs liger-kernel and Triton" in note
                for note in plan.notes)  # fmt: skip
     assert any("pairs of runs measured on an A100, none on this card" in note for note in plan.chosen.notes)
     for model, gpu in (("openai-community/gpt2", "rtx-4090"), (LLAMA, "apple-m3-max"), (LLAMA, "p100")):
-        other = plan_workload(plan_request(model, gpu))
-        assert isinstance(other, Plan)
+        other = planned(plan_request(model, gpu))
         assert other.chosen.setup.kernels == "eager"
 
 
@@ -265,8 +245,7 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
     both = [speed_profile(unprofiled(), GPU, setup).step_time(setup) for setup in (alone, eager)]
     assert both[0].step_time_s == both[1].step_time_s
     assert any("compile gains nothing" in note for note in both[0].notes)
-    plan = plan_workload(plan_request(LLAMA, fixed={"compile": (True,)}))
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request(LLAMA, fixed={"compile": (True,)}))
     assert plan.chosen.setup.compiled
     fixed = {"compile": (True,), "attention": ("flash-attention-2",), "checkpointing": (1,)}
     with pytest.raises(UsageError, match="leaves torch"):
@@ -274,17 +253,14 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
 
 
 def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_says_what_it_would_buy() -> None:
-    plan = plan_workload(plan_request(LLAMA, targets=("trl",)))
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request(LLAMA, targets=("trl",)))
     answer = next(answer for answer in plan.tree if answer.question == "torch.compile?")
     assert (plan.chosen.setup.compile, answer.choice) == (False, "no")
     assert "is predicted" in answer.reason
     assert "in a step of one sequence, such gains are off by 28 %" in answer.reason
-    mixture = plan_workload(plan_request("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
-    assert isinstance(mixture, Plan)
+    mixture = planned(plan_request("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
     assert mixture.chosen.setup.compile
-    stacked = plan_workload(plan_request("Qwen/Qwen3-30B-A3B", gpu="h100-sxm"))
-    assert isinstance(stacked, Plan)
+    stacked = planned(plan_request("Qwen/Qwen3-30B-A3B", gpu="h100-sxm"))
     answer = next(answer for answer in stacked.tree if answer.question == "torch.compile?")
     assert (stacked.chosen.setup.compile, "stacked experts end dynamo's graphs" in answer.reason) == (False, True)
 
@@ -323,27 +299,23 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
     assert {point.shared.kernels for point in walk(workload)} == {"liger"}
     for room in ("planner.planning.walk", "planner.planning.decision.results"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.5)
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     assert plan.chosen.setup.kernels == "eager"
     assert any("too little for another package" in answer.reason for answer in plan.tree)
 
 
 def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stands_beside() -> None:
     here = replace(plan_request(LLAMA), absent_packages=("liger-kernel", "flash-attn", "axolotl"))
-    plan = plan_workload(here)
-    assert isinstance(plan, Plan)
+    plan = planned(here)
     assert (plan.chosen.setup.kernels, plan.chosen.setup.loss) == ("eager", "chunked")
     alternative = plan.alternatives[0]
     assert (alternative.label, alternative.candidate.setup.kernels) == ("with axolotl", "fused")
     assert any("not installed here: axolotl" in note and "--target axolotl --out" in note for note in plan.notes)
-    trl = plan_workload(replace(here, targets=("trl",)))
-    assert isinstance(trl, Plan)
+    trl = planned(replace(here, targets=("trl",)))
     alternative = trl.alternatives[0]
     assert (alternative.label, alternative.candidate.setup.kernels) == ("with liger-kernel", "liger")
     assert any(f"pip install liger-kernel=={TESTED[LIGER]}" in note for note in trl.notes)
-    liger_plan = plan_workload(replace(here, fixed={"kernels": ("liger",)}))
-    assert isinstance(liger_plan, Plan)
+    liger_plan = planned(replace(here, fixed={"kernels": ("liger",)}))
     assert liger_plan.chosen.setup.kernels == "liger"
 
 
@@ -391,35 +363,33 @@ def test_offloading_costs_the_copies_over_the_link() -> None:
     assert away.parts_s["recompute"] - plain.parts_s["recompute"] == pytest.approx(copies, rel=0.001)
 
 
-def test_offloading_is_refused_where_nothing_is_checkpointed_or_an_engine_does_it() -> None:
-    with pytest.raises(SetupError, match="checkpointing off"):
-        TrainSetup(checkpointing=0, activation_offload=True)
-    with pytest.raises(SetupError, match="DeepSpeed checkpoints by itself"):
-        TrainSetup(num_gpus=2, parallel="zero3", activation_offload=True)
-
-
 @pytest.mark.parametrize(
-    ("target", "line"),
+    ("target", "field", "value", "line"),
     [
-        ("trl", "offload: true"),
-        ("hf", '"offload": True'),
-        ("axolotl", "activation_offloading: hidden_states"),
-        ("llamafactory", "use_unsloth_gc: true"),
-        ("unsloth", 'use_gradient_checkpointing="unsloth"'),
+        ("trl", "activation_offload", True, "offload: true"),
+        ("hf", "activation_offload", True, '"offload": True'),
+        ("axolotl", "activation_offload", True, "activation_offloading: hidden_states"),
+        ("llamafactory", "activation_offload", True, "use_unsloth_gc: true"),
+        ("unsloth", "activation_offload", True, 'use_gradient_checkpointing="unsloth"'),
+        ("trl", "selective_checkpointing", True, "selective: true"),
+        ("axolotl", "selective_checkpointing", True, "selective_checkpointing: true"),
+        ("axolotl", "checkpointing", 4, "every_n_layers: 4"),
     ],
 )
-def test_every_tool_says_offloading_in_its_words_and_is_read_back(target: str, line: str) -> None:
-    launch = EXPORTERS[target](request(TrainSetup(activation_offload=True), model=loaded(LLAMA)))
-    text = launch.files[0].text
-    assert line in text
-    assert read_text(text, Path(launch.files[0].path).name, model=loaded(LLAMA)).setup.activation_offload
+def test_every_tool_says_checkpointing_in_its_words_and_is_read_back(
+    target: str, field: str, value: object, line: str
+) -> None:
+    (file, *_) = EXPORTERS[target](request(TrainSetup(**{field: value}), model=loaded(LLAMA))).files
+    assert line in file.text
+    assert getattr(read_text(file.text, Path(file.path).name, model=loaded(LLAMA)).setup, field) == value
 
 
-def test_offloading_is_walked_where_checkpoints_are_large() -> None:
-    assert dimension_values(plan_request(LLAMA))["activation_offload"] == (False,)
-    long = plan_request(LLAMA, seq_len=65_536)
-    assert dimension_values(long)["activation_offload"] == (False, True)
-    assert {point.shared.checkpointing for point in walk(long) if point.shared.activation_offload} == {1}
+@pytest.mark.parametrize(("field", "tokens"), [("activation_offload", 65_536), ("selective_checkpointing", 16_384)])
+def test_what_spares_memory_of_checkpoints_is_walked_for_long_sequences(field: str, tokens: int) -> None:
+    assert dimension_values(plan_request(LLAMA))[field] == (False,)
+    long = plan_request(LLAMA, seq_len=tokens)
+    assert dimension_values(long)[field] == (False, True)
+    assert {point.shared.checkpointing for point in walk(long) if getattr(point.shared, field)} == {1}
 
 
 @pytest.mark.parametrize(("model", "gpu", "published"), [row[:3] for row in PUBLISHED])
@@ -478,12 +448,6 @@ def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     assert "above the largest" not in " ".join(liger.notes)
 
 
-def test_axolotl_writes_and_reads_every_nth_layer() -> None:
-    launch = EXPORTERS["axolotl"](request(TrainSetup(checkpointing=4), model=loaded(LLAMA)))
-    assert "every_n_layers: 4" in launch.files[0].text
-    assert read_text(launch.files[0].text, "axolotl.yaml", model=loaded(LLAMA)).setup.checkpointing == 4
-
-
 def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> None:
     """By hand, 32 layers of 4,096 tokens: 4,096 wide output in 2 bytes and 32 heads' fp32 sums; what is recomputed is
     less by one layer of it. The dry run's peak moves by the same 495 MiB (Llama-3.2-1B, 8,192 tokens)."""
@@ -525,29 +489,9 @@ def test_packed_samples_are_one_row_to_sdpa() -> None:
         assert four == pytest.approx(times * single)
 
 
-def test_selective_checkpointing_is_refused_where_nothing_would_be_kept() -> None:
-    for changes in ({"checkpointing": 0}, {"activation_offload": True}, {"reentrant_checkpointing": True}):
-        with pytest.raises(SetupError, match="selective_checkpointing keeps the attention"):
-            TrainSetup(selective_checkpointing=True, **changes)
-
-
-@pytest.mark.parametrize(("target", "line"), [("trl", "selective: true"), ("axolotl", "selective_checkpointing: true")])
-def test_selective_checkpointing_is_written_and_read_back(target: str, line: str) -> None:
-    launch = EXPORTERS[target](request(TrainSetup(selective_checkpointing=True), model=loaded(LLAMA)))
-    assert line in launch.files[0].text
-    assert read_text(launch.files[0].text, f"{target}.yaml", model=loaded(LLAMA)).setup.selective_checkpointing
-
-
-def test_selective_checkpointing_is_walked_for_long_sequences() -> None:
-    assert dimension_values(plan_request(LLAMA))["selective_checkpointing"] == (False,)
-    long = plan_request(LLAMA, seq_len=16_384)
-    assert {point.shared.checkpointing for point in walk(long) if point.shared.selective_checkpointing} == {1}
-
-
 def test_compile_is_planned_where_asked_and_refused_where_triton_is_not() -> None:
     assert "compile" not in dimension_values(plan_request(LLAMA))
-    plan = plan_workload(plan_request(LLAMA, fixed={"compile": (True,)}))
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request(LLAMA, fixed={"compile": (True,)}))
     assert plan.chosen.setup.compile
     assert any("torch.compile" in note for note in plan.chosen.formula.notes)
     with pytest.raises(UsageError, match=r"torch\.compile's kernels are Triton's"):

@@ -17,12 +17,12 @@ from planner.memory.attention_kernels import (
 )
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
-from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from tests.planner.helpers import loaded
+from tests.planner.helpers import loaded, planned
 from tests.planner.launch_sweep import request
 
 
@@ -152,6 +152,13 @@ def test_apple_gpus_train_with_the_math_kernel() -> None:
         ("p100", {"optimizer": "paged-adamw-8bit"}, ""),
         ("t4", {"loss": "liger"}, ""),
         ("mi300x", {"loss": "liger", "optimizer": "paged-adamw-8bit"}, ""),
+        ("t4", {"kernels": "liger"}, ""),
+        ("v100-16gb", {"kernels": "fused"}, ""),
+        ("p100", {"kernels": "liger"}, "Triton"),
+        ("apple-m3-max", {"kernels": "liger"}, "Triton"),
+        ("mi300x", {"kernels": "liger"}, ""),
+        ("mi300x", {"kernels": "fused"}, "NVIDIA"),
+        ("rtx-4090", {"kernels": "fused"}, ""),
     ],
 )
 def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], word: str) -> None:
@@ -199,8 +206,7 @@ def test_xformers_is_axolotls_on_cards_before_ampere_with_packed_rows() -> None:
     unmasked, masked = (predict(model, gpu, setup) for setup in (by_xformers, by_sdpa))
     assert unmasked.peak_device_bytes < masked.peak_device_bytes
     assert unmasked.tokens_per_s > masked.tokens_per_s
-    long = plan_workload(PlanRequest(fixed={"packing": (True,)}, seq_len=8192).workload(model, gpu))
-    assert isinstance(long, Plan)
+    long = planned(PlanRequest(fixed={"packing": (True,)}, seq_len=8192).workload(model, gpu))
     assert (long.chosen.setup.attention, long.chosen.setup.selective_checkpointing) == ("xformers", False)
     files = EXPORTERS["axolotl"](request(by_xformers, model=model)).files
     assert any("attn_implementation: xformers" in file.text for file in files)
@@ -211,8 +217,7 @@ def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     """Unsloth publishes for LoRA of gpt-oss-20b on 80 GB: about 9K tokens by eager attention, 60K by FlexAttention."""
     gpt_oss, gpu = loaded("openai/gpt-oss-20b"), find_gpu("h100-sxm")
     fixed = {"attention": ("flex-attention",)}
-    long = plan_workload(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
-    assert isinstance(long, Plan)
+    long = planned(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
     assert long.chosen.setup.attention == "flex-attention"
     refused = plan_workload(PlanRequest(seq_len=16_384).workload(gpt_oss, gpu))
     assert isinstance(refused, NoPlan)

@@ -32,13 +32,14 @@ from planner.setup.packages import packages_of
 from planner.speed import speed_profile
 from planner.speed.roofline import CURRENT, conditions_of, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request, planned
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
 """Objectives whose step is another."""
 BY_TRL = [name for name in UNLIKE if "trl" in OBJECTIVES[name].targets]
 CARD = find_gpu("rtx-4090")
+MODEL = load("meta-llama/Llama-3.2-1B")
 
 
 def setup_of(objective: str, **changes: object) -> TrainSetup:
@@ -86,8 +87,7 @@ def test_orpo_on_several_gpus_is_accelerates_to_launch() -> None:
 
 
 def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
-    model = load("gpt2")
-    assert model is not None
+    model = loaded("gpt2")
     fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
     with pytest.raises(UsageError, match="adapter 'dora' is planned for supervised fine-tuning, got objective 'dpo'"):
         plan_workload(PlanRequest(fixed=fixed).workload(model, CARD))
@@ -95,11 +95,8 @@ def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
 
 @pytest.mark.parametrize("objective", OTHERS)
 def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) -> None:
-    plan_request = PlanRequest(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(
-        load("meta-llama/Llama-3.2-1B"), CARD
-    )
-    plan = plan_workload(plan_request)
-    assert isinstance(plan, Plan)
+    plan_request = PlanRequest(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(MODEL, CARD)
+    plan = planned(plan_request)
     assert plan.chosen.setup.objective == objective
     assert plan.chosen.setup.loss in OBJECTIVES[objective].losses
     assert not TARGETS[plan.chosen.setup.stack].refusal(plan.chosen.setup, plan_request.model)
@@ -118,9 +115,7 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(o
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
-    plan_request = PlanRequest(fixed={"objective": ("dpo",), "loss": ("liger",)}).workload(
-        load("meta-llama/Llama-3.2-1B"), CARD
-    )
+    plan_request = PlanRequest(fixed={"objective": ("dpo",), "loss": ("liger",)}).workload(MODEL, CARD)
     with pytest.raises(UsageError, match="--objective dpo"):
         plan_workload(plan_request)
 
@@ -139,28 +134,26 @@ def test_a_pair_is_two_sequences_and_the_reference_a_second_copy_of_the_weights(
     the reference's forward becomes the peak: 8,192 tokens at five hidden vectors of 2,048 and three of the MLP's 8,192,
     16 bits each, where the loss's backward held a tile of 4,096 x 32,768 logits, the fp32 gradient of the hidden states
     and two copies of them: 544 MiB for 384."""
-    model = load("meta-llama/Llama-3.2-1B")
     for method, rank in (("lora", 16), ("full", 0)):
         plain = TrainSetup(
             method=method, lora_rank=rank, loss="chunked", precision="bf16-pure", micro_batch_seqs=4, checkpointing=0
         )
         pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
-        more = predict_memory(model, CARD, pairs).peak_allocated_bytes
-        more -= predict_memory(model, CARD, plain).peak_allocated_bytes
-        copy = sum(weight_bytes(model, plain).values()) if method == "full" else 160 * 2**20
+        more = predict_memory(MODEL, CARD, pairs).peak_allocated_bytes
+        more -= predict_memory(MODEL, CARD, plain).peak_allocated_bytes
+        copy = sum(weight_bytes(MODEL, plain).values()) if method == "full" else 160 * 2**20
         assert more == copy
 
 
 @pytest.mark.parametrize(("objective", "forwards"), [("dpo", 0), ("kto", 1)])
 def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, forwards: int) -> None:
     """By hand: full fine-tuning loses the second copy of the weights; TRL's and Axolotl's files say it and are read."""
-    model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, method="full", precision="bf16-pure")
     precomputed = setup.replace(precomputed_reference=True)
     assert precomputed.extra_forwards == forwards
-    less = predict_memory(model, CARD, setup).peak_allocated_bytes
-    less -= predict_memory(model, CARD, precomputed).peak_allocated_bytes
-    assert less == sum(weight_bytes(model, setup).values())
+    less = predict_memory(MODEL, CARD, setup).peak_allocated_bytes
+    less -= predict_memory(MODEL, CARD, precomputed).peak_allocated_bytes
+    assert less == sum(weight_bytes(MODEL, setup).values())
     assert "precompute_ref_log_probs: true" in text_of(precomputed)
     assert (
         read_text(text_of(precomputed), "dpo.yaml", model=load("gpt2")).setup.precomputed_reference
@@ -171,10 +164,9 @@ def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, for
 
 
 def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_counts_its_flops() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     plain = TrainSetup(loss="chunked", micro_batch_seqs=4, checkpointing=0)
     pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
-    sft, dpo = (speed_profile(model, CARD, setup).step_time(setup) for setup in (plain, pairs))
+    sft, dpo = (speed_profile(MODEL, CARD, setup).step_time(setup) for setup in (plain, pairs))
     assert plain.tokens_per_step == pairs.tokens_per_step
     # a LoRA step multiplies forward and for the inputs' gradient: one more forward is half as much again, adapters off
     assert dpo.flops == pytest.approx(1.5 * sft.flops, rel=0.02)
@@ -225,9 +217,8 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
 
 
 def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     sft, text = (
-        plan_workload(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(model, CARD))
+        plan_workload(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(MODEL, CARD))
         for fixed in ({"packing": (True,)}, {"objective": ("pretrain",)})
     )
     assert isinstance(sft, Plan)
@@ -246,11 +237,7 @@ def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
 def test_a_plan_for_a_target_is_for_its_own_step(target: str) -> None:
     fixed = {"objective": ("dpo",)}
-    model = load("meta-llama/Llama-3.2-1B")
-    plan = plan_workload(
-        PlanRequest(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(model, CARD)
-    )
-    assert isinstance(plan, Plan)
+    plan = planned(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(MODEL, CARD))
     assert (plan.chosen.setup.loss, plan.chosen.setup.stack) == ("full", target)
 
 
@@ -268,8 +255,7 @@ ENCODERS = ("bert-base-uncased", "FacebookAI/roberta-base", "ModernBERT-base", "
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_is_classified_with_and_predicts_no_next_token(name: str) -> None:
     for objective in ("classification", "embedding"):
-        plan = plan_workload(plan_request(name, seq_len=512, fixed={"objective": (objective,)}))
-        assert isinstance(plan, Plan)
+        plan = planned(plan_request(name, seq_len=512, fixed={"objective": (objective,)}))
         assert plan.chosen.fits
     for fixed in ({}, {"objective": ("pretrain",)}, {"objective": ("dpo",)}):
         with pytest.raises(UsageError, match="an encoder"):
@@ -381,7 +367,7 @@ def generated(**changes: object) -> TrainSetup:
 
 
 def at_generation(setup: TrainSetup) -> dict[str, int]:
-    breakdown = predict_memory(load("meta-llama/Llama-3.2-1B"), CARD, setup)
+    breakdown = predict_memory(MODEL, CARD, setup)
     assert breakdown.peak_phase == "forward"
     return {term.name: term.size_bytes for term in breakdown.at_peak()}
 
@@ -397,9 +383,8 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
 
 
 def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     alone, colocated, asleep = (
-        predict_memory(model, CARD, generated(rollout={"generator": generator}))
+        predict_memory(MODEL, CARD, generated(rollout={"generator": generator}))
         for generator in ("vllm-server", "vllm", "vllm-sleep")
     )
     share = int(0.3 * CARD.memory_bytes)
@@ -409,10 +394,9 @@ def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
 
 
 def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     without, with_reference = (generated(method="full", rollout={"reference": on}) for on in (False, True))
-    copy = sum(weight_bytes(model, without).values())
-    peaks = [predict_memory(model, CARD, setup).peak_allocated_bytes for setup in (without, with_reference)]
+    copy = sum(weight_bytes(MODEL, without).values())
+    peaks = [predict_memory(MODEL, CARD, setup).peak_allocated_bytes for setup in (without, with_reference)]
     assert peaks[1] - peaks[0] == copy
     assert (without.extra_forwards, with_reference.extra_forwards) == (0, 1)
     assert generated(rollout={"generator": "vllm"}).extra_forwards == 1  # its log-probabilities are not the model's
@@ -420,13 +404,12 @@ def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
 
 def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None:
     """A generation of 32 serves one step of 32 completions and, in turn, parts of steps of 48: asked in one process."""
-    model = load("meta-llama/Llama-3.2-1B")
     even, odd = (
         generated(rollout={"generation_batch_seqs": 32}).replace(micro_batch_seqs=2, accumulation_steps=steps)
         for steps in (16, 24)
     )
     assert (even.extra_forwards, odd.extra_forwards) == (0, 1)
-    rates = [speed_profile(model, CARD, setup).at(2, setup.accumulation_steps)[1] for setup in (even, odd)]
+    rates = [speed_profile(MODEL, CARD, setup).at(2, setup.accumulation_steps)[1] for setup in (even, odd)]
     assert rates[1] < 0.98 * rates[0]
 
 
@@ -434,8 +417,7 @@ def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     """And what the walk said of its memory is what the composition says."""
     fixed = {"objective": ("grpo",), "method": ("lora",)}
     workload = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     setup = plan.chosen.setup
     assert setup.rollout_settings.generation_batch_seqs in (8, 16)
     assert setup.rollout_settings.generation_batch_seqs % setup.micro_batch_seqs == 0
@@ -464,8 +446,7 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
     cluster = make_cluster(gpu, num_gpus) if num_gpus > 1 else None
     fixed = {"objective": ("grpo",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",), **fixed}
     workload = PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     setup = plan.chosen.setup
     assert setup.rollout_settings.generator in taken
     if setup.rollout_settings.by_vllm:
@@ -487,14 +468,13 @@ def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     transformers, vllm = (
-        speed_profile(model, CARD, setup).step_time(setup)
+        speed_profile(MODEL, CARD, setup).step_time(setup)
         for setup in (generated(), generated(rollout={"generator": "vllm"}))
     )
     assert transformers.parts_s["generation"] > 2 * vllm.parts_s["generation"]
     bus = CARD.memory_bandwidth_bytes_per_s
-    assert vllm.parts_s["generation"] > 512 * 2 * model.num_params / bus  # every token reads every weight
+    assert vllm.parts_s["generation"] > 512 * 2 * MODEL.num_params / bus  # every token reads every weight
     assert sum(transformers.parts_s.values()) == pytest.approx(transformers.step_time_s)
 
 
@@ -527,35 +507,32 @@ def test_a_classifier_is_a_script_of_transformers_that_is_read_back(method: str)
 
 def test_a_classifier_holds_no_logits_over_the_vocabulary() -> None:
     """By hand, Llama 3.2 1B in full fine-tuning: of the tied head nothing but a vector is left, and no logits."""
-    model = load("meta-llama/Llama-3.2-1B")
     fields = {"method": "full", "precision": "bf16-pure", "seq_len_tokens": 512, "micro_batch_seqs": 8}
-    scored = predict_memory(model, CARD, setup_of("classification", **fields))
-    plain = predict_memory(model, CARD, setup_from_dict({**fields, "stack": "hf"}))
-    assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * model.vocab_size * 4
+    scored = predict_memory(MODEL, CARD, setup_of("classification", **fields))
+    plain = predict_memory(MODEL, CARD, setup_from_dict({**fields, "stack": "hf"}))
+    assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * MODEL.vocab_size * 4
 
 
 def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     """Accumulation adds none, so a plan's micro-batch is the batch, and a batch that does not fit is refused."""
-    model = load("meta-llama/Llama-3.2-1B")
     fixed = {"objective": ("embedding",), "method": ("lora",)}
-    plan = plan_workload(PlanRequest(seq_len=256, global_batch=16, fixed=fixed).workload(model, CARD))
-    assert isinstance(plan, Plan)
+    plan = planned(PlanRequest(seq_len=256, global_batch=16, fixed=fixed).workload(MODEL, CARD))
     assert {(candidate.setup.micro_batch_seqs, candidate.setup.accumulation_steps) for candidate in plan.ranked} == {
         (16, 1)
     }
     assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
     whole = fixed | {"cached_seqs": (0,)}
-    refused = plan_workload(PlanRequest(seq_len=2048, global_batch=256, fixed=whole).workload(model, CARD))
+    refused = plan_workload(PlanRequest(seq_len=2048, global_batch=256, fixed=whole).workload(MODEL, CARD))
     assert isinstance(refused, NoPlan)
     (less,) = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--global-batch")]
-    fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(model, CARD)
+    fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(MODEL, CARD)
     assert isinstance(plan_workload(fewer), Plan)
 
 
 def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     """Its memory is that of one piece with accumulation, whatever the batch; it costs a forward, and is left out where
     the batch fits."""
-    model, fixed = load("meta-llama/Llama-3.2-1B"), {"objective": ("embedding",), "method": ("lora",)}
+    model, fixed = MODEL, {"objective": ("embedding",), "method": ("lora",)}
     large, small = (
         plan_workload(PlanRequest(seq_len=2048, global_batch=batch, fixed=fixed).workload(model, CARD))
         for batch in (256, 4)
@@ -586,11 +563,10 @@ def test_a_hard_negative_is_one_more_column() -> None:
 
 
 def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequences() -> None:
-    model = load("meta-llama/Llama-3.2-1B")
     both = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
     halves = both.replace(objective="sft", accumulation_steps=2)
     embedding, two = (
-        throughput_profile(headed(model, setup.objective_spec.head), CARD, setup, conditions=conditions_of(setup))
+        throughput_profile(headed(MODEL, setup.objective_spec.head), CARD, setup, conditions=conditions_of(setup))
         .step_time(setup)
         .parts_s
         for setup in (both, halves)
@@ -621,10 +597,9 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
 ) -> None:
     """Loss, forwards without gradients and generation; the memory's is the formula's, as traced trainers say."""
     monkeypatch.setattr("planner.memory.model.step_profile_of", lambda *_: None)
-    model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, micro_batch_seqs=4)
-    prediction, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())
-    formula = throughput_profile(model, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
+    prediction, plain = predict(MODEL, CARD, setup), predict(MODEL, CARD, TrainSetup())
+    formula = throughput_profile(MODEL, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
     assert prediction.time_band_fraction is not None
     unmeasured_s = sum(prediction.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
     more = prediction.time_band_fraction - formula.band_fraction

@@ -17,11 +17,11 @@ from planner.setup import TrainSetup
 from planner.setup.allowed import STACK_NAMES
 from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
 from planner.speed.roofline import CURRENT, conditions_of, step_time
+from tests.planner.helpers import loaded
 
 PUBLISHED = 0.02
 """The worst allocated peak of the plain-loop runs that a setup says in full: 1.6 %, with no checkpointing."""
-MODEL = catalogue.load("Qwen/Qwen2.5-0.5B")
-assert MODEL is not None
+MODEL = loaded("Qwen/Qwen2.5-0.5B")
 TOKENS = 1024
 LOGITS = TOKENS * MODEL.vocab_size
 
@@ -62,8 +62,7 @@ def test_outputs_that_were_cast_are_kept_as_cast() -> None:
     """prime-rl casts the logits to fp32 and holds them in `out`: 31.7 GiB reserved by Qwen3-0.6B, 8,192 tokens, on an
     H100 (prime-rl@c5afcaa2e:benchmarks/baselines); 27.6 were said of a loop that drops them."""
     assert loss_parts(MODEL, by("prime-rl", precision="bf16-autocast")).kept_bytes == 4 * LOGITS
-    model = catalogue.load("Qwen/Qwen3-0.6B")
-    assert model is not None
+    model = loaded("Qwen/Qwen3-0.6B")
     values = {"method": "full", "precision": "bf16-mixed", "optimizer": "adamw", "seq_len_tokens": 8192}
     setup = setup_from_request(
         {**values, "stack": "prime-rl", "loss": "full", "accumulation_steps": 2, "compile": True}
@@ -92,8 +91,7 @@ def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
 @pytest.mark.parametrize("row", [row for row in load_rows() if row.group == "canifinetune"], ids=lambda row: row.id)
 def test_plain_loop_runs_of_an_rtx_4080(row: MeasuredRow) -> None:
     """Published, not fitted on: docs/accuracy/README.md."""
-    model = catalogue.load(row.model or "")
-    assert model is not None
+    model = loaded(row.model or "")
     assert row.setup is not None
     memory = predict_memory(model, find_gpu("rtx-4080"), row.setup)
     assert memory.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
@@ -146,8 +144,7 @@ def test_device_peak_without_expandable_segments() -> None:
     for row in load_rows():
         if row.group != "fms_acceleration" or row.status != "ok" or not row.comparable("device"):
             continue
-        model = catalogue.load(row.model or "")
-        assert model is not None
+        model = loaded(row.model or "")
         assert row.setup is not None
         assert not row.setup.expandable_segments
         memory = predict_memory(model, cards[row.gpu or ""], row.setup)
@@ -183,8 +180,7 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
     assert any(term.name == HOOKED for term in fsdp1.at_peak())
     hidden_states = 80 * 4 * 4096 * 8192 * 2
     assert fsdp1.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
-    small = catalogue.load("Qwen/Qwen2.5-0.5B")
-    assert small is not None
+    small = loaded("Qwen/Qwen2.5-0.5B")
     for other in (
         recipe.replace(checkpointing=0),
         TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2"),
@@ -284,8 +280,7 @@ def test_older_libraries_keep_more() -> None:
 def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparation_widened() -> None:
     """ODISSEI's torchtune 0.6.1 (6 x 2,048, packed, A100 40 GB) took 31.9 GiB, 36.4 as one flattened row; transformers
     hands flash-attention-2 16-bit queries after peft's fp32 cast (`_flash_attention_forward`)."""
-    model = catalogue.load("meta-llama/Llama-3.2-1B")
-    assert model is not None
+    model = loaded("meta-llama/Llama-3.2-1B")
     targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     packed = setup_from_request({
         "stack": "torchtune", "method": "lora", "precision": "bf16-pure", "lora_rank": 64, "lora_targets": targets,
@@ -306,8 +301,7 @@ def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparatio
 def test_trainers_that_go_by_the_type_build_the_encoder_for_text_too(stack: str) -> None:
     """Qwen3.5-27B has 26,895,998,464 parameters as the class for text and 27,356,728,560 as the one that sees
     (keras-hub's presets): 0.86 GiB in 16 bits. Whether a config names a processor_type changes nothing."""
-    model = catalogue.load("Qwen/Qwen3.5-27B")
-    assert model is not None
+    model = loaded("Qwen/Qwen3.5-27B")
     setup = by(stack, loss="chunked")
     seen, text = (predict(model, find_gpu("h100-sxm"), setup.replace(stack=name)) for name in (stack, "trl"))
     assert any("its vision tower is weights" in note for note in seen.notes)

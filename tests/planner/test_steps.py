@@ -35,7 +35,7 @@ from planner.samples.steps import (
 from planner.setup import TrainSetup
 from reports.command import default_next_command
 from reports.text import epoch_sentence
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, planned
 from tests.planner.launch_sweep import request
 
 
@@ -67,8 +67,7 @@ def test_what_evaluating_and_saving_take() -> None:
     """Evaluation at the micro-batch is below the training peak; at transformers' 8 it would not be on this card."""
     fixed = {"method": ("lora",), "optimizer": ("adamw-fused",)}
     workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     setup = plan.chosen.setup
     peak = plan.chosen.formula.peak_device_bytes
     at = {occasion.name: occasion for occasion in occasions(workload.model, workload.gpu, setup)}
@@ -136,8 +135,7 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
     options = {"seq_len": choice.seq_len_tokens, "data": data}
     workload = PlanRequest(**options).workload(model, find_gpu("rtx-4090"))
     assert workload.global_batch_seqs == 8
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     assert any("optimizer steps an epoch" in note for note in plan.notes)
     workload = PlanRequest(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
     assert workload.global_batch_seqs == 64
@@ -167,15 +165,13 @@ def test_a_job_is_planned_from_numbers_alone(
 
 def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
     workload = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     notes = " ".join(plan.notes)
     for words in ("126 optimizer steps", "63 optimizer steps an epoch", "168 tokens on average", "--packing"):
         assert words in notes
     assert "2 epochs of 84 k tokens take" in epoch_sentence(workload, plan.chosen)
     assert "--dataset-tokens 84000 --samples 500" in default_next_command(plan)
-    full = plan_workload(plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
-    assert isinstance(full, Plan)
+    full = planned(plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
     assert "on average" not in " ".join(full.notes)
 
 

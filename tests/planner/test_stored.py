@@ -11,13 +11,11 @@ from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
-from planner.planning.answer import plan_workload
-from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from tests.planner.helpers import loaded
+from tests.planner.helpers import loaded, planned
 from tests.planner.launch_sweep import request
 
 STORED = {"openai/gpt-oss-20b": "mxfp4", "openai/gpt-oss-120b": "mxfp4", "deepseek-ai/DeepSeek-V3": "fp8"}
@@ -119,8 +117,7 @@ def test_a_name_is_no_part_of_a_number() -> None:
 
 def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
     model = published("meta-llama/Llama-3.1-8B", DYNAMIC)
-    plan = plan_workload(PlanRequest().workload(model, find_gpu("h100-sxm")))
-    assert isinstance(plan, Plan)
+    plan = planned(PlanRequest().workload(model, find_gpu("h100-sxm")))
     assert plan.chosen.setup.quantization == "nf4-double"
     assert any("3 % of its matrices in 16 bits" in note for note in plan.chosen.formula.notes)
     with pytest.raises(UsageError, match="loads as that"):

@@ -57,15 +57,10 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """The config alone, as a target of its own."""
-    notes = ["holds processes, precision and sharding only: use it with the hf or trl target"]
-    if request.num_nodes > 1:
-        notes.append(PER_NODE)
-    return Draft(
-        files=tuple(config_files(request)),
-        command=command(request, "SCRIPT", TARGET),
-        complete=False,
-        notes=tuple(notes),
-    )
+    notes: tuple[str, ...] = ("holds processes, precision and sharding only: use it with the hf or trl target",)
+    notes += (PER_NODE,) * (request.num_nodes > 1)
+    script = command(request, "SCRIPT", TARGET)
+    return Draft(files=tuple(config_files(request)), command=script, complete=False, notes=notes)
 
 
 def distributed_type(setup: TrainSetup) -> str:

@@ -114,8 +114,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
             f"Axolotl trains the routers ({routers / 1e6:.1f} M parameters) in fp32 beside 16-bit weights: up to "
             f"{gib(8 * routers)} more than planned."
         )
-    if request.num_nodes > 1:
-        notes.append(several_gpus.PER_NODE)
+    notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
     files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
     title = "Axolotl" if setup.objective_spec.supervised else f"Axolotl {setup.objective_spec.title}"
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
@@ -162,9 +161,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("output_dir", shown_path(request.output_dir)),
             Line("logging_steps", request.logging_steps),
             *common.evaluation_lines(request),
-            Line("eval_sample_packing", False, "few samples fill no row")
-            if request.evaluates and setup.packing
-            else None,
+            *[Line("eval_sample_packing", False, "few samples fill no row")] * (request.evaluates and setup.packing),
             Line("save_steps", common.steps_between(request)) if request.save else Line("save_strategy", "no"),
             Line("save_total_limit", 1) if request.save else None,
             Line("val_set_size", 0.0),
@@ -174,7 +171,8 @@ def _sections(request: ExportRequest) -> list[Section]:
 
 def _model(request: ExportRequest) -> list[Line | None]:
     setup, dequantizing = request.setup, dequantizing_class(request.model)
-    xformers = setup.attention == XFORMERS
+    dequantize = Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
+    by_xformers = Line("attn_implementation", "xformers", "for cards before Ampere")
     return [
         common.model_line("base_model", request),
         Line("load_in_8bit", setup.quantization == "int8"),
@@ -182,12 +180,8 @@ def _model(request: ExportRequest) -> list[Line | None]:
         Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
         Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
         Line("model_quantization_config", dequantizing) if dequantizing else None,
-        Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
-        if dequantizing
-        else None,
-        setting_line(AXOLOTL, setup, "attention", "for cards before Ampere")
-        if xformers
-        else common.attention_line(request),
+        dequantize if dequantizing else None,
+        by_xformers if setup.attention == XFORMERS else common.attention_line(request),
         Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 

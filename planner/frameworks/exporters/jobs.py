@@ -22,7 +22,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import GIB
-from planner.frameworks.exporters.folder import gate_of, on_hub
+from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.slurm import CPUS_PER_GPU
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, Launch, LaunchFile
@@ -234,34 +234,27 @@ def _dstack(card: str, target: str, request: ExportRequest) -> str:
 def _in_container(target: str, request: ExportRequest, rendezvous: Sequence[str]) -> str:
     """A container's script: works on a disk of its own and writes what the run leaves to the mounted place."""
     out = shlex.quote(request.output_dir)
-    return "\n".join(
-        [
-            "set -eu",
-            f"mkdir -p {WORK} {MOUNT}/{out}",
-            f"cp -r {MOUNT}/launch {WORK}/",
-            f"ln -s {MOUNT}/{out} {WORK}/{out}",
-            f"cd {WORK}",
-            f"bash launch/run.sh install {target}",
-            *rendezvous,
-            f"bash launch/run.sh {target}",
-            "",
-        ]
-    )
+    lines = [
+        "set -eu",
+        f"mkdir -p {WORK} {MOUNT}/{out}",
+        f"cp -r {MOUNT}/launch {WORK}/",
+        f"ln -s {MOUNT}/{out} {WORK}/{out}",
+        f"cd {WORK}",
+        f"bash launch/run.sh install {target}",
+        *rendezvous,
+        f"bash launch/run.sh {target}",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
     # torchrun reads PET_* where a flag is left out; the launch files say all of it themselves
     rendezvous = [*_rendezvous(request, "$PET_NODE_RANK", "$PET_MASTER_ADDR"), "unset ${!PET_@}"]
-    memory = f"{_host_gib(request)}Gi"
     gpus = {"nvidia.com/gpu": str(request.gpus_per_node)}
+    mounts = [{"name": "plan", "mountPath": MOUNT}, {"name": "shm", "mountPath": "/dev/shm"}]
     pod = {
         "nodeSelector": {"nvidia.com/gpu.product": card},
-        "containers": [
-            {
-                "name": "node",
-                "volumeMounts": [{"name": "plan", "mountPath": MOUNT}, {"name": "shm", "mountPath": "/dev/shm"}],
-            }
-        ],
+        "containers": [{"name": "node", "volumeMounts": mounts}],
         "volumes": [
             {"name": "plan", "persistentVolumeClaim": {"claimName": "finetune"}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -270,50 +263,35 @@ def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
     patch = {
         "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
     }
-    return _yaml(
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": f"finetune-{target}"},
-            "spec": {
-                "runtimeRef": {"name": "torch-distributed"},
-                "trainer": {
-                    "image": IMAGE,
-                    "numNodes": request.num_nodes,
-                    "command": ["bash", "-c", _in_container(target, request, rendezvous)],
-                    "env": [
-                        {
-                            "name": "HF_TOKEN",
-                            "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}},
-                        }
-                    ],
-                    "resourcesPerNode": {
-                        "requests": {
-                            "cpu": str(CPUS_PER_GPU * request.gpus_per_node),
-                            "memory": memory,
-                            "ephemeral-storage": f"{_disk_gb(request)}G",
-                            **gpus,
-                        },
-                        "limits": gpus,
-                    },
-                },
-                "runtimePatches": [{"manager": "finetune-planner/planning/plan", "trainingRuntimeSpec": patch}],
-            },
-        }
-    )
+    requests = {
+        "cpu": str(CPUS_PER_GPU * request.gpus_per_node),
+        "memory": f"{_host_gib(request)}Gi",
+        "ephemeral-storage": f"{_disk_gb(request)}G",
+        **gpus,
+    }
+    token = {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}}
+    trainer = {
+        "image": IMAGE,
+        "numNodes": request.num_nodes,
+        "command": ["bash", "-c", _in_container(target, request, rendezvous)],
+        "env": [{"name": "HF_TOKEN", "valueFrom": token}],
+        "resourcesPerNode": {"requests": requests, "limits": gpus},
+    }
+    patches = [{"manager": "finetune-planner/planning/plan", "trainingRuntimeSpec": patch}]
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": patches}
+    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    return _yaml({**head, "metadata": {"name": f"finetune-{target}"}, "spec": spec})
 
 
 def _hf_jobs(card: str, target: str, request: ExportRequest) -> str:
     script = _in_container(target, request, [])
-    return "\n".join(
-        [
-            "set -euo pipefail",
-            'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."',
-            f'hf jobs run --flavor {card} --timeout "${{TIMEOUT:-24h}}" --secrets HF_TOKEN \\',
-            f"  --volume .:{MOUNT}:rw {IMAGE} bash -c {shlex.quote(script)}",
-            "",
-        ]
+    lines = (
+        "set -euo pipefail",
+        'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."',
+        f'hf jobs run --flavor {card} --timeout "${{TIMEOUT:-24h}}" --secrets HF_TOKEN \\',
+        f"  --volume .:{MOUNT}:rw {IMAGE} bash -c {shlex.quote(script)}",
     )
+    return "".join(f"{line}\n" for line in lines)
 
 
 _GONE = "what the run writes is gone with the machine: copy it away before it ends, or mount a volume"

@@ -159,8 +159,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         notes.append("Needs liger-kernel.")
     if request.evaluates and not _evaluates(request, runs):
         notes.append("Evaluates nothing between steps: its transformers would make whole logits for that.")
-    if request.num_nodes > 1:
-        notes.append(PER_NODE)
+    notes += [PER_NODE] * (request.num_nodes > 1)
     files = [_dataset_info(request, runs), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request, runs)))
     return Draft(title="LLaMA-Factory", main=main, files=tuple(files), command=command, notes=tuple(notes))
@@ -169,6 +168,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper, model = request.setup, request.hyper, request.model
     loss = "sigmoid" if setup.objective == "dpo" else setup.objective
+    named = request.dataset or prepare.needed(request)
     open_ = model is not None and left_unnamed(model.config, setup.attention)
     return [
         section(
@@ -182,9 +182,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         *[section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
         * (not setup.objective_spec.supervised),
         section(
-            "dataset"
-            if request.dataset or prepare.needed(request)
-            else "dataset: PUT YOURS HERE (in dataset_info.json)",
+            "dataset" + ": PUT YOURS HERE (in dataset_info.json)" * (not named),
             Line("dataset", DATASET_KEY),
             Line("eval_dataset", f"{DATASET_KEY}_test") if _evaluates(request, runs) else None,
             _loss(request),

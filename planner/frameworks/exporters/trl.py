@@ -164,8 +164,7 @@ def _notes(request: ExportRequest) -> list[str]:
         )
     if setup.kernels == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
-    if request.num_nodes > 1:
-        notes.append(several_gpus.PER_NODE)
+    notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
     if setup.sharded_at_loading:
         notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     if setup.packing and setup.attention != "flash-attention-2":
@@ -226,9 +225,8 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
         Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
         Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
         *_checkpointing(setup),
-        Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
-        if setup.objective_spec.supervised
-        else None,
+        *[Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")]
+        * setup.objective_spec.supervised,
         *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
         setting_line(TRL, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
@@ -248,11 +246,8 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
     if setup.objective_spec.rolls_out:
         why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
         return [Line("max_completion_length", setup.rollout_settings.completion_tokens, why)]
-    each = (
-        f"tokens of each half of a {setup.objective_spec.sample}"
-        if setup.objective_spec.seqs_per_sample > 1
-        else "tokens"
-    )
+    several = setup.objective_spec.seqs_per_sample > 1
+    each = f"tokens of each half of a {setup.objective_spec.sample}" if several else "tokens"
     return [setting_line(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
 
 
@@ -343,7 +338,7 @@ def _quantization(setup: TrainSetup) -> list[Line]:
 
 
 def _method(request: ExportRequest) -> list[Line]:
-    setup, hyper = request.setup, request.hyper
+    setup, hyper, objective = request.setup, request.hyper, request.setup.objective_spec
     if setup.method == "full":
         return [Line("use_peft", False, "full fine-tuning")]
     targets = common.target_modules(setup, request.model)
@@ -354,10 +349,7 @@ def _method(request: ExportRequest) -> list[Line]:
         setting_line(TRL, setup, "lora_dropout"),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
         *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
-        *(
-            [Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")]
-            * (setup.objective_spec.head == "score")
-        ),
+        *[Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (objective.head == "score"),
     ]
 
 

@@ -172,9 +172,8 @@ class Launch(Draft):
     @property
     def unsupported(self) -> tuple[str, ...]:
         """What the target cannot express, one sentence each."""
-        return ((self.refused,) if self.refused else ()) + tuple(
-            difference.sentence() for difference in self.differences
-        )
+        sentences = (difference.sentence() for difference in self.differences)
+        return (self.refused, *sentences) if self.refused else tuple(sentences)
 
 
 def _plain(value: object) -> str:
