@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import DATA, rows_of, write_rows
+from finetune_planner.cli.check import fixed_files
 from finetune_planner.cli.checking import CheckRequest, load, predictor
-from finetune_planner.cli.fixing import fixed_files
 from finetune_planner.improvement import improve
 from planner.core.errors import PlannerError, Undetermined, UnknownModelError
 from planner.frameworks.readers.read import MAKEFILES, SUFFIXES

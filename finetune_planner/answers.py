@@ -341,7 +341,6 @@ class Comparison(_Answer):
 
 
 def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
-    """One line of a table: base units, and the level that each figure stands on."""
     from planner.setup.interchange import setup_to_dict
 
     memory, speed = candidate.memory_evidence, candidate.speed_evidence

@@ -331,11 +331,6 @@ KNOWN_AS = {
 
 
 def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Values under this program's names.
-
-    Raises:
-        UsageError: one value under two names.
-    """
     by_name: dict[str, Any] = {}
     first_names: dict[str, str] = {}
     for name, value in values.items():
@@ -362,11 +357,7 @@ def _without(request: Mapping[str, Any], *names: str) -> "tuple[RequestOptions, 
 
 
 def _options(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as the command line's options have it: one value of a repeatable option is a list of one.
-
-    Raises:
-        UsageError: a name that is no option, or a value of another type than the option's.
-    """
+    """The request as the command line's options have it: one value of a repeatable option is a list of one."""
     from finetune_planner.cli.request_options import RequestOptions
 
     kinds = get_type_hints(RequestOptions)
@@ -389,11 +380,7 @@ def _taken(name: str, value: Any, kind: Any) -> Any:
 
 
 def _as_typed(name: str, value: Any, kind: type) -> Any:
-    """One value as the command line would have read it; NumPy's numbers and whole floats (2e7) are taken.
-
-    Raises:
-        UsageError: of another type.
-    """
+    """One value as the command line would have read it; NumPy's numbers and whole floats (2e7) are taken."""
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, bool) == (kind is bool):
         if kind is int and isinstance(plain, float) and plain.is_integer():

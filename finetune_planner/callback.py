@@ -253,7 +253,6 @@ def _arguments(args: Any) -> dict[str, Any]:
 
 
 def _plain_fields(settings: Any, *begins: str) -> dict[str, Any]:
-    """What a library's settings object says, of names that begin so."""
     if settings is None:
         return {}
     values = settings if isinstance(settings, dict) else settings.to_dict()
@@ -274,7 +273,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _longest(dataset: Any) -> int:
-    """Tokens of the longest of the first rows, 0 where they are not tokenized."""
     try:
         rows = [dataset[place] for place in range(min(LOOKED_AT_ROWS, len(dataset)))]
         return max((len(row["input_ids"]) for row in rows), default=0)

@@ -109,7 +109,6 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Ver
 
 
 def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
-    """What one level of predictions finds."""
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
         # The same config's verdict on its training step alone; its changes are not judged anew: improving does that.
         config = replace(result.config, eval_seqs=0)
@@ -148,8 +147,6 @@ class _Tried(NamedTuple):
 
 
 class _Search:
-    """The setups that a few single changes reach from a config's."""
-
     def __init__(
         self, result: CheckResult, model: ModelSpec, predict: Predict, start: TrainSetup | None = None
     ) -> None:
@@ -170,12 +167,23 @@ class _Search:
         after, verdict = self.predicted(tried.setup), self.verdict(tried.setup)
         return Improved(setup=tried.setup, labels=tried.labels, after=after, verdict=verdict)
 
-    def further(self, tried: _Tried, allowed: Callable[[TrainSetup, bool], bool]) -> Iterator[_Tried]:
-        """One change more."""
-        changes = single_changes(tried.setup, self.result.gpu, self.model, reentrant=self.result.config.reentrant)
-        for label, after, changes_training in changes:
-            if allowed(after, changes_training):
-                yield _Tried(after, (*tried.labels, label))
+    def _rounds(
+        self, allowed: Callable[[TrainSetup, bool], bool], order: Callable[[_Tried], Any]
+    ) -> Iterator[list[_Tried]]:
+        """What one change, two changes, ... reach, each from the BEAM first of those before."""
+        beam, seen, reentrant = [_Tried(self.start, ())], {self.start}, self.result.config.reentrant
+        for _ in range(DEPTH):
+            candidates = [
+                _Tried(after, (*tried.labels, label))
+                for tried in beam
+                for label, after, trains_otherwise in single_changes(
+                    tried.setup, self.result.gpu, self.model, reentrant=reentrant
+                )
+                if after not in seen and allowed(after, trains_otherwise)
+            ]
+            seen |= {candidate.setup for candidate in candidates}
+            yield candidates
+            beam = sorted(candidates, key=order)[:BEAM]
 
     def least_harm(self, *, in_place: bool) -> _Tried | None:
         """What fits with the least harm, then with the fewest changes; what may fit where nothing certainly does, both
@@ -201,15 +209,9 @@ class _Search:
         self, allowed: Callable[[TrainSetup, bool], bool], fits: Callable[[TrainSetup], bool]
     ) -> _Tried | None:
         """The fewest changes after which it fits: of several the longest sequences, then the least harm, then speed."""
-        beam, seen = [_Tried(self.start, ())], {self.start}
-        for _ in range(DEPTH):
-            candidates = [
-                candidate for tried in beam for candidate in self.further(tried, allowed) if candidate.setup not in seen
-            ]
-            seen |= {candidate.setup for candidate in candidates}
+        for candidates in self._rounds(allowed, lambda tried: self.predicted(tried.setup).peak_device_bytes):
             if fitting := [candidate for candidate in candidates if fits(candidate.setup)]:
                 return max(fitting, key=self._worth)
-            beam = sorted(candidates, key=lambda candidate: self.predicted(candidate.setup).peak_device_bytes)[:BEAM]
         return None
 
     def _worth(self, tried: _Tried) -> tuple[Any, ...]:
@@ -242,14 +244,12 @@ class _Search:
         def allowed(after: TrainSetup, changes_training: bool) -> bool:
             return not changes_training and config.allows(after, in_place=True)
 
+        def order(tried: _Tried) -> tuple[float, int]:
+            return -speed(tried), len(tried.labels)
+
         best = _Tried(self.start, ())
-        beam, seen = [best], {self.start}
-        for _ in range(DEPTH):
-            candidates = [
-                candidate for tried in beam for candidate in self.further(tried, allowed) if candidate.setup not in seen
-            ]
-            seen |= {candidate.setup for candidate in candidates}
-            beam = sorted(candidates, key=lambda candidate: (-speed(candidate), len(candidate.labels)))[:BEAM]
-            if beam and speed(beam[0]) > speed(best) * MIN_SPEEDUP:
-                best = beam[0]
+        for candidates in self._rounds(allowed, order):
+            fastest = min(candidates, key=order, default=best)
+            if speed(fastest) > speed(best) * MIN_SPEEDUP:
+                best = fastest
         return best

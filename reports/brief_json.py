@@ -17,12 +17,12 @@ from planner.planning.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, request_form, to_jsonable
 from planner.setup.outcome import Candidate, Prediction, speed_level
-from reports.brief import why_not
 from reports.extras import extras_from_dict
 from reports.plain import clean
 from reports.plan_json import candidate_from_dict, plan_from_dict
 from reports.rows import compared, notes_of
 from reports.setup_text import short_setup_words
+from reports.terminal import why_not
 from reports.text import nothing_sentence, short_verdict
 
 MAX_BYTES = 8_000
@@ -366,12 +366,10 @@ def _answer(document: Any) -> Any:
 
 
 def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a short answer, in their order."""
     return {field.name: values[field.name] for field in fields(kind)}
 
 
 def _figures(subject: Candidate) -> dict[str, Any]:
-    """Memory and speed with their levels and bands."""
     memory, speed = subject.memory_evidence, subject.speed_evidence
     band = memory.memory_band if isinstance(memory, Prediction) else None
     return {

@@ -74,7 +74,6 @@ def memory_bars(
 
 
 def _stack(prediction: Prediction) -> dict[str, int]:
-    """Bytes per category that add up to the prediction's device peak."""
     stack = category_bytes(prediction.terms)
     residue = prediction.peak_allocated_bytes - sum(stack.values())
     stack["gap"] = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes

@@ -9,9 +9,8 @@ from rich.padding import Padding
 
 from planner.core.notes import Place, place_of
 from planner.core.units import gib
-from planner.planning.check import Change, CheckResult, summary
+from planner.planning.check import CheckResult, summary
 from planner.setup import TrainSetup
-from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import speed_level
 from reports.page import Page
 from reports.plain import clean, plural
@@ -63,13 +62,26 @@ def render_check(
     if defaults:
         page.line(f"default: {defaults}", style="dim", indent=2)
     page.head("Memory", level)
-    _table(page, [(gib(term.size_bytes), _term_words(term)) for term in prediction.terms[:SHOWN]], fixed=1, right=[0])
+    terms = [
+        (gib(term.size_bytes), f"{'' if term.name.startswith(term.category) else f'{term.category}: '}{term.name}")
+        for term in prediction.terms[:SHOWN]
+    ]
+    _table(page, terms, fixed=1, right=[0])
     if result.changes:
         page.head(
             "Faster, and still fits" if result.exit_code == 0 else "What would help, best first",
             "formula corrected by the dry run" if level == "dry run" else "formula",
         )
-        _table(page, [_change_cells(change) for change in result.changes[:SHOWN]], right=[1, 3])
+        changes = [
+            (
+                f"{change.label} *" if change.changes_training else change.label,
+                gib(change.prediction.peak_device_bytes),
+                VERDICTS[change.verdict.value],
+                f"speed × {change.speedup:.2f}",
+            )
+            for change in result.changes[:SHOWN]
+        ]
+        _table(page, changes, right=[1, 3])
         if any(change.changes_training for change in result.changes[:SHOWN]):
             page.line("*: changes the training", style="dim", indent=2)
     if together is not None:
@@ -146,26 +158,11 @@ def _without_versions(rows: Sequence[tuple[str, str, str]]) -> tuple[list[tuple[
 
 
 def _table(page: Page, rows: Sequence[Sequence[str]], *, fixed: int = 0, right: Sequence[int] = ()) -> None:
-    """Rows in columns, indented; the first `fixed` columns and those on the right are never wrapped."""
     names = [str(at) for at in range(len(rows[0]))]
     table = page.table(*names, right=[names[at] for at in right], fixed=names[:fixed], header=False)
     for row in rows:
         page.row(table, *row)
     page.console.print(Padding(table, (0, 0, 0, 2)))
-
-
-def _change_cells(change: Change) -> tuple[str, ...]:
-    label = f"{change.label} *" if change.changes_training else change.label
-    return (
-        label,
-        gib(change.prediction.peak_device_bytes),
-        VERDICTS[change.verdict.value],
-        f"speed × {change.speedup:.2f}",
-    )
-
-
-def _term_words(term: MemoryTerm) -> str:
-    return term.name if term.name.startswith(term.category) else f"{term.category}: {term.name}"
 
 
 def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:

@@ -85,7 +85,6 @@ def _shortest(value: float, read: Callable[[float], float] = float) -> str:
 
 
 def _bytes(size_gib: float) -> int:
-    """A size as `planner.planning.option_values` reads it."""
     return int(size_gib * GIB)
 
 
@@ -118,7 +117,6 @@ def _rollout_words(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def _flag(name: str, value: object) -> list[str]:
-    """The option that fixes a field of the setup to a value."""
     if name == "checkpointing" and isinstance(value, int):
         if value > 1:
             return ["--checkpoint-every", str(value)]

@@ -67,53 +67,41 @@ def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple
 def comparison_view(named: Sequence[Named], targets: Sequence[str]) -> dict[str, Any]:
     """What comparison.html.j2 reads; `targets` are the ids of the plans' own sections, "" where there is none."""
     header, rows = comparison_rows(named)
-    fitting = [(label, plan) for label, (_, plan) in zip(plan_labels(named), named, strict=True) if plan.kind == "plan"]
-    sentences = [f"{len(fitting)} of {len(named)} fit."]
-    plans = [(label, plan) for label, plan in fitting if isinstance(plan, Plan)]
+    labels, charts = plan_labels(named), list[Chart]()
+    plans = [(label, plan) for label, (_, plan) in zip(labels, named, strict=True) if isinstance(plan, Plan)]
+    sentences = [f"{len(plans)} of {len(named)} fit."]
     if plans:
         label, best = max(plans, key=lambda item: item[1].chosen.tokens_per_s)
         mark = speed_mark(best.chosen.speed_evidence)
         sentences.append(f"Fastest: {label}, {rate(best.chosen.tokens_per_s)} ({mark}).")
-    costs = [(cost, label) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
-    if costs:
-        cost, label = min(costs)
+        speeds = [plan.chosen.tokens_per_s for _, plan in plans]
+        charts.append(
+            bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, list(map(rate, speeds)))
+        )
+    priced = [(cost, label) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
+    if priced:
+        cost, label = min(priced)
         sentences.append(f"Cheapest: {label}, ${cost:,.3f} per million tokens.")
+        costs, names = [cost for cost, _ in priced], [label for _, label in priced]
+        words = [f"${cost:,.3f}" for cost in costs]
+        charts.append(bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
+    candidates = [(label, plan.subject) for label, (_, plan) in zip(labels, named, strict=True)]
+    charts.append(
+        {
+            **memory_bars(candidates, 1, 1, limit=len(named)),
+            "id": "comparison-memory",
+            "height": 160 + 34 * len(named),
+            "memory_bytes": [plan.workload.memory_bytes for _, plan in named],
+            "title": "Memory against each card",
+        }
+    )
     return {
         "title": f"{len(named)} plans compared",
         "sentences": sentences,
         "table": {"header": header},
         "rows": [{"target": target, "cells": row} for target, row in zip(targets, rows, strict=True)],
-        "charts": _charts(named, plans),
+        "charts": charts,
     }
-
-
-def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[Chart]:
-    labels = plan_labels(named)
-    candidates = [plan.subject for _, plan in named]
-    charts = []
-    if plans:
-        speeds = [plan.chosen.tokens_per_s for _, plan in plans]
-        charts.append(
-            bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, [rate(v) for v in speeds])
-        )
-    priced = [(label, cost) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
-    if priced:
-        words = [f"${cost:,.3f}" for _, cost in priced]
-        names, costs = [label for label, _ in priced], [cost for _, cost in priced]
-        charts.append(bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
-    memory = memory_bars(list(zip(labels, candidates, strict=True)), 1, 1, limit=len(named))
-    sizes = [plan.workload.memory_bytes for _, plan in named]
-    height = 160 + 34 * len(named)
-    charts.append(
-        {
-            **memory,
-            "id": "comparison-memory",
-            "height": height,
-            "memory_bytes": sizes,
-            "title": "Memory against each card",
-        }
-    )
-    return charts
 
 
 def bars(

@@ -5,7 +5,7 @@ Pictures are drawn by Apache ECharts (its file is in templates/, see templates/R
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from importlib.resources import files
@@ -32,9 +32,11 @@ from reports.charts import (
     time_parts,
     timeline_chart,
 )
-from reports.compare import comparison_view
-from reports.extras import Extras
+from reports.compare import comparison_markdown, comparison_view
+from reports.extras import Extras, extras_from_dict, extras_to_dict
+from reports.markdown import plan_markdown
 from reports.plain import clean, joined
+from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.rows import (
     SOURCE_HEADER,
     breakdown,
@@ -281,3 +283,34 @@ def _levels(candidate: Candidate) -> dict[str, Any]:
         ("time band", *("-" if evidence is None else text.speed_band(evidence) or "-" for evidence in timed))
     )
     return table_of(("", *(name for name, _ in present)), figures)
+
+
+def plan_files(plan: Plan | NoPlan, extras: Extras | None = None, *, html: bool = True) -> dict[str, str]:
+    """File name -> text of one plan's directory.
+
+    Raises:
+        EnvironmentProblem: `html` is wanted and jinja2 is not installed.
+    """
+    entry = Entry(plan=plan, extras=extras or Extras())
+    document = plan_to_dict(plan, extras=extras_to_dict(entry.extras))
+    return {"plan.json": json.dumps(document, indent=1, allow_nan=False) + "\n", **report_files([entry], html=html)}
+
+
+def entry_of(document: Mapping[str, Any], name: str = "") -> Entry:
+    """A plan.json document as an entry of a report.
+
+    Raises:
+        ConfigError: not a plan.json of this version.
+    """
+    return Entry(plan=plan_from_dict(document), extras=extras_from_dict(document), name=name)
+
+
+def report_files(entries: Sequence[Entry], *, html: bool = True) -> dict[str, str]:
+    """report.md and report.html for one plan, or for a comparison of several."""
+    if len(entries) == 1:
+        texts = {"report.md": plan_markdown(entries[0].plan, entries[0].extras)}
+    else:
+        texts = {"report.md": comparison_markdown([(entry.name, entry.plan) for entry in entries])}
+    if html:
+        texts["report.html"] = report_html(entries)
+    return texts

@@ -76,7 +76,11 @@ class _Writer:
         if kind in _PLAIN:
             return _PLAIN[kind]
         if kind is TrainSetup:
-            return self._named("Setup", _setup())
+            plain, hints = _Writer(), get_type_hints(TrainSetup)
+            written = [field.name for field in fields(TrainSetup)]  # those at their defaults may be absent
+            return self._named(
+                "Setup", _object({name: _WRITTEN_AS.get(name) or plain.of(hints[name]) for name in written})
+            )
         if origin in (Union, types.UnionType):
             return {"anyOf": [self.of(argument) for argument in arguments]}
         if origin is Literal:
@@ -119,14 +123,6 @@ def _object(properties: Mapping[str, Schema], required: Sequence[str] = ()) -> S
     return {"type": "object", "properties": dict(properties), "required": list(required), "additionalProperties": False}
 
 
-def _setup() -> Schema:
-    """A setup in the interchange form: fields at their defaults may be absent."""
-    write, hints = _Writer(), get_type_hints(TrainSetup)
-    return _object(
-        {field.name: _WRITTEN_AS.get(field.name) or write.of(hints[field.name]) for field in fields(TrainSetup)}
-    )
-
-
 def _level(write: _Writer) -> Schema:
     """One level: every key of LEVEL_KEYS, null where the level does not know."""
     hints = {**get_type_hints(Measurement), **get_type_hints(Prediction)}
@@ -148,16 +144,6 @@ def _level(write: _Writer) -> Schema:
         "term_list": write.array(row),
     }
     return _object({**keys, **rare}, required=LEVEL_KEYS)
-
-
-def _workload(write: _Writer) -> Schema:
-    """`reports.plan_json.workload_to_dict`."""
-    data = get_type_hints(Data)
-    flat = {key: write.of(data[name]) for key, name in DATA_KEYS.items()}
-    workload = write.record(Workload, without=("data",), budget_bytes=_PLAIN[int], **flat)
-    model = write.defs["ModelSpec"]
-    model["properties"]["num_params"] = _PLAIN[int]
-    return workload
 
 
 def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, candidate: Schema) -> Schema:
@@ -222,7 +208,10 @@ def answer_schema(*, whole: bool = True) -> Schema:
         properties = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": level, **levels}
         assert set(properties) == {"fits", *(field.name for field in fields(Candidate))}
         write.defs["Candidate"] = _object(properties, required=list(properties))
-        write.defs["Workload"] = _workload(write)
+        data = get_type_hints(Data)  # as `reports.plan_json.workload_to_dict` writes it
+        flat = {key: write.of(data[name]) for key, name in DATA_KEYS.items()}
+        write.defs["Workload"] = write.record(Workload, without=("data",), budget_bytes=_PLAIN[int], **flat)
+        write.defs["ModelSpec"]["properties"]["num_params"] = _PLAIN[int]
         workload = {"$ref": "#/$defs/Workload"}
         write.defs["Plan"] = _plan(write, Plan, workload, candidate)
         write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)

@@ -28,7 +28,9 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
             f"**Nothing fits: {gib(plan.missing_bytes)} missing.**",
             f"The nearest setup is {escape(setup_words(chosen.setup))}. {escape(text.memory_sentence(chosen))}",
             "## What would make it fit, smallest change first",
-            _remedies(plan),
+            table(text.REMEDY_HEADER, text.remedy_rows(plan), right=("saves",))
+            if plan.remedies
+            else "No single change is enough.",
         ]
     blocks += _memory(chosen, plan.workload.memory_bytes)
     if isinstance(plan, Plan):
@@ -139,12 +141,6 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
         escape(words),
         table(header, ranks, right=header[1:]) if ranks else "",
     ]
-
-
-def _remedies(no_plan: NoPlan) -> str:
-    if not no_plan.remedies:
-        return "No single change is enough."
-    return table(text.REMEDY_HEADER, text.remedy_rows(no_plan), right=("saves",))
 
 
 def _alternatives(plan: Plan) -> list[str]:

@@ -112,16 +112,6 @@ class Sheet(ABC):
 T = TypeVar("T")
 
 
-def _with_progress_lines(items: Iterable[T], words: str, console: Console, num: int) -> Iterator[T]:
-    last_printed = started = monotonic()
-    for number, item in enumerate(items):
-        if number and monotonic() - last_printed > STILL_S:
-            last_printed = monotonic()
-            left = seconds((last_printed - started) / number * (num - number))
-            console.print(f"{words}: {number} of {num}, {left} left", markup=False, highlight=False)
-        yield item
-
-
 STILL_S = 4.0
 """A pipe or a log file hears so often how far it is."""
 QUIET_S = 0.5
@@ -140,7 +130,13 @@ def steps(items: Iterable[T], words: str, console: Console, *, num: int | None =
         yield from items
         return
     if not console.is_terminal:
-        yield from _with_progress_lines(items, words, console, num)
+        last_printed = started = monotonic()
+        for number, item in enumerate(items):
+            if number and monotonic() - last_printed > STILL_S:
+                last_printed = monotonic()
+                left = seconds((last_printed - started) / number * (num - number))
+                console.print(f"{words}: {number} of {num}, {left} left", markup=False, highlight=False)
+            yield item
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -124,18 +124,14 @@ def estimate_to_dict(
 ) -> dict[str, Any]:
     """The answer of `plan estimate`: a candidate with its single terms, the links between its GPUs, and memory over
     varying lengths."""
-    document = {"schema_version": SCHEMA_VERSION, "kind": "estimate"}
+    document: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "estimate"}
     document |= candidate_to_dict(candidate, model_id, gpu_key, detail=True)
     if cluster is not None:
         between = None if cluster.between is None else cluster.between.key
         document["cluster"] = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
-    return document if over is None else document | {"over_lengths": over_lengths_to_dict(over)}
-
-
-def over_lengths_to_dict(over: "OverLengths") -> dict[str, Any]:
-    """Memory over varying lengths: every field, and the share that fragmentation takes."""
-    values: dict[str, Any] = to_jsonable(over)
-    return values | {"fragmentation_fraction": over.fragmentation_fraction}
+    if over is not None:
+        document["over_lengths"] = to_jsonable(over) | {"fragmentation_fraction": over.fragmentation_fraction}
+    return document
 
 
 def workload_to_dict(workload: Workload) -> dict[str, Any]:
@@ -291,8 +287,10 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     formula = level_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula level of a candidate must hold a prediction")
-    dry_run, trace = (_level(values.get(name)) for name in ("dry_run", "trace"))
-    probe, run = (_level(values.get(name)) for name in ("probe", "run"))  # trace and run are not in older files
+    dry_run, trace, probe, run = (  # trace and run are not in older files
+        None if (level := values.get(name)) is None else level_from_dict(level)
+        for name in ("dry_run", "trace", "probe", "run")
+    )
     if isinstance(dry_run, Measurement) or isinstance(trace, Measurement):
         raise ConfigError("dry run and trace predict; this candidate says otherwise")
     if isinstance(probe, Prediction) or isinstance(run, Prediction):
@@ -306,10 +304,6 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
         probe=probe,
         run=run,
     )
-
-
-def _level(values: Mapping[str, Any] | None) -> Prediction | Measurement | ProbeFailure | None:
-    return None if values is None else level_from_dict(values)
 
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:

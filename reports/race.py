@@ -154,25 +154,24 @@ def _speeds(heat: Heat) -> list[tuple[str, float, str]]:
 
 
 def _rows(heat: Heat) -> list[tuple[str, ...]]:
-    return [_row(heat, lane) for lane in heat.all]
-
-
-def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
-    candidate, ratio = lane.candidate, heat.ratio(lane)
-    memory, speed = candidate.memory_evidence, candidate.speed_evidence
-    levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.level, speed_level(speed)))
-    return (
-        clean(lane.label),
-        fit_word(candidate),
-        joined((gib(memory.peak_device_bytes), memory_band_text(memory)), " "),
-        joined((f"{candidate.tokens_per_s:,.0f}", speed_band(speed)), " ") if candidate.tokens_per_s else "-",
-        ", ".join(levels),
-        "" if ratio is None else f"{ratio:.2f} x" + ("" if heat.surely(lane) else " ?"),
-    )
+    rows = list[tuple[str, ...]]()
+    for lane in heat.all:
+        candidate, ratio = lane.candidate, heat.ratio(lane)
+        memory, speed = candidate.memory_evidence, candidate.speed_evidence
+        levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.level, speed_level(speed)))
+        row = (
+            clean(lane.label),
+            fit_word(candidate),
+            joined((gib(memory.peak_device_bytes), memory_band_text(memory)), " "),
+            joined((f"{candidate.tokens_per_s:,.0f}", speed_band(speed)), " ") if candidate.tokens_per_s else "-",
+            ", ".join(levels),
+            "" if ratio is None else f"{ratio:.2f} x" + ("" if heat.surely(lane) else " ?"),
+        )
+        rows.append(row)
+    return rows
 
 
 def _sentences(heat: Heat) -> list[str]:
-    """Setups, what the plan does otherwise, what was not run, what a question mark means."""
     sentences = []
     for lane in heat.all:
         sentences.append(f"{clean(lane.label)}: {setup_words(lane.candidate.setup)}.")

@@ -20,22 +20,17 @@ TARGET_WORDS = {
 
 
 def method_words(setup: TrainSetup, *, short: bool = False) -> str:
-    """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"; short without the layers."""
+    """ "QLoRA rank 64 on all linear layers", "DoRA rank 16", or "full fine-tuning"; short without the layers."""
     if setup.method == "full":
         return METHOD_WORDS["full"]
     if setup.adapter != "lora":
-        return adapter_words(setup, short=short)
+        row = setup.kind
+        name = row.title + (f" {row.size} {setup.lora_rank}" if row.size else "")
+        name += " beside a quantized base" if setup.quantized else ""
+        return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
     if short:
         return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank}"
     return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
-
-
-def adapter_words(setup: TrainSetup, *, short: bool = False) -> str:
-    """Another adapter than LoRA: "DoRA rank 16 on all linear layers"."""
-    row = setup.kind
-    name = row.title + (f" {row.size} {setup.lora_rank}" if row.size else "")
-    name += " beside a quantized base" if setup.quantized else ""
-    return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
 
 
 def targets_words(setup: TrainSetup) -> str:
@@ -181,12 +176,7 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"{other.num_gpus} GPUs ({layout_words(other)})" if other.num_gpus > 1 else "one GPU")
     elif (other.parallel, other.layout) != (setup.parallel, setup.layout):
         parts.append(layout_words(other))
-    return ", ".join([*parts, *_names_difference(setup, other)])
-
-
-def _names_difference(setup: TrainSetup, other: TrainSetup) -> list[str]:
-    """What it calls by another name, or switches."""
-    parts = [
+    parts += [
         f"{getattr(other, name)}{suffix}"
         for name, suffix in (
             ("precision", ""),
@@ -205,7 +195,7 @@ def _names_difference(setup: TrainSetup, other: TrainSetup) -> list[str]:
         for name, words in (("packing", "packing"), ("compile", "torch.compile"))
         if getattr(other, name) != getattr(setup, name)
     ]
-    return parts
+    return ", ".join(parts)
 
 
 def gpus_words(workload: Workload) -> str:
@@ -226,7 +216,6 @@ def workload_words(workload: Workload) -> str:
 
 
 def _of_images(workload: Workload) -> str:
-    """What of a sequence are pictures, "" of text alone."""
     images = workload.images
     if images is None:
         return ""

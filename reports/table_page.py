@@ -104,7 +104,6 @@ def _script(model: str, rows: Rows) -> str:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    """The setup of a row, or why there is none."""
     if row["problem"]:
         return clean(row["problem"])
     usual = TrainSetup()

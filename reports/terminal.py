@@ -1,27 +1,33 @@
 """The answers on the terminal: readable at 80 columns, without colour, in a pipe and in a log file.
 
+The short answer has the verdict, what to train with, where the memory goes, what was not chosen and why (or what would
+make it fit), what to type next, at most MAX_LINES at 80 columns; the tree, every term and every note are asked for.
+
 Meaning never rests on colour. Everything from outside (model names, messages) is printed as plain text, never as
 markup, with control characters replaced.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache, partial
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from planner.core.units import count, gib, percent, seconds
+from planner.core.notes import Place
+from planner.core.units import TERA, count, gib, percent, seconds
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import occasions
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Answer, NoPlan, Plan
-from planner.setup.outcome import Candidate, Evidence, Fidelity, Measurement, Prediction, ProbeFailure
+from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure
 from reports import text
-from reports.brief import render_brief
 from reports.command import default_next_command
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
+from reports.rows import MIN_SHOWN_BYTES, MemoryRow, Row, best_terms, breakdown, compared, evidence_columns, notes_of
 from reports.setup_text import setup_difference, setup_words, workload_words
 
 if TYPE_CHECKING:
@@ -90,14 +96,11 @@ def render_plan(
     page.line(text.space_sentence(answer))
     _notes(page, notes_of(answer))
     if isinstance(answer, Plan):
-        _next(page, answer, next_command, replan_command)
-
-
-def _next(page: Page, plan: Plan, command: str, replan_command: str) -> None:
-    page.head("Next")
-    if not plan.chosen.fits:
-        page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
-    page.command(command if command and plan.chosen.fits else replan_command)
+        page.head("Next")
+        fits = answer.chosen.fits
+        if not fits:
+            page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
+        page.command(next_command if next_command and fits else replan_command)
 
 
 def render_estimate(
@@ -131,7 +134,12 @@ def render_estimate(
     page.head("Every level")
     present = evidence_columns(candidate)
     levels = tuple(name for name, _ in present)
-    page.whole(("", *levels), _level_rows(present), right=levels)
+    rows = []
+    for number, (label, words_of) in enumerate(_LEVEL_FIGURES):  # a level that failed says so in the first
+        none = "-" if number else "failed"
+        cells = (none if isinstance(evidence, ProbeFailure) else words_of(evidence) for _, evidence in present)
+        rows.append((label, *cells))
+    page.whole(("", *levels), rows, right=levels)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
             page.line(text.failure_words(evidence), indent=2)
@@ -151,13 +159,6 @@ _LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...
     ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
 )
 """Label -> the figure of a level that knows it, in words."""
-
-
-def _level_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, ...]]:
-    """The figures of all levels, one line per figure; a level that failed says so in the first."""
-    for number, (label, words) in enumerate(_LEVEL_FIGURES):
-        none = "-" if number else "failed"
-        yield label, *(none if isinstance(evidence, ProbeFailure) else words(evidence) for _, evidence in present)
 
 
 def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
@@ -288,3 +289,194 @@ def _notes(page: Page, notes: Iterable[str]) -> None:
     page.head("Notes")
     for note in unique:
         page.line(f"· {note}", indent=2)
+
+
+MAX_LINES = 18
+NUM_ALTERNATIVES = 3
+GROUPS = (
+    ("weights", ("weights", "dequantization")),
+    ("trained", ("adapters", "gradients", "optimizer")),
+    ("activations", ("activations",)),
+    ("loss", ("loss",)),
+    ("rest", ("workspace", "other", "residue", "gap", "context")),
+)
+"""Every category of memory in one of five groups; what is free and kept free follows."""
+BAR_CELLS = 64
+MARKS = {"weights": "█", "trained": "▓", "activations": "▒", "loss": "▚", "rest": "▪", "free": "░"}
+MORE = "more: --why, --memory, --all; plan explain WORD"
+FREE = "free"
+Part = Callable[[Page], None]
+
+
+def group_bytes(candidate: Candidate, memory_bytes: int) -> dict[str, int]:
+    """The five groups of memory at the peak, and what is free of the card (negative: what is missing)."""
+    rows = breakdown(candidate, memory_bytes).rows
+    groups = (*GROUPS, (FREE, ("free", "headroom")))
+    return {label: sum(row.size_bytes for row in rows if row.category in kinds) for label, kinds in groups}
+
+
+def render_brief(
+    answer: Plan | NoPlan, console: Console, *, next_command: str = "", launches: Sequence[str] = ()
+) -> None:
+    """The answer in MAX_LINES: risks before alternatives, other notes as far as there is room for them, else their
+    number."""
+    notes = notes_of(answer)
+
+    def write(page: Page, shown: int, num_alternatives: int) -> None:
+        for part in parts(shown, num_alternatives):
+            part(page)
+
+    def parts(shown: int, num_alternatives: int) -> Iterator[Part]:
+        yield head
+        yield besides[num_alternatives]
+        yield partial(_brief_notes, notes=notes[:shown])
+        yield partial(_end, left=len(notes) - shown, command=next_command, launches=launches)
+
+    @cache
+    def lines(part: Part) -> int:
+        file = StringIO()
+        # a size and no terminal: it would look for both at each line
+        part(Page(Console(file=file, width=console.width, height=MAX_LINES, force_terminal=False)))
+        return sum(max(1, -(-len(line) // console.width)) for line in file.getvalue().splitlines())
+
+    def height(shown: int, num_alternatives: int) -> int:
+        return sum(lines(part) for part in parts(shown, num_alternatives))
+
+    head: Part = partial(_head, answer=answer)
+    besides: list[Part] = [
+        partial(_alternatives_or_remedies, answer=answer, number=number) for number in range(NUM_ALTERNATIVES + 1)
+    ]
+
+    urgent = sum(note.place <= Place.RISK for note in notes)
+    whole = range(len(notes), urgent - 1, -1)
+    first_fit = bisect_left(
+        whole, True, key=lambda shown: height(shown, NUM_ALTERNATIVES) <= MAX_LINES
+    )  # fewer are never higher
+    if first_fit < len(whole):
+        write(Page(console), whole[first_fit], NUM_ALTERNATIVES)
+        return
+    least = int(isinstance(answer, NoPlan) and bool(answer.remedies))  # a refusal says what works
+    rooms = [
+        (shown, num_alternatives)
+        for shown in range(urgent, 0, -1)
+        for num_alternatives in range(NUM_ALTERNATIVES, least - 1, -1)
+    ]
+    rooms += [(0, num_alternatives) for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)]
+    write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
+
+
+def _head(page: Page, answer: Plan | NoPlan) -> None:
+    chosen = answer.subject
+    page.line(workload_words(answer.workload), style="bold")
+    if isinstance(answer, Plan):
+        page.line(text.short_verdict(answer), style=text.verdict_style(chosen))
+        layout = text.layout_sentence(chosen, answer.workload)
+        for sentence in (layout, text.epoch_sentence(answer.workload, chosen)):
+            if sentence:
+                page.line(sentence)
+        page.line(text.verdict_sentence(answer))
+    else:
+        page.line(text.nothing_sentence(answer), style="bold red")
+        page.line(text.nearest_sentence(answer))
+    _groups(page, chosen, answer.workload.memory_bytes)
+
+
+def _alternatives_or_remedies(page: Page, answer: Plan | NoPlan, number: int) -> None:
+    if isinstance(answer, NoPlan) and answer.remedies and number:
+        page.line()
+        page.line("What would make it fit, smallest change first", style="bold")
+        for remedy in [change for change in answer.remedies if change.fits][:number]:
+            page.line(f"→ {clean(remedy.action)}")
+    if isinstance(answer, NoPlan):
+        return
+    chosen, *others = compared(answer)
+    rows = [row for row in others if row.candidate.fits][:number]
+    if not rows:
+        return
+    page.line()
+    table = page.table("instead", "tokens/s", "peak", "why not", right=("tokens/s", "peak"), header=False)
+    for row in rows:
+        speed = f"{row.speed.tokens_per_s:,.0f} tokens/s" if row.speed.tokens_per_s else "-"
+        page.row(table, clean(row.label), speed, gib(row.peak.peak_device_bytes), why_not(chosen, row))
+    page.show(table)
+
+
+def _brief_notes(page: Page, notes: Sequence[str]) -> None:
+    for note in notes:
+        page.line(f"· {note}")
+
+
+def _end(page: Page, left: int, command: str, launches: Sequence[str]) -> None:
+    """What to know of the launch files, and what to type next; `left`: notes that are not shown."""
+    page.line()
+    for sentence in launches:
+        page.line(clean(sentence), style=text.sentence_style(sentence))
+    more = f"{MORE}; {left} {plural(left, 'note')}" if left else MORE
+    page.line(f"Next ({more})" if command else more, style="dim")
+    if command:
+        page.command(command)
+
+
+def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
+    sizes = group_bytes(candidate, memory_bytes)
+    shown = {label: size for label, size in sizes.items() if size >= MIN_SHOWN_BYTES}
+    whole = max(memory_bytes, sum(shown.values()))
+    width = min(BAR_CELLS, page.console.width - 1)
+    ends, total = [], 0
+    for size in shown.values():
+        total += size
+        ends.append(round(width * total / whole))
+    cells = [max(1, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    page.line("".join(MARKS[label] * number for label, number in zip(shown, cells, strict=True)))
+    words = "  ".join(f"{MARKS[label]} {label} {gib(size)}" for label, size in shown.items())
+    page.line(f"{words} of {gib(memory_bytes)}", style="dim")
+
+
+def why_not(chosen: Row, other: Row) -> str:
+    """Why another setup that fits is not the choice: it is slower, or what its speed would cost."""
+    mine, setup = chosen.candidate.setup, other.candidate.setup
+    before, after = chosen.speed.tokens_per_s, other.speed.tokens_per_s
+    if other.candidate.verdict == "tight":
+        return "may run out of memory"
+    if not before or not after:
+        return clean(other.trade)
+    percent_faster = 100 * (after / before - 1)
+    if percent_faster < 0.5:
+        return f"{-percent_faster:.0f} % slower" if percent_faster <= -0.5 else "as fast, not simpler or smaller"
+    faster = f"{percent_faster:.0f} % faster"
+    if setup.quantized and not mine.quantized:
+        bits = "8" if setup.quantization == "int8" else "4"
+        return f"{faster}, but {bits} bits cost quality"
+    if setup.method == "full" and mine.method != "full":
+        return f"{faster}; only when asked: --method full"
+    if setup.lora_rank < mine.lora_rank:
+        return f"{faster}, but a smaller rank learns less"
+    if setup.precision != mine.precision:
+        return f"{faster}, but in {setup.precision}"
+    if other.peak.peak_device_bytes > chosen.peak.peak_device_bytes:
+        return f"{faster}, less memory to spare"
+    return clean(other.trade)
+
+
+def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
+    """The GPU table: what `--gpu` takes, smallest memory first; without marketing names where they would cut keys."""
+    page = Page(console)
+    names, rate = (("name",), "bf16 TFLOP/s") if console.width >= 70 else ((), "TFLOP/s")
+    table = page.table("--gpu", *names, "memory", rate, "GB/s", right=("memory", rate, "GB/s"))
+    for gpu in sorted(rows, key=lambda row: (row.memory_bytes, row.key)):
+        flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16" if names else "-"
+        bandwidth = f"{gpu.memory_bandwidth_bytes_per_s / 1e9:,.0f}"
+        name = [clean(gpu.name)] if names else []
+        page.row(table, gpu.key, *name, gib(gpu.memory_bytes), flops, bandwidth)
+    page.show(table)
+    page.line("Memory is what torch reports as usable; TFLOP/s dense with fp32 accumulation.", style="dim")
+
+
+def render_models(rows: Iterable[ModelSpec], console: Console) -> None:
+    """The built-in catalogue: model names that need no network."""
+    page = Page(console)
+    table = page.table("model", "type", "parameters", "context", right=("parameters", "context"))
+    for row in rows:
+        context = f"{row.max_position_embeddings:,}" if row.max_position_embeddings else "-"
+        page.row(table, clean(row.model_id), clean(row.model_type), count(row.num_params), context)
+    page.show(table)

@@ -3,7 +3,7 @@
 Every figure a person sees goes through here, so that the three reports agree to the digit.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
 if TYPE_CHECKING:
-    from planner.hardware.cluster import Cluster
     from planner.samples.lengths import OverLengths
 
 LEVEL_WORDS = {
@@ -131,14 +130,11 @@ def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:
     bands: dict[Fidelity, list[float]] = {}
     for level, band in figures:
         bands.setdefault(level, []).extend([] if band is None else [band])
-    return ", ".join(joined((LEVEL_WORDS[level], _range(fractions)), " ") for level, fractions in bands.items())
-
-
-def _range(bands: Sequence[float]) -> str:
-    if not bands:
-        return ""
-    ends = dict.fromkeys(f"±{_two_digits(100 * fraction)}" for fraction in (min(bands), max(bands)))
-    return f"{' to '.join(ends)} %"
+    words = []
+    for level, fractions in bands.items():
+        ends = dict.fromkeys(f"±{_two_digits(100 * end)}" for end in fractions and (min(fractions), max(fractions)))
+        words.append(joined((LEVEL_WORDS[level], f"{' to '.join(ends)} %" if ends else ""), " "))
+    return ", ".join(words)
 
 
 def failure_words(failure: ProbeFailure) -> str:
@@ -308,7 +304,11 @@ def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> s
     setup, formula = candidate.setup, candidate.formula
     if setup.single_gpu:
         return ""
-    words = f"{setup.num_gpus} GPUs{_nodes(cluster)}: {layout_words(setup)}"
+    nodes = ""
+    if cluster is not None and cluster.between is not None:
+        between = f"{cluster.between.key}, {cluster.between.bytes_per_s / 1e9:,.4g} GB/s per node"
+        nodes = f" in {cluster.num_nodes} nodes ({between})"
+    words = f"{setup.num_gpus} GPUs{nodes}: {layout_words(setup)}"
     words = words if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
@@ -325,14 +325,6 @@ def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> s
     if formula.step_time_s:
         words += f"; of the step {joined(parts, ' and ')}" if parts else "; communication is hidden behind compute"
     return f"{words} ({speed_mark(formula)})."
-
-
-def _nodes(cluster: "Cluster | None") -> str:
-    """ " in 2 nodes (ib-3200, 400 GB/s per node)", "" within one node."""
-    if cluster is None or cluster.between is None:
-        return ""
-    rate = f"{cluster.between.bytes_per_s / 1e9:,.4g} GB/s per node"
-    return f" in {cluster.num_nodes} nodes ({cluster.between.key}, {rate})"
 
 
 def lengths_sentence(over: "OverLengths") -> str:

@@ -129,7 +129,6 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def _speed_lines(speed: Mapping[str, Any] | None) -> Iterator[str]:
-    """How fast the last step is, and what takes its time."""
     if speed is None:
         return
     rate = f"{speed['tokens_per_s']:,.0f} tokens/s, " if speed["tokens_per_s"] else ""
@@ -152,7 +151,6 @@ def _speed_lines(speed: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:
-    """What kept the program from the machine, and what it wrote there instead."""
     yield f"Protection: {protection['kind']}: {PROTECTIONS[protection['kind']]}."
     if protection["num_written"] or protection["num_deleted"]:
         yield (
@@ -163,7 +161,6 @@ def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The largest rows, and what the others take together."""
     yield from ("", title)
     for row in rows[:_ROWS]:
         yield f"  {gib(row['size_bytes']):>10}  {clean(row['name'])}"

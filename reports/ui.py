@@ -17,8 +17,8 @@ from planner.planning.grid import METHODS, Grid
 from planner.planning.plan import NoPlan
 from planner.planning.useful import useful_tokens_per_s
 from planner.setup.outcome import Candidate
-from reports.brief import GROUPS, group_bytes
 from reports.plain import clean, joined
+from reports.terminal import GROUPS, group_bytes
 from reports.text import job_words, memory_mark, speed_mark
 
 VERDICTS = ("fits", "tight", "over")
@@ -114,12 +114,10 @@ def _cell(candidate: Candidate, grid: Grid, at: int, marks: dict[str, int]) -> l
 
 
 def _remedies(answer: Any) -> list[str]:
-    """What would make something fit, where nothing does."""
     return [clean(remedy.action) for remedy in answer.remedies if remedy.fits] if isinstance(answer, NoPlan) else []
 
 
 def _fixed(grid: Grid) -> list[dict[str, str]]:
-    """Of each length, method -> the settings that no slider changes, in words."""
     by_length: list[dict[str, str]] = [{} for _ in grid.lengths]
     each = len(grid.batches) * len(grid.checkpointing)
     for at, candidate in enumerate(grid.cells):

@@ -1,5 +1,6 @@
 """Which GPU for a model (every card's plan side by side, smallest that fits first), and which model for a GPU (the
-catalogue by what can be trained on it, to what length and how fast)."""
+catalogue by what can be trained on it, to what length and how fast); kinds of adapters and launch targets side by
+side."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,16 +13,21 @@ from planner.core.units import GIB, count, gib, seconds
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
+from planner.options.adapters import REFUSED
 from planner.planning.answer import best_by_method
+from planner.planning.decision.policy import KindChoice
 from planner.planning.plan import NoPlan, Plan
+from planner.planning.targets import TargetChoice, as_fast, tokens_per_s
 from planner.planning.useful import cost_usd, job_s
+from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
-from reports.markdown import bullets, document
+from planner.setup.outcome import Candidate
+from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
 from reports.plan_json import candidate_to_dict
-from reports.setup_text import short_setup_words
+from reports.setup_text import setup_words, short_setup_words
 from reports.text import (
     cost_per_million,
     dollars,
@@ -70,13 +76,7 @@ class GpuChoice:
 
 def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[GpuChoice, ...]:
     """The answers, cards that fit first; `sort` "size": smallest memory first, "speed", or "cost" of the job, else of a
-    million tokens.
-
-    Raises:
-        ValueError: an unknown `sort`.
-    """
-    if sort not in SORTS:
-        raise ValueError(f"sort must be one of {', '.join(SORTS)}; got {sort!r}")
+    million tokens."""
     choices = [GpuChoice(gpu=answer.workload.gpu, answer=answer) for answer in answers]
 
     def seconds_each(choice: GpuChoice) -> float:
@@ -209,7 +209,6 @@ class GpusSheet(Sheet):
 
 
 def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
-    """One card as data; `candidate` as in plan.json."""
     answer, chosen = choice.answer, choice.answer.subject
     return {
         "gpu": choice.gpu.key,
@@ -250,7 +249,6 @@ def _gpus_table(
 
 
 def _gpu_cells(choice: GpuChoice) -> dict[str, str]:
-    """What stands of a card in every column that it has a figure for."""
     workload = choice.answer.workload
     cells = {"--gpu": choice.gpu.key, "memory": gib(workload.memory_bytes), "GiB": f"{workload.memory_bytes / GIB:.2f}"}
     if workload.price_per_hour is not None:
@@ -323,10 +321,20 @@ class ModelsSheet(Sheet):
         return document(self._title(), bullets(self._sentences()), markdown_table(*_models_table(self.rows)))
 
     def document(self) -> list[dict[str, Any]]:
-        return list(map(_model_json, self.rows))
+        plans = [row.answer if isinstance(row.answer, Plan) else None for row in self.rows]
+        return [
+            {
+                "model": row.model.model_id,
+                "num_params": row.model.num_params,
+                "longest_tokens": dict(row.longest_tokens),
+                "fits": row.fits,
+                "tokens_per_s": plan and plan.chosen.tokens_per_s,
+                "candidate": plan and candidate_to_dict(plan.chosen, row.model.model_id, plan.workload.gpu.key),
+            }
+            for row, plan in zip(self.rows, plans, strict=True)
+        ]
 
     def _title(self) -> str:
-        """The first line: the card and what a step must look like."""
         workload = self.workload
         return (
             f"What {clean(workload.gpu.name)} can fine-tune · {workload.seq_len_tokens:,} tokens · "
@@ -334,7 +342,6 @@ class ModelsSheet(Sheet):
         )
 
     def _sentences(self) -> list[str]:
-        """What to take away: how many, and the largest model of each method."""
         rows = self.rows
         sentences = [f"{sum(row.fits for row in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
         for method in METHOD_SHORT:
@@ -348,27 +355,9 @@ class ModelsSheet(Sheet):
 
     def _marks(self) -> str:
         plans = [row.answer.chosen for row in self.rows if isinstance(row.answer, Plan)]
-        memory, speed = (
-            (candidate.memory_evidence for candidate in plans),
-            (candidate.speed_evidence for candidate in plans),
-        )
+        memory = (candidate.memory_evidence for candidate in plans)
+        speed = (candidate.speed_evidence for candidate in plans)
         return f" (memory: {memory_marks(memory)}; speed: {speed_marks(speed)})" if plans else ""
-
-
-def _model_json(choice: ModelChoice) -> dict[str, Any]:
-    """One model as data: tokens, bytes, tokens/s."""
-    answer = choice.answer
-    chosen = answer.chosen if isinstance(answer, Plan) else None
-    return {
-        "model": choice.model.model_id,
-        "num_params": choice.model.num_params,
-        "longest_tokens": dict(choice.longest_tokens),
-        "fits": choice.fits,
-        "tokens_per_s": chosen.tokens_per_s if chosen else None,
-        "candidate": candidate_to_dict(chosen, choice.model.model_id, answer.workload.gpu.key)
-        if chosen and answer
-        else None,
-    }
 
 
 def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
@@ -380,7 +369,7 @@ def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tu
             (
                 clean(row.model.model_id),
                 count(row.model.num_params),
-                *(_length(row.longest_tokens.get(method)) for method in METHOD_SHORT),
+                *(f"{tokens:,}" if (tokens := row.longest_tokens.get(method)) else "-" for method in METHOD_SHORT),
                 METHOD_SHORT[chosen.setup.method] if chosen else "-",
                 f"{chosen.tokens_per_s:,.0f}" if chosen else "-",
             )
@@ -388,5 +377,167 @@ def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tu
     return header, cells, ("size", "full", "LoRA", "QLoRA", "tokens/s")
 
 
-def _length(tokens: int | None) -> str:
-    return f"{tokens:,}" if tokens else "-"
+NOTHING_CITED = "nothing is cited here"
+ADAPTERS_HEADER = ("adapter", "size", "trained", "memory", "tokens/s", "band", "merges")
+ADAPTERS_RIGHT = ("size", "trained", "memory", "tokens/s", "band")
+
+
+@dataclass(frozen=True)
+class AdaptersSheet(Sheet):
+    """The kinds, each in the place of `lora`, and what was published of their quality, as Markdown with the sources."""
+
+    rows: Sequence[KindChoice]
+    workload: Workload
+    lora: TrainSetup
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_title("Adapters", self.workload), style="bold")
+        page.line(self._intro())
+        page.line()
+        page.whole(ADAPTERS_HEADER, map(_cells, self.rows), right=ADAPTERS_RIGHT, fixed=("adapter",))
+        for sentence in _sentences(self.rows):
+            page.line(sentence, style="dim")
+        page.head("What was published of their quality")
+        for row in self.rows:
+            page.line(f"{row.kind.name}: {row.kind.quality or NOTHING_CITED}")
+
+    def markdown(self) -> str:
+        quality = [(row.kind.name, row.kind.quality or NOTHING_CITED, row.kind.source) for row in self.rows]
+        return document(
+            _title("Adapters", self.workload),
+            escape(self._intro()),
+            markdown_table(ADAPTERS_HEADER, map(_cells, self.rows), ADAPTERS_RIGHT),
+            bullets(_sentences(self.rows)),
+            markdown_table(("adapter", "published quality", "source"), quality),
+        )
+
+    def document(self) -> list[dict[str, Any]]:
+        names = self.workload.model.model_id, self.workload.gpu.key
+        return [
+            {
+                "adapter": row.kind.name,
+                "num_trained_params": row.num_trained,
+                "refused": row.refused,
+                "changed": list(row.changed),
+                "fits": row.candidate is not None and row.candidate.fits,
+                "predicted_peak_device_bytes": row.candidate and row.candidate.formula.peak_device_bytes,
+                "tokens_per_s": row.candidate and row.candidate.formula.tokens_per_s,
+                "time_band_fraction": row.candidate and row.candidate.formula.time_band_fraction,
+                "merges": row.kind.merges,
+                "quality": row.kind.quality,
+                "source": row.kind.source,
+                "candidate": row.candidate and candidate_to_dict(row.candidate, *names),
+            }
+            for row in self.rows
+        ]
+
+    def _intro(self) -> str:
+        return f"Each in the place of LoRA in what is planned: {setup_words(self.lora)}."
+
+
+def _cells(row: KindChoice) -> tuple[str, ...]:
+    candidate = row.candidate
+    if candidate is None:
+        return row.kind.name, "", "", "refused", "", "", ""
+    return (
+        row.kind.name,
+        str(candidate.setup.lora_rank) if row.kind.size else "-",
+        count(row.num_trained),
+        gib(candidate.formula.peak_device_bytes) + ("" if candidate.fits else " !"),
+        *_speed(candidate),
+        "yes" if row.kind.merges else "no",
+    )
+
+
+def _sentences(rows: Sequence[KindChoice]) -> list[str]:
+    sentences = [f"{row.kind.name}: {row.refused}." for row in rows if row.refused]
+    sentences += [f"{row.kind.name}: {', '.join(row.changed)}." for row in rows if row.changed]
+    if any(row.candidate is not None and not row.candidate.fits for row in rows):
+        sentences.append("!: does not fit as LoRA is planned; plan --adapter KIND looks for a setup of its own.")
+    sentences.append(
+        "Formula. The step of rsLoRA, PiSSA and LoftQ is LoRA's. No run with any other kind has been compared: what it "
+        "costs in time is counted from peft's code, and its band is wider by all of it."
+    )
+    sentences += [f"Not planned: {name} ({reason})." for name, reason in REFUSED.items()]
+    return sentences
+
+
+TARGETS_HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
+TARGETS_RIGHT = ("tokens/s", "band", "memory")
+
+
+@dataclass(frozen=True)
+class TargetsSheet(Sheet):
+    """The targets, fastest first, and what to make of them."""
+
+    rows: Sequence[TargetChoice]
+    workload: Workload
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_title("Targets", self.workload), style="bold")
+        page.line()
+        page.whole(TARGETS_HEADER, _targets(self.rows), right=TARGETS_RIGHT, fixed=("target", "tokens/s", "memory"))
+        for sentence in _target_sentences(self.rows):
+            page.line(sentence)
+
+    def markdown(self) -> str:
+        table = markdown_table(TARGETS_HEADER, _targets(self.rows), TARGETS_RIGHT)
+        return document(_title("Targets", self.workload), table, bullets(_target_sentences(self.rows)))
+
+    def document(self) -> list[dict[str, Any]]:
+        names = self.workload.model.model_id, self.workload.gpu.key
+        return [
+            {
+                "target": row.target,
+                "title": row.title,
+                "refused": row.refused,
+                "tokens_per_s": tokens_per_s(row),
+                "time_band_fraction": row.candidate and row.candidate.formula.time_band_fraction,
+                "predicted_peak_device_bytes": row.candidate and row.candidate.formula.peak_device_bytes,
+                "candidate": row.candidate and candidate_to_dict(row.candidate, *names),
+            }
+            for row in self.rows
+        ]
+
+
+def _title(what: str, workload: Workload) -> str:
+    cards = f"{workload.num_gpus} x " if workload.num_gpus > 1 else ""
+    model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
+    return f"{what} for {model} on {cards}{gpu} · {workload.seq_len_tokens:,} tokens"
+
+
+def _target_sentences(rows: Sequence[TargetChoice]) -> list[str]:
+    sentences = []
+    if rows[0].candidate is not None:
+        sentences.append(
+            f"Fastest: {rows[0].title}. --target {rows[0].target} --out DIR plans for it and writes its files."
+        )
+        if near := as_fast(rows):
+            sentences.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
+        sentences.append(
+            "Formula, each target's own fastest plan; no run has compared the programs with each other here."
+        )
+    return [*sentences, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
+
+
+def _targets(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.target,
+            row.title,
+            *_speed(row.candidate),
+            gib(row.candidate.formula.peak_device_bytes),
+            setup_words(row.candidate.setup),
+        )
+        for row in rows
+        if row.candidate is not None
+    ]
+
+
+def _speed(candidate: Candidate) -> tuple[str, str]:
+    """Tokens/s, and their band."""
+    formula = candidate.formula
+    band = "-" if formula.time_band_fraction is None else f"±{formula.time_band_fraction:.0%}"
+    return f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-", band

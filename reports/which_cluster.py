@@ -17,7 +17,7 @@ from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
-from reports.setup_text import layout_words
+from reports.setup_text import gpus_words, layout_words
 from reports.text import dollars, price_dates, speed_marks
 
 MAX_ROWS = 20
@@ -35,12 +35,6 @@ def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
         "Figures are the formula's, of what plan takes on each; without --gpu only clusters are planned that could be "
         "the smallest, the cheapest or the fastest.",
     )
-
-
-def cluster_words(option: ClusterOption) -> str:
-    """ "8 × A100-SXM4-80GB"."""
-    number, name = option.cluster.num_gpus, clean(option.cluster.gpu.name)
-    return name if number == 1 else f"{number} × {name}"
 
 
 def picks(options: Sequence[ClusterOption]) -> dict[str, ClusterOption]:
@@ -123,7 +117,6 @@ class ClustersSheet(Sheet):
 
 
 def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
-    """(method, what to take of it) for every method that was looked at."""
     sections: list[tuple[str, list[str]]] = []
     for node in Node:
         of_node = [option for option in options if option.node == node]
@@ -157,7 +150,7 @@ def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
 def _option_words(option: ClusterOption) -> str:
     cost = "price unknown" if option.cost_usd is None else dollars(option.cost_usd)
     how = f" ({layout_words(option.candidate.setup)})" if option.cluster.num_gpus > 1 else ""
-    return f"{cluster_words(option)}{how}, {seconds(option.duration_s)}, {cost}"
+    return f"{gpus_words(option.workload)}{how}, {seconds(option.duration_s)}, {cost}"
 
 
 def _table_title(node: Node) -> str:
@@ -167,7 +160,6 @@ def _table_title(node: Node) -> str:
 def _table(
     feasible: Sequence[ClusterOption], *, wide: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    """Header, rows (cheapest first) and the columns of numbers."""
     header = ("GPUs", "spread", "tokens/s", "time", "cost", *(("$/hour", "peak") if wide else ()))
     rows: list[tuple[str, ...]] = []
     for option in sorted(feasible, key=lambda each: (each.cost_usd is None, each.cost_usd or 0.0, each.duration_s)):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,6 @@ def _name_in(place: Path, file: Path) -> str:
     inside = file.relative_to(place)
     named = inside.parent if inside.name == CONFIG_NAME else inside.with_suffix("")
     return named.as_posix() if named.parts else place.resolve().name
-
-
-def planned(config: Config, grid: Grid) -> tuple[Config, list[Row]]:
-    """One configuration's rows, in a fork: without pyarrow, whose threads a fork lacks."""
-    return config, list(rows_of(config, grid))
 
 
 def write_rows(config: Config, rows: list[Row], grid: Grid, folder: Path) -> int:
@@ -263,11 +258,6 @@ COLUMNS: dict[str, type] = {
 
 
 def _parquet() -> Any:
-    """pyarrow's Parquet module.
-
-    Raises:
-        EnvironmentProblem: it is not installed.
-    """
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -275,8 +265,3 @@ def _parquet() -> Any:
             "plan table writes Parquet, which needs pyarrow", hint="pip install pyarrow"
         ) from error
     return parquet
-
-
-def missing(configs: Sequence[Config], grid: Grid, folder: Path) -> list[Config]:
-    """Those whose rows are not in the folder yet."""
-    return [config for config in configs if not (folder / config.file_name(grid)).exists()]

@@ -18,7 +18,6 @@ from planner.core.units import GIB, MIB, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.plan import Answer, NoPlan, Plan, trade
 from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict
@@ -92,12 +91,19 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
         return None
     if not measured.environment.device.startswith("cuda") or measured.peak_device_bytes <= 0:
         return None
-    model = _model_of(record, workload)
+    from probes.fingerprint import config_digest
+
+    model = workload.model  # what was measured, where a configuration of the same digest is at hand
+    if config_digest(model.config) != record.config_digest:
+        spec = catalogue.load(record.model_id)
+        if spec is None or config_digest(spec.config) != record.config_digest:
+            return None
+        model = spec
     try:
         setup = setup_from_dict(record.setup)
     except SetupError:  # a later version's setting
         return None
-    if model is None or setup.num_gpus > 1:
+    if setup.num_gpus > 1:
         return None
     from search.corrections import Observation  # late: it loads numpy
 
@@ -112,16 +118,6 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
         measured_at=record.recorded_at[:10],
         program=measured.program,
     )
-
-
-def _model_of(record: "Record", workload: Workload) -> ModelSpec | None:
-    """The model that was measured, where a configuration of the same digest is at hand."""
-    from probes.fingerprint import config_digest
-
-    if config_digest(workload.model.config) == record.config_digest:
-        return workload.model
-    spec = catalogue.load(record.model_id)
-    return spec if spec is not None and config_digest(spec.config) == record.config_digest else None
 
 
 def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan | NoPlan:
@@ -170,7 +166,6 @@ def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan 
 
 
 def _runs(history: Sequence["Observation"]) -> str:
-    """How many of the measurements were launch files' own runs, by their tool."""
     counts = Counter(observation.program for observation in history if observation.program)
     return "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
 

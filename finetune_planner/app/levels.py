@@ -172,16 +172,6 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     return with_engine_note(answer, walked) if isinstance(answer, Plan) else answer
 
 
-def _answered(
-    workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
-) -> Plan | NoPlan:
-    from planner.planning.answer import plan_workload
-
-    if dry_run:
-        return refine_by_dry_run(workload, observations, walked)
-    return with_history(plan_workload(workload, cache=walked), observations)
-
-
 def _of_a_shorter_length(
     workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
 ) -> Plan | None:
@@ -215,14 +205,16 @@ def _of_a_shorter_length(
     return tight
 
 
-def refine_by_dry_run(workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
+def _answered(
+    workload: Workload, observations: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+) -> Plan | NoPlan:
     """The plan on which formula and dry run agree (`planner.planning.refine`); `observations`: measured here."""
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine
 
-    missing = dry_run_possible()
-    if missing:
+    if missing := dry_run and dry_run_possible():
         print(f"formula only: {missing} not installed ({install_command('torch')})", file=sys.stderr)
+    if missing or not dry_run:
         return with_history(plan_workload(workload, cache=walked), observations)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
@@ -238,7 +230,6 @@ def refine_by_dry_run(workload: Workload, observations: "Sequence[Observation]",
 
 
 def _say(text: str) -> None:
-    """One status line on stderr, only where a person watches."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()

@@ -43,11 +43,7 @@ def default_store_path() -> Path:
 
 
 def _linked(path: Path) -> Path:
-    """Where a link that the user made leads; a store that is named on the command line may not be one.
-
-    Raises:
-        EnvironmentProblem: it leads to itself.
-    """
+    """Where a link that the user made leads; a store that is named on the command line may not be one."""
     try:
         return path.resolve() if path.is_symlink() else path
     except (OSError, RuntimeError) as error:  # Python 3.13 raises the first, those before the other

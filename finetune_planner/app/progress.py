@@ -42,10 +42,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """This command is at `text`."""
-        if self._watched:
-            self._show(f"{self._head()}{text}")
-        else:
-            self._tell(f"{self._head()}{text}")
+        (self._show if self._watched else self._tell)(f"{self._head()}{text}")
 
     def event(self, text: str, elapsed_s: float) -> None:
         """A probe is at `text`, `elapsed_s` after its start; told every half second."""
@@ -69,18 +66,20 @@ class ProgressLine:
         """One probe is answered; `line` stays on the screen (also in a pipe)."""
         self._done += 1
         self._printed.clear()
-        self._clear()
+        self.close()
         if line:
             self.note(line)
 
     def note(self, line: str) -> None:
         """A line that stays on the screen."""
-        self._clear()
+        self.close()
         print(printable(line), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leaves a clean line."""
-        self._clear()
+        if self._watched:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
     def _head(self) -> str:
         spent = time.monotonic() - self._started
@@ -94,8 +93,3 @@ class ProgressLine:
     def _show(self, text: str) -> None:
         sys.stderr.write(f"\r\033[K{printable(text[:150])}")
         sys.stderr.flush()
-
-    def _clear(self) -> None:
-        if self._watched:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()

@@ -1,12 +1,15 @@
-"""The last level: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
+"""The last level: a plan's own launch file, run by its tool for some steps, held against what the plan promised;
+and a person's own training file, run as it was written (`plan race --run`)."""
 
+import json
 import os
 import re
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune_planner.app import machine
 from finetune_planner.app.folders import write_files
@@ -18,6 +21,9 @@ from planner.core.inputs import read_text
 from planner.core.records import dataclass
 from planner.frameworks.exporters.prepare import NAME as PREPARE
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
+from planner.frameworks.readers import ReadConfig
+from planner.frameworks.readers.loading import read_bounded
+from planner.memory.workload import Workload
 from planner.models.hub import weights_in_cache
 from planner.models.resolve import resolve_model
 from planner.options.stacks import TARGET_ROWS
@@ -26,7 +32,7 @@ from planner.planning.expressed import as_run
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.outcome import Candidate, FailureKind, Fidelity, ProbeFailure
 from reports.extras import Extras, LaunchTarget
-from reports.write import entry_of, plan_files
+from reports.html import entry_of, plan_files
 
 if TYPE_CHECKING:
     from planner.hardware.gpu import GpuSpec
@@ -85,14 +91,19 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
     file = launched_file(folder, launch, workload.model.model_id, setup.objective)
     outcome, card, device = run_file(file, setup, workload.model, how, sibling=folder)
     promise = promise_of(planned.memory_evidence, planned.speed_evidence)
-    confirmation = compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes)
-    if card is not None and card.key != workload.gpu.key:
-        reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
-        confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
+    confirmation = on_card(compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes), card, workload)
     if setup == chosen.setup and device != "cpu":
         plan = with_run(plan, replace(chosen, run=outcome))
         _write(folder, plan, entry.extras)
     return confirmation, plan
+
+
+def on_card(confirmation: "Confirmation", card: "GpuSpec | None", workload: Workload) -> "Confirmation":
+    """With a word on a card that is another than the plan's."""
+    if card is None or card.key == workload.gpu.key:
+        return confirmation
+    reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
+    return replace(confirmation, reasons=(*confirmation.reasons, reason))
 
 
 def run_file(
@@ -110,6 +121,7 @@ def run_file(
     from probes.gpu.evaluate import Prober
     from probes.launched.run import FileExecutor
 
+    parent = sibling.resolve().parent  # from where relative paths lead to the same
     device = machine.job_devices(how.device, 1)[0]
     card = machine.gpu_of(None, device)
     line = ProgressLine()
@@ -118,7 +130,7 @@ def run_file(
         model_bytes=2 * model.num_params,
         num_steps=how.num_steps,
         limit_s=how.limit_s,
-        work_dir=_work_folder_parent(sibling),
+        work_dir=parent if os.access(parent, os.W_OK) else None,
         on_progress=line.event,
     )
     prober = Prober(
@@ -142,7 +154,7 @@ def run_file(
 
 
 def with_run(plan: Plan, chosen: Candidate) -> Plan:
-    """The plan whose chosen setup was run."""
+    """The plan whose chosen setup was run, or traced."""
     ranked = tuple(chosen if candidate.setup == chosen.setup else candidate for candidate in plan.ranked)
     return replace(plan, chosen=chosen, ranked=ranked)
 
@@ -231,19 +243,7 @@ def program_folder(folder: Path, target: str) -> str:
     return "" if active else str(Path(python_argv()[0]).parent)
 
 
-def _work_folder_parent(folder: Path) -> Path | None:
-    """Where the run's folder is made: beside the plan's, from where its relative paths lead to the same; None where
-    nothing can be written there."""
-    parent = folder.resolve().parent
-    return parent if os.access(parent, os.W_OK) else None
-
-
 def _write(folder: Path, plan: Plan, extras: Extras) -> None:
-    """plan.json and the reports anew; the launch files stay as they are.
-
-    Raises:
-        EnvironmentProblem: they cannot be written.
-    """
     try:
         texts = plan_files(plan, extras)
     except EnvironmentProblem:  # no jinja2
@@ -270,3 +270,126 @@ def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:
         if here or (module is not None and importlib.util.find_spec(module) is not None):
             installed.append(launch.target)
     return tuple(installed)
+
+
+PROGRAMS = {
+    "trl": "python -m trl.scripts.{command} --config {file}",
+    "axolotl": "axolotl train {file} --launcher python",
+    "llamafactory": "llamafactory-cli train {file}",
+    "hf-script": "python {file}",
+}
+"""Format -> what starts such a file."""
+BESIDE = (".py", ".yaml", ".yml", ".json", ".jinja")
+MAX_BESIDE, MAX_BESIDE_BYTES = 100, 1 << 18
+"""Files beside it that are copied with it: its imports, templates, DeepSpeed configs."""
+AXOLOTL_TYPES = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    names: tuple[str, ...] = ()
+    columns: str = ""
+    splits: tuple[str, ...] = ("train",)
+    files: Mapping[str, str]
+
+
+def training_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "LaunchedFile":
+    """A training file that was read; `arguments`: words behind it on its command line.
+
+    Raises:
+        UsageError: what starts it is not known or cannot be watched, or what its data look like.
+    """
+    from probes.launched.run import LaunchedFile
+
+    if config.format not in PROGRAMS:
+        hint = f"--run takes {', '.join(PROGRAMS)}; without --run every file is predicted"
+        raise UsageError(f"{path.name}: a {config.format} file is not run", hint=hint)
+    text, model, here = read_bounded(path), config.model_id or "", weights_here(config.model_id or "")
+    if model not in text:
+        raise UsageError(
+            f"{path.name} does not name {model or 'its model'}",
+            hint="write the model into the file: it is run as it is",
+        )
+    stands_for = _DATA.get(config.format)  # a program reads what it reads
+    data = stands_for(path.name, config) if stands_for else _Data(files={})
+    texts = {path.name: text, **dict(_siblings(path)), **data.files}
+    if Path(model).exists():  # a folder: the run stands elsewhere
+        name = str(Path(model).resolve()) if here else STAND_IN
+        texts, model = {**texts, path.name: text.replace(model, name)}, name
+    command = PROGRAMS[config.format].format(
+        command=config.setup.objective_spec.targets.get("trl", "sft"), file=shlex.quote(path.name)
+    )
+    return LaunchedFile(
+        target={"hf-script": "hf"}.get(config.format, config.format),
+        command=shlex.join([*shlex.split(command), *arguments]),
+        files=texts,
+        model_name=model,
+        dataset_names=data.names,
+        columns=data.columns,
+        splits=data.splits,
+        program_folder=program_folder(path.parent, config.format),
+        model_here=here,
+        data_here=not data.names,
+    )
+
+
+def _siblings(path: Path) -> Iterator[tuple[str, str]]:
+    for file in sorted(path.parent.iterdir())[: 10 * MAX_BESIDE]:
+        if file.suffix in BESIDE and file.is_file() and file.stat().st_size <= MAX_BESIDE_BYTES and file != path:
+            try:
+                yield file.name, file.read_text("utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+def _of_trl(name: str, config: ReadConfig) -> _Data:
+    mixed = config.values.get("datasets") or ()
+    names = [config.dataset] if config.dataset else [entry.get("path") for entry in _mappings(mixed)]
+    splits = [config.values.get("dataset_train_split", "train")]
+    if config.values.get("eval_strategy", "no") != "no":
+        splits.append(config.values.get("dataset_test_split", "test"))
+    columns = columns_of(config.setup.objective)
+    return _Data(names=_named(name, names), columns=columns, splits=tuple(map(str, splits)), files={})
+
+
+def _of_axolotl(name: str, config: ReadConfig) -> _Data:
+    listed = list(_mappings(config.values.get("datasets") or ()))
+    kinds = {str(entry.get("type")) for entry in listed}
+    column_kinds = (
+        {AXOLOTL_TYPES.get(kind.partition(".")[0]) for kind in kinds} if config.setup.objective == "sft" else {None}
+    )
+    columns = column_kinds.pop()
+    if columns is None or column_kinds:
+        raise UsageError(
+            f"{name}: no rows can stand in for data sets of type {', '.join(sorted(kinds)) or 'none'}",
+            hint=f"--run makes rows of one type: {', '.join(AXOLOTL_TYPES)}",
+        )
+    return _Data(names=_named(name, [entry.get("path") for entry in listed]), columns=columns, files={})
+
+
+def _of_llamafactory(name: str, config: ReadConfig) -> _Data:
+    folder = str(config.values.get("dataset_dir", "data"))
+    names = _named(name, [part.strip() for part in str(config.dataset or "").split(",")])
+    columns, more = "alpaca", dict[str, Any]()
+    if config.setup.objective == "pretrain":
+        columns, more = "text", {"columns": {"prompt": "text"}}
+    elif config.setup.objective != "sft":
+        columns = "preference"
+        more = {"ranking": True, "columns": {column: column for column in ("prompt", "chosen", "rejected")}}
+    info = json.dumps({dataset: {"file_name": dataset, **more} for dataset in names})
+    described = {f"{folder}/dataset_info.json": info}
+    return _Data(names=tuple(f"{folder}/{dataset}" for dataset in names), columns=columns, files=described)
+
+
+def _mappings(listed: Any) -> Iterator[Mapping[str, Any]]:
+    return (entry for entry in listed if isinstance(entry, dict))
+
+
+def _named(file: str, names: list[Any]) -> tuple[str, ...]:
+    datasets = tuple(dict.fromkeys(name for name in names if isinstance(name, str) and name))
+    if not datasets or any("://" in name for name in datasets):
+        raise UsageError(f"{file} names no data set that rows could stand in for", hint="name a hub id or a local path")
+    return datasets
+
+
+_DATA = {"trl": _of_trl, "axolotl": _of_axolotl, "llamafactory": _of_llamafactory}

@@ -38,8 +38,10 @@ from reports.extras import search_values
 from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
-    from search.problem import Unprobed
+    from search.problem import Evaluate, TransferObservation, Unprobed
     from search.run import SearchResult
+    from search.stopping import Budget
+    from search.study import TrialRecord
 
 MAX_CANDIDATES = 1500
 """Of the walked space, the fastest this many that may fit are searched: predicting one costs half a millisecond."""
@@ -68,7 +70,8 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     fits stays, told with its prediction.
     """
     workload = plan.workload
-    nodes = _nodes(plan)
+    mine, spare = node_of_setup(plan.chosen.setup), workload.prefer == "speed" or plan.chosen.verdict != "fits"
+    nodes = {mine} if mine is Node.FULL else {mine, Node.LORA, *([Node.FOUR_BIT] if spare else [])}
     limit_bytes = workload.budget_bytes * (1 + NEAR_MISS_FRACTION)
     points = [
         point
@@ -91,15 +94,6 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
         shortlist += _best_of_each(points, MIN_PER_LAYOUT)
     setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*shortlist, *predicted))])
     return tuple(candidate(workload, setup) for setup in setups)
-
-
-def _nodes(plan: Plan) -> frozenset[Node]:
-    """The classes that are searched."""
-    mine = node_of_setup(plan.chosen.setup)
-    if mine is Node.FULL:
-        return frozenset({mine})
-    spare = plan.workload.prefer == "speed" or plan.chosen.verdict != "fits"
-    return frozenset({mine, Node.LORA, *([Node.FOUR_BIT] if spare else [])})
 
 
 def _walked(plan: Plan) -> Iterator[WalkedSetup]:
@@ -137,7 +131,6 @@ def _split_by_probe(
 
 
 def _best_of_each(points: Sequence[WalkedSetup], num: int) -> Iterator[WalkedSetup]:
-    """The first points of every layout."""
     counts: Counter[Any] = Counter()
     for point in points:
         key = layout_key(point.shared)
@@ -160,10 +153,28 @@ def tuned(
     values: Mapping[str, object] = {
         **search_values(trials, result.reason, plan.workload.budget_bytes),
         "num_probes": result.num_probes,
-        "pareto": [_pareto_point(candidate) for candidate in result.pareto],
+        "pareto": [
+            {
+                "setup": setup_to_dict(point.setup),
+                "tokens_per_s": point.tokens_per_s,
+                "peak_device_bytes": point.memory_evidence.peak_device_bytes,
+                "lora_rank": point.setup.lora_rank,
+            }
+            for point in result.pareto
+        ],
     }
     if plan.workload.num_gpus > 1:
-        rows = _predicted_only(plan, result, unprobed)
+        rows = []
+        for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
+            formula = candidate(plan.workload, setup).formula
+            row: dict[str, Any] = {
+                "spread": layout_name(setup),
+                "setup": setup_to_dict(setup),
+                "reason": unprobed(setup),
+                "predicted_tokens_per_s": formula.tokens_per_s,
+                "predicted_peak_device_bytes": formula.peak_device_bytes,
+            }
+            rows.append(row)
         values = {**values, "not_probed": rows}
         # One sentence for each reason.
         by_reason: dict[str, list[str]] = {}
@@ -201,39 +212,18 @@ def tuned(
 
 
 def _probes_said(plan: Plan, result: "SearchResult", rehearsed: bool) -> str:
-    """What the probes of a search showed that chooses nothing."""
     answers = [record.evidence for record in result.trials if record.probed]
     failures = Counter(answer.kind.value.replace("_", " ") for answer in answers if isinstance(answer, ProbeFailure))
-    failed = ", ".join(f"{num} {kind}" for kind, num in failures.items())
+    failed = "".join(f", {num} {kind}" for kind, num in failures.items())
     measured = [answer for answer in answers if isinstance(answer, Measurement)]
     if not answers:
         return "no probe was measured"
     if not rehearsed:
-        return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{_appended(failed)}"
+        return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{failed}"
     fastest = max((measurement.tokens_per_s or 0.0 for measurement in measured), default=0.0)
     speed = f", the fastest at {fastest:,.0f} tokens/s there" if fastest else ""
-    sentence = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_appended(failed)}"
+    sentence = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{failed}"
     return f"{sentence}, which says nothing of a {plan.workload.gpu.name}"
-
-
-def _appended(failed: str) -> str:
-    return f", {failed}" if failed else ""
-
-
-def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
-    """Of every layout that no probe here can run: its setup in the study, why, and what the formula says of it."""
-    rows = []
-    for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
-        formula = candidate(plan.workload, setup).formula
-        row = {
-            "spread": layout_name(setup),
-            "setup": setup_to_dict(setup),
-            "reason": unprobed(setup),
-            "predicted_tokens_per_s": formula.tokens_per_s,
-            "predicted_peak_device_bytes": formula.peak_device_bytes,
-        }
-        rows.append(row)
-    return rows
 
 
 def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
@@ -258,20 +248,6 @@ def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candida
         key=lambda candidate: (lossiness(candidate.setup), tie_break(candidate.setup), -candidate.tokens_per_s),
     )
 
-
-def _pareto_point(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "setup": setup_to_dict(candidate.setup),
-        "tokens_per_s": candidate.tokens_per_s,
-        "peak_device_bytes": candidate.memory_evidence.peak_device_bytes,
-        "lora_rank": candidate.setup.lora_rank,
-    }
-
-
-if TYPE_CHECKING:
-    from search.problem import Evaluate, TransferObservation, Unprobed
-    from search.stopping import Budget
-    from search.study import TrialRecord
 
 DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0
@@ -374,7 +350,10 @@ def tune_plan(
     workload, how = plan.workload, how or Tuning()
     on_this_machine(workload)
     learned = _Learned(workload, how.store, how.corrections)
-    unprobed = unprobed or _unprobed(workload)
+    if unprobed is None:
+        from probes.gpu.ranks import why_not_probed  # late: one GPU needs none of it
+
+        unprobed = why_not_probed if workload.num_gpus > 1 else lambda setup: ""
     problem = Problem.of(workload, search_candidates(plan, unprobed), unprobed=unprobed)
     budget = how.limits()
     line = ProgressLine(budget_s=budget.seconds, started_s=how.started_s)
@@ -399,7 +378,6 @@ def tune_plan(
 
 
 def _least_s(workload: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
-    """The seconds that a setup's probe takes at least on the device; of a CPU it is told before anything runs."""
     rate = cpu_flops_per_s() if how.rehearses else workload.gpu.bf16_flops_per_s or math.inf
     least_s = partial(least_probe_s, workload.model, workload.gpu, flops_per_s=rate)
     if how.rehearses:
@@ -474,14 +452,6 @@ class _Learned:
 def study_name(workload: Workload) -> str:
     """One GPU's study and that of several may share a directory: their probes are counted apart."""
     return "plan" if workload.num_gpus == 1 else f"plan-{workload.num_gpus}-gpus"
-
-
-def _unprobed(workload: Workload) -> "Unprobed":
-    if workload.num_gpus == 1:
-        return lambda setup: ""
-    from probes.gpu.ranks import why_not_probed
-
-    return why_not_probed
 
 
 def _dry_run(

@@ -126,27 +126,22 @@ class CommandRunner:
                     Path(empty, name).write_text(text, encoding="utf-8")
                 except (OSError, ValueError) as error:  # ValueError: half of a character
                     raise refusal(f"{name[:80]!r} cannot be a file with this text: {reason(error)}") from None
-            code, output, errors = self._finished(words, empty)
-        if code not in ANSWERED:
-            raise refusal(self._private(errors.strip()[-1500:]))
-        return self._private(output), code
-
-    def _finished(self, words: list[str], empty: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a command in this folder."""
-        try:
-            done = subprocess.run(
-                [*python_argv("-c", "from finetune_planner.cli import main; main()"), *words],
-                cwd=empty,
-                env=child_environment() | self._within(words[0], empty),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=self.limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise refusal(f"no answer within {self.limit_s:.0f} s (plan mcp --limit)") from None
-        return done.returncode, done.stdout, done.stderr
+            try:
+                done = subprocess.run(
+                    [*python_argv("-c", "from finetune_planner.cli import main; main()"), *words],
+                    cwd=empty,
+                    env=child_environment() | self._within(words[0], empty),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=self.limit_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise refusal(f"no answer within {self.limit_s:.0f} s (plan mcp --limit)") from None
+        if done.returncode not in ANSWERED:
+            raise refusal(self._private(done.stderr.strip()[-1500:]))
+        return self._private(done.stdout), done.returncode
 
     def _within(self, command: str, empty: str) -> dict[str, str]:
         """The variable that keeps a command to the roots, its own folder, and what this program keeps for itself.

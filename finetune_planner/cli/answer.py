@@ -21,7 +21,7 @@ from planner.setup.packages import absent_packages
 
 if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
-    from planner.samples.dataset import DatasetStats, LengthChoice
+    from planner.samples.dataset import DatasetStats
 
 HERE = Lookup()
 """The catalogue and the cache before the hub."""
@@ -102,7 +102,17 @@ def request_of(
     )
     left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
     tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
-    lengths = _with_completions(choice, request) if objective.rolls_out else choice
+    lengths = choice
+    if objective.rolls_out:  # the samples that are made of the prompts
+        rollout = request.fixed().get("rollout", (Rollout(),))[0]
+        more = rollout.num_generations * choice.epoch_seqs
+        lengths = replace(
+            choice,
+            real_fractions=(),  # of prompts alone
+            seq_len_tokens=choice.seq_len_tokens + rollout.completion_tokens,
+            epoch_seqs=more,
+            epoch_tokens=rollout.num_generations * choice.epoch_tokens + more * rollout.completion_tokens,
+        )
     if request.packing is None:
         request = replace(request, packing=lengths.packing)
     plan_request = request.request()
@@ -122,11 +132,7 @@ def request_of(
 
 
 def _loss_on(data: DataOptions, stats: "DatasetStats", objective: Objective) -> str:
-    """What the loss is on: the answers, where the data have any and nobody says otherwise; "" of other objectives.
-
-    Raises:
-        UsageError: answers are asked for that are not there.
-    """
+    """What the loss is on: the answers, where the data have any and nobody says otherwise; "" of other objectives."""
     if not objective.supervised:
         return ""
     answered = stats.answers_fraction is not None
@@ -139,24 +145,10 @@ def _loss_on(data: DataOptions, stats: "DatasetStats", objective: Objective) -> 
 
 
 def _held_out(stats: "DatasetStats", objective: Objective, spec: "ModelSpec", request: RequestOptions) -> int:
-    """Samples to evaluate on, where the launch files do."""
     from planner.samples.rows import num_held_out
 
     evaluated = objective.supervised and spec.front_end is None and request.images() is None
     return num_held_out(stats.num_samples) if evaluated else 0
-
-
-def _with_completions(prompts: "LengthChoice", request: RequestOptions) -> "LengthChoice":
-    """Lengths of prompts as those of the samples that are made of them."""
-    rollout = request.fixed().get("rollout", (Rollout(),))[0]
-    more = rollout.num_generations * prompts.epoch_seqs
-    return replace(
-        prompts,
-        real_fractions=(),  # of prompts alone
-        seq_len_tokens=prompts.seq_len_tokens + rollout.completion_tokens,
-        epoch_seqs=more,
-        epoch_tokens=rollout.num_generations * prompts.epoch_tokens + more * rollout.completion_tokens,
-    )
 
 
 def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "DatasetStats | None":

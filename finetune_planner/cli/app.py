@@ -38,7 +38,7 @@ COMMANDS = {
     MAIN_COMMAND: Command("make", "make", "Plan MODEL on a GPU (the word 'make' may be left out)."),
     "estimate": Command("estimate", "estimate", "Memory and speed of one setup, or of many (--setups)."),
     "probe": Command("probe", "probe", "Run a few real training steps of one setup and measure them."),
-    "confirm": Command("confirm", "confirm", "Run a plan's setup or launch file and compare with its promise."),
+    "confirm": Command("probe", "confirm", "Run a plan's setup or launch file and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
     "race": Command("race", "race", "Existing configs, or rivals' defaults, against the plan for the same work."),
@@ -93,7 +93,7 @@ def build_app(words: Sequence[str]) -> typer.Typer:
         rest = [command_name for command_name in commands if command_name not in FIRST]
         names = (*FIRST, *rest) if completion.wanted() else rest if words[:1] == [MORE] else FIRST
         for name in names:
-            app.command(name, help=(commands | others)[name].help)(_not_loaded)
+            app.command(name, help=(commands | others)[name].help)(lambda: None)
         return app
     name, command = words[0], commands[words[0]]
     handler = getattr(import_module(f"finetune_planner.cli.{command.module}"), command.attribute)
@@ -102,10 +102,6 @@ def build_app(words: Sequence[str]) -> typer.Typer:
     else:
         app.command(name, help=command.help)(handler)
     return app
-
-
-def _not_loaded() -> None:
-    """Stands for a command in a list."""
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
@@ -163,10 +159,11 @@ def open_closed_streams() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
-    words, full = _without_form(complete_arguments(arguments))
-    token = FULL.set(full)
+    words = complete_arguments(arguments)
+    end = words.index("--") if "--" in words else len(words)  # what follows is a program's
+    token = FULL.set(FULL_WORD in words[:end])
     try:
-        return _run(words)
+        return _run([*("--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:end]), *words[end:]])
     finally:
         FULL.reset(token)
 
@@ -176,14 +173,10 @@ def _run(words: list[str]) -> int:
     try:
         called = ["--help"] if words[:1] == [MORE] else words
         code = build_app([completed] if completed else words)(called, standalone_mode=False, prog_name="plan")
-    except PlannerError as error:
-        return fail(error)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         return _interrupted(words)
-    except CommandLineError as error:
+    except (PlannerError, CommandLineError) as error:
         return fail(error)
-    except KeyboardInterrupt:
-        return _interrupted(words)
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing is wrong, and nobody listens
         return 0
@@ -200,13 +193,6 @@ def _run(words: list[str]) -> int:
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
         return _interrupted(words)
     return code if isinstance(code, int) else 0
-
-
-def _without_form(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The words with `--json=full` as `--json`, and whether it was said; what follows `--` is a program's."""
-    end = words.index("--") if "--" in words else len(words)
-    taken = ["--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:end]]
-    return [*taken, *words[end:]], FULL_WORD in words[:end]
 
 
 def _interrupted(words: Sequence[str]) -> int:

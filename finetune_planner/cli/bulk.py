@@ -1,13 +1,12 @@
 """`plan table`: every configuration x card x length x method to Parquet, on all cores, resumable."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finetune_planner.app.bulk import Grid, configs_of, missing, planned, write_rows
+from finetune_planner.app.bulk import Grid, configs_of, rows_of, write_rows
 from finetune_planner.app.cores import on_cores
 from finetune_planner.cli import options
 from finetune_planner.cli.output import console, print_json
@@ -49,13 +48,14 @@ def table(
         raise EnvironmentProblem(
             f"cannot write {out}: {error.strerror}", hint="choose another --out directory"
         ) from error
-    left = missing(configurations, grid, out)
+    left = [config for config in configurations if not (out / config.file_name(grid)).exists()]
     if len(left) < len(configurations):
         print(
             f"{len(configurations) - len(left)} of {len(configurations)} configurations are in {out} already",
             file=sys.stderr,
         )
-    answers = on_cores(partial(planned, grid=grid), left)
+    # planned in forks, which lack pyarrow's threads; written here
+    answers = on_cores(lambda config: (config, list(rows_of(config, grid))), left)
     bar = steps(answers, f"planning {grid.num_plans} times each", console(stderr=True), num=len(left))
     rows = sum(write_rows(config, rows, grid, out) for config, rows in bar)
     if as_json:

@@ -58,7 +58,6 @@ def calibrate(
 def _calibrated(
     start: Calibration, measurements: Path | None, measure: bool, microbench: Path | None, device: str, gpu: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The answer as JSON, and its lines for a person: the card's own figures first, then what measured steps say."""
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
     if measure or microbench is not None:
@@ -72,7 +71,17 @@ def _calibrated(
         report, left_out = _measured(measurements, start)
         held_out = {name: value for name, value in asdict(report).items() if name != "calibration"}
         answer |= {"held_out": held_out, "left_out": left_out, "improved": report.improved}
-        lines += _report_lines(report, left_out)
+        lines += [f"left out {number}: {reason}" for reason, number in left_out.items()]
+        lines += [
+            f"{name}: kernels take {card:.2f} times as long as taken, the host {host:.2f}"
+            for name, (card, host) in report.scales.items()
+        ]
+        verdict = "better than" if report.improved else "no better than"
+        lines.append(
+            f"held out, one of {report.num_held_out} models and methods at a time: median error "
+            f"{100 * report.before_median:.1f} % before, {100 * report.after_median:.1f} % now, {verdict} what is in "
+            f"use; 90 % of unseen points within x or / {1 + report.band_fraction:.2f}"
+        )
         start = report.calibration
     answer["calibration"] = calibration_to_dict(start)
     return answer, lines
@@ -81,7 +90,15 @@ def _calibrated(
 def _with_figures(
     start: Calibration, file: Path | None, device: str, gpu: str | None
 ) -> tuple[Calibration, dict[str, Any], str]:
-    values = _read_json(file) if file is not None else _measure(device)
+    if file is not None:
+        values = _read_json(file)
+    else:
+        try:
+            from probes.gpu.microbench import microbenchmark
+        except ImportError as error:
+            hint = install_command("torch")
+            raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=hint) from error
+        values = microbenchmark(device)
     bench = microbench_from_dict(values)
     try:
         card = find_gpu(gpu if gpu is not None else bench.gpu_name)
@@ -90,14 +107,6 @@ def _with_figures(
             raise
         card = gpu_from_microbench(bench)
     return with_microbench(start, card, bench), values, card.key
-
-
-def _measure(device: str) -> dict[str, Any]:
-    try:
-        from probes.gpu.microbench import microbenchmark
-    except ImportError as error:
-        raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
-    return microbenchmark(device)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -123,18 +132,3 @@ def _measured(file: Path, start: Calibration) -> tuple[CalibrationReport, dict[s
         why = "; ".join(f"{number} x {reason}" for reason, number in read.left_out.items()) or "the file is empty"
         raise UsageError(f"no usable measurement in {file}: {why}", hint="plan probe stores measurements")
     return by_own(read.points, start), dict(read.left_out)
-
-
-def _report_lines(report: CalibrationReport, left_out: dict[str, int]) -> list[str]:
-    lines = [f"left out {number}: {reason}" for reason, number in left_out.items()]
-    lines += [
-        f"{name}: kernels take {card:.2f} times as long as taken, the host {host:.2f}"
-        for name, (card, host) in report.scales.items()
-    ]
-    verdict = "better than" if report.improved else "no better than"
-    lines.append(
-        f"held out, one of {report.num_held_out} models and methods at a time: median error "
-        f"{100 * report.before_median:.1f} % before, {100 * report.after_median:.1f} % now, {verdict} what is in use; "
-        f"90 % of unseen points within x or / {1 + report.band_fraction:.2f}"
-    )
-    return lines

@@ -2,27 +2,38 @@
 SARIF)."""
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import typer
 
 from finetune_planner.cli import options
 from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
-from finetune_planner.cli.fixing import Fixed, by_hand, fixed_files, fixed_path
 from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
 from finetune_planner.cli.setup_flags import takes_options
-from finetune_planner.improvement import Verify, improve
+from finetune_planner.improvement import Improved, Verify, improve
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, PlannerError, Undetermined, UsageError
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.exporters.install import packages_added
+from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
+from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.read import MAKEFILES, SUFFIXES
+from planner.frameworks.readers.program.source import of_cells
+from planner.frameworks.readers.read import MAKEFILES, SUFFIXES, pinned, roots_of
+from planner.frameworks.readers.rewrite import in_cells, rewrite
+from planner.frameworks.readers.shell import SUFFIXES as SHELL_SUFFIXES
+from planner.frameworks.readers.shell import commands
+from planner.frameworks.readers.types import overrides
+from planner.frameworks.tools import PROGRAMS, tool_of
+from planner.frameworks.tools.field import changed_fields
+from planner.frameworks.tools.transformers import HANDED
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.planning.check import CheckResult, Verdict, summary
@@ -128,7 +139,13 @@ def check(
         if answer.annotations == "sarif":
             print_json(sarif(file_findings), whole=True)
         elif answer.as_json:
-            print_json([finding.document or _not_checked(finding) for finding in file_findings])
+            head: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "not_checked"}
+            print_json(
+                [
+                    row.document or {**head, "file": str(row.path), "verdict": row.outcome, "message": row.message}
+                    for row in file_findings
+                ]
+            )
         else:
             print_lines(github_lines(file_findings) if answer.annotations else text_lines(file_findings, file))
         return exit_code(file_findings)
@@ -141,8 +158,14 @@ def check(
         cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
         dry_run=not answer.no_dry_run,
     )
-    verify = _by_dry_run(result, spec, predict, limits) if not answer.no_dry_run else None
-    fixed = _fixed(file, target, result, spec, predict, request, limits, verify) if target else None
+
+    def verify(setup: TrainSetup) -> Prediction | None:
+        """A setup's memory by its own dry run, with its speed as changed setups are compared by."""
+        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, limits.of(result.gpu)[0])
+        return dry and replace(dry, step_time_s=plain.step_time_s, tokens_per_s=plain.tokens_per_s)
+
+    by = None if answer.no_dry_run else verify
+    fixed = _fixed(file, target, result, spec, predict, request, limits, by) if target else None
     together = None if target else _together(result, spec, predict)
     if answer.as_json:
         print_json(as_document(result, fixed, together))
@@ -167,17 +190,6 @@ def _together(result: CheckResult, spec: ModelSpec, predict: Predict) -> dict[st
     }
 
 
-def _by_dry_run(result: CheckResult, spec: ModelSpec, predict: Predict, limits: options.Memory) -> Verify:
-    """A setup's memory by its own dry run, with its speed as changed setups are compared by."""
-    memory, _ = limits.of(result.gpu)
-
-    def verify(setup: TrainSetup) -> Prediction | None:
-        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, memory)
-        return dry and replace(dry, step_time_s=plain.step_time_s, tokens_per_s=plain.tokens_per_s)
-
-    return verify
-
-
 def _fixed(
     file: Path,
     target: Path,
@@ -188,7 +200,8 @@ def _fixed(
     limits: options.Memory,
     verify: Verify | None,
 ) -> dict[str, Any]:
-    """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
+    from difflib import unified_diff
+
     config, improved = result.config, improve(result, spec, predict, verify)
     fixed, refused = Fixed({}), ""
     helps = bool(improved.labels) and improved.verdict is not Verdict.DOES_NOT_FIT
@@ -211,7 +224,13 @@ def _fixed(
     written = [str(place) for place in targets.values()]
     return {
         "changes": list(improved.labels),
-        "diff": [line for of, place in targets.items() for line in _difference(of, place, fixed.texts[of])],
+        "diff": [
+            line.rstrip("\n")
+            for of, place in targets.items()
+            for line in unified_diff(
+                read_bounded(of).splitlines(), fixed.texts[of].splitlines(), of.name, place.name, n=1
+            )
+        ],
         "path": written[0] if written else None,
         "beside": written[1:],
         "said": list(fixed.notes),
@@ -225,14 +244,6 @@ def _fixed(
         "peak_device_bytes": improved.after.peak_device_bytes,
         "tokens_per_s": improved.after.tokens_per_s,
     }
-
-
-def _difference(file: Path, target: Path, text: str) -> list[str]:
-    """The lines that --fix changes, as a unified diff."""
-    from difflib import unified_diff
-
-    before = read_bounded(file).splitlines()
-    return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
 
 
 def compare_configs(
@@ -283,12 +294,17 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
 
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
-LEVELS = {"fits": "note", "does_not_fit": "error", "cannot_run": "error", "uncertain": "warning"}
-EXIT_OF = {
-    "fits": 0, "not_planned": 0, "does_not_fit": 1, "cannot_run": 1, "unreadable": 2, "uncertain": 3, "undetermined": 3,
-}  # fmt: skip
-"""As `plan check` of that file alone; what is not planned fails no CI."""
-WORST_FIRST = ("cannot_run", "does_not_fit", "unreadable", "undetermined", "uncertain", "fits", "not_planned")
+OUTCOMES = {
+    "cannot_run": ("error", 1),
+    "does_not_fit": ("error", 1),
+    "unreadable": ("error", 2),
+    "undetermined": ("warning", 3),
+    "uncertain": ("warning", 3),
+    "fits": ("note", 0),
+    "not_planned": ("note", 0),
+}
+"""Worst first: what each is for CI, and the exit code of `plan check` of that file alone; what is not planned fails no
+CI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,18 +313,21 @@ class Finding:
 
     Attributes:
         outcome: a verdict, or "undetermined", "not_planned", "unreadable".
-        level: "error", "warning" or "note", for CI.
         document: the JSON form of the whole answer, None where there is no verdict.
         started: files that this one's launch starts, or names.
     """
 
     path: Path
     outcome: str
-    level: str
     message: str
     line: int = 1
     document: dict[str, Any] | None = None
     started: frozenset[Path] = frozenset()
+
+    @property
+    def level(self) -> str:
+        """ "error", "warning" or "note", for CI."""
+        return OUTCOMES[self.outcome][0]
 
     def of_started(self, path: Path) -> "Finding":
         """The answer for a file that this one starts: as it is started."""
@@ -341,16 +360,14 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Find
     except NotATraining:
         return None
     except NotPlanned as error:
-        return Finding(path=path, outcome="not_planned", level="note", message=error.message)
-    except Undetermined as error:
-        return Finding(path=path, outcome="undetermined", level="warning", message=f"{error.message}; {error.hint}")
+        return Finding(path=path, outcome="not_planned", message=error.message)
     except PlannerError as error:
-        return Finding(path=path, outcome="unreadable", level="error", message=f"{error.message}; {error.hint}")
+        outcome = "undetermined" if isinstance(error, Undetermined) else "unreadable"
+        return Finding(path=path, outcome=outcome, message=f"{error.message}; {error.hint}")
     verdict, config = result.verdict.value, result.config
     return Finding(
         path=path,
         outcome=verdict,
-        level=LEVELS[verdict],
         message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [formula]",
         line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
         document=as_document(result, None) | {"file": str(path)},
@@ -358,15 +375,7 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Find
     )
 
 
-def _not_checked(finding: Finding) -> dict[str, Any]:
-    from reports.brief_json import BriefNotChecked
-
-    head: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "not_checked"}
-    return vars(BriefNotChecked(**head, file=str(finding.path), verdict=finding.outcome, message=finding.message))
-
-
 def _line(name: str, place: str) -> int:
-    """The line of a place "file:line" in the file itself, else its first."""
     file, _, line = place.rpartition(":")
     return int(line) if file == name and line.isdigit() else 1
 
@@ -381,12 +390,12 @@ def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory) -> li
         answer if answer.started or not (by := starts.get(answer.path.absolute())) else by.of_started(answer.path)
         for answer in answers
     ]
-    return sorted(answers, key=lambda entry: (WORST_FIRST.index(entry.outcome), str(entry.path)))
+    return sorted(answers, key=lambda entry: ([*OUTCOMES].index(entry.outcome), str(entry.path)))
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """1 where anything does not fit, then 2 (unreadable), 3 (open or uncertain), 0."""
-    codes = {EXIT_OF[finding.outcome] for finding in findings}
+    codes = {OUTCOMES[finding.outcome][1] for finding in findings}
     return next((code for code in (1, 2, 3) if code in codes), 0)
 
 
@@ -396,7 +405,7 @@ def text_lines(findings: Sequence[Finding], folder: Path) -> list[str]:
         return [f"{folder}: no training found in its files"]
     width = max(len(finding.outcome) for finding in findings)
     lines = [f"{finding.outcome.replace('_', ' '):<{width}}  {finding.path}: {finding.message}" for finding in findings]
-    counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in WORST_FIRST}
+    counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in OUTCOMES}
     return [*lines, "", ", ".join(f"{num} {name.replace('_', ' ')}" for name, num in counts.items() if num)]
 
 
@@ -451,3 +460,236 @@ def sarif(findings: Sequence[Finding]) -> dict[str, Any]:
             }
         ],
     }
+
+
+MAX_NAMED = 20
+"""Files that a file names, and those that these name."""
+_WORD = re.compile(r"(?<![\w./${}-])[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
+
+
+class Fixed(NamedTuple):
+    """Texts by the files that they are of; `notes`: what a person has to do, that the run takes them; `read`: every
+    file that was read for it."""
+
+    texts: dict[Path, str]
+    notes: tuple[str, ...] = ()
+    read: tuple[Path, ...] = ()
+
+
+def fixed_path(file: Path) -> Path:
+    """Where the fixed text of a file goes."""
+    return file.with_name(f"{file.stem}.fixed{file.suffix}")
+
+
+def fixed_files(
+    file: Path,
+    config: ReadConfig,
+    improved: Improved,
+    spec: ModelSpec,
+    *,
+    card: GpuSpec | None = None,
+    request: CheckRequest | None = None,
+) -> Fixed:
+    """The texts of a file, and of those that it takes its settings from, with the setup's changes written in and their
+    names in what names them, proven by reading them back.
+
+    Raises:
+        ConfigError: their form does not allow it.
+    """
+    if "loop" in config.setup.stack:
+        raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
+    return _Fixing(file, config, improved, spec, card, request or CheckRequest()).fixed()
+
+
+class _Fixing:
+    def __init__(
+        self,
+        file: Path,
+        config: ReadConfig,
+        improved: Improved,
+        spec: ModelSpec,
+        card: GpuSpec | None,
+        request: CheckRequest,
+    ) -> None:
+        self.file, self.config, self.improved, self.spec, self.request = file, config, improved, spec, request
+        self.edits = edits_of(config, improved)
+        named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
+        self.places = {
+            key: place for key, of in named.items() if key != HANDED and (place := config.origins.get(of))
+        }  # what hands the weights' type on stands nowhere yet, autocast's switch does
+        self.around = FileContext(
+            num_gpus=improved.setup.num_gpus,
+            roots=roots_of(file),
+            gpu=card,
+            arguments=request.arguments,
+            versions={**pinned(file), **request.versions},
+        )
+        self.texts = {file: read_bounded(file)}
+        self.named_by: dict[Path, Path] = {}
+        for path, parent in self._named():
+            self.named_by[path] = parent
+
+    def fixed(self) -> Fixed:
+        """The texts; new settings stand in the file itself, else where most of the others do."""
+        standing = [path for place in self.places.values() if (path := self._path(place)) is not None]
+        destinations = sorted({*standing} - {self.file}, key=lambda file: (-standing.count(file), str(file)))
+        problems: list[ConfigError] = []
+        for destination in (self.file, *destinations):
+            try:
+                return self._written(destination)
+            except ConfigError as error:
+                problems.append(error)
+        raise problems[-1 if self.file.name.endswith(SHELL_SUFFIXES) else 0]
+
+    def _named(self) -> Iterator[tuple[Path, Path]]:
+        """(file, the file that names it) of what stands in the file's text as a path, and of what stands in those."""
+        waiting = [self.file]
+        while waiting:
+            parent = waiting.pop(0)
+            inside = self.around
+            for folder in re.findall(r"\bcd[ \t]+[\"']?([\w./-]+)", self.texts[parent]):
+                inside = inside.below(folder)
+            for word in dict.fromkeys(_WORD.findall(self.texts[parent])):
+                parts = word.split("/")
+                ends = ["/".join(parts[at:]) for at in range(len(parts))]
+                path = next((resolved for end in ends if end and (resolved := inside.find(end)) is not None), None)
+                if path is None or _same(path, self.texts) is not None or len(self.texts) > MAX_NAMED:
+                    continue
+                try:
+                    self.texts[path] = read_bounded(path)
+                except ConfigError:
+                    continue
+                waiting.append(path)
+                yield path, parent
+
+    def _naming(self, path: Path) -> Path | None:
+        """The file, or one that it names, where the last part of a path stands."""
+        ways = {file: text for file, text in self.texts.items() if file == self.file or file in self.named_by}
+        return next((file for file, text in ways.items() if _renamed(text, path.name, "", file) != text), None)
+
+    def _path(self, place: str) -> Path | None:
+        """The file that a place names; None where the checked one writes it, or nobody does."""
+        name = place.rpartition(":")[0] if ":" in place else ""
+        if name in ("", self.file.name):
+            return self.file if name else None
+        ends = [path for path in self.texts if f"/{path.as_posix()}".endswith(f"/{name}") and path != self.file]
+        if len(ends) == 1:
+            return ends[0]
+        path = self.around.find(name) if not ends else None
+        if path is not None:
+            self.texts[path] = read_bounded(path)
+        return path
+
+    def _written(self, destination: Path) -> Fixed:
+        groups: dict[Path | str, dict[str, Any]] = {}
+        inner = self._inner()
+        for key, value in self.edits.items():
+            place = self.places.get(key, "")
+            name = place.rpartition(":")[0]
+            groups.setdefault(name if name in inner else self._path(place) or destination, {})[key] = value
+        imported = [path for path in groups if isinstance(path, Path) and path.suffix == ".py"]
+        for path in imported:
+            if path != self.file and path not in self.named_by:
+                raise ConfigError(f"{path.name} is imported: no name to change", hint="make the changes by hand")
+        texts = dict(self.texts)
+        for of, edits in sorted(groups.items(), key=lambda group: isinstance(group[0], Path)):
+            if isinstance(of, str):
+                texts[self.file] = _put(texts[self.file], inner[of], self._rewritten(inner[of], of, edits), self.file)
+            else:
+                texts[of] = self._rewritten(texts[of], of.name, edits)
+        notes: list[str] = []
+        names: dict[Path, str] = {}
+        for path in [edited for edited in groups if isinstance(edited, Path)]:
+            while path != self.file:
+                parent = self.named_by.get(path) or self._naming(path)
+                names[path] = fixed_path(path).name if parent is not None else path.name
+                if parent is None:
+                    notes.append(f"{self.file.name} names {path.name} by no literal: hand it {fixed_path(path).name}")
+                    break
+                texts[parent] = _renamed(texts[parent], path.name, fixed_path(path).name, parent)
+                path = parent
+        if len({*names.values()}) < len(names):
+            raise ConfigError("two files of one name would change", hint="make the changes by hand")
+        request, improved = self.request, self.improved
+        launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
+        around = replace(self.around, written={name: texts[path] for path, name in names.items()})
+        back = read_text(
+            texts[self.file], self.file.name, model=self.spec, base=improved.setup, around=around, launcher=launcher
+        )
+        back = overrides(back, request.sets)
+        if canonical(back.setup) != canonical(improved.setup) or (
+            improved.eval_seqs and back.eval_seqs != improved.eval_seqs
+        ):
+            raise ConfigError(
+                f"{self.file.name} is written in a form that --fix cannot change safely",
+                hint="make the changes that plan check lists by hand",
+            )
+        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(notes), (*texts,))
+
+    def _inner(self) -> dict[str, str]:
+        """Text of the files that the file itself writes before it trains, by the names that places have for them."""
+        if self.file.suffix == ".ipynb":
+            written = of_cells(self.texts[self.file])[1]
+        elif self.file.name.endswith(SHELL_SUFFIXES):
+            written = {
+                path: text
+                for command in commands(self.texts[self.file], self.file.name, self.around.num_gpus, ())
+                for path, text in command.written.items()
+            }
+        else:
+            return {}
+        return written | {path.rpartition("/")[2]: text for path, text in written.items()}
+
+    def _rewritten(self, text: str, name: str, edits: dict[str, Any]) -> str:
+        program = self.config.format in PROGRAMS
+        now = {key: value for key, value in self.config.values.items() if key in self.places} if program else {}
+        return rewrite(text, name, edits, call_line=self.config.call_line, places=self.places, now=now)
+
+
+def _same(path: Path, among: Mapping[Path, Any]) -> Path | None:
+    return next((other for other in among if os.path.abspath(other) == os.path.abspath(path)), None)
+
+
+def _put(text: str, before: str, after: str, file: Path) -> str:
+    """The text with a part of it changed: of a notebook, the rest of a cell."""
+    if file.suffix == ".ipynb":
+        return in_cells(
+            text, lambda cells: [_put(cell, before, after, Path()) if before in cell else cell for cell in cells]
+        )
+    if not before.strip() or text.count(before) != 1:
+        raise ConfigError(f"{file.name} writes a file in no one place", hint="make the changes by hand")
+    return text.replace(before, after)
+
+
+def _renamed(text: str, name: str, new: str, file: Path) -> str:
+    """The text with another file named, outside comments (of a notebook, in its code); as it was where nothing does."""
+    if file.suffix == ".ipynb":
+        return in_cells(text, lambda cells: [_renamed(cell, name, new, Path()) for cell in cells])
+    word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")
+    return "".join(
+        word.sub(new, line[: line.find("#")]) + line[line.find("#") :] if "#" in line else word.sub(new, line)
+        for line in text.splitlines(keepends=True)
+    )
+
+
+def edits_of(config: ReadConfig, improved: Improved) -> dict[str, Any]:
+    """The settings (nested ones dotted) that make a file say what was found for it.
+
+    Raises:
+        ConfigError: a field that cannot be changed in place.
+    """
+    edits = tool_of(config.format).edits(config.keys, config.setup, improved.setup, config.path)
+    edits = {key: value for key, value in edits.items() if key not in config.lacks}
+    return edits | ({setting_of(config): improved.eval_seqs} if improved.eval_seqs else {})
+
+
+def by_hand(config: ReadConfig, improved: Improved) -> list[str]:
+    """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
+    tool = tool_of(config.format)
+    places = {
+        config.keys.get(of, field.key): config.origins[of]
+        for of in changed_fields(config.setup, improved.setup)
+        if (field := tool.field(of)) is not None and of in config.origins
+    }
+    edits = edits_of(config, improved)
+    return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]

@@ -26,7 +26,7 @@ from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.encoders import with_vision
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
-from planner.planning.check import Change, CheckResult, check
+from planner.planning.check import CheckResult, check
 from planner.planning.option_values import memory_and_headroom
 from planner.planning.predict import predict
 from planner.planning.single_changes import Predict
@@ -124,7 +124,6 @@ def load(file: Path, gpu: str, request: CheckRequest | None = None) -> tuple[Rea
 
 
 def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
-    """A config with its model resolved."""
     first = determined(_named(_read(file, None, card, request), request.model, file.name))
     if request.strict and first.unknown_keys:
         raise ConfigError(
@@ -147,7 +146,8 @@ def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfi
         assumptions.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
         )
-    setup, assumption = with_linear_attention(config, spec, card, named=_names_delta(file, request))
+    named = any(name in request.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
+    setup, assumption = with_linear_attention(config, spec, card, named=named)
     config = replace(config, setup=setup)
     assumptions.append(assumption)
     model_id = config.model_id if request.model is None else spec.model_id
@@ -176,12 +176,7 @@ def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *,
 _DELTA_NAMES = (DELTA, "fla-core")
 
 
-def _names_delta(file: Path, request: CheckRequest) -> bool:
-    return any(name in request.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
-
-
 def _not_followed(request: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
-    """Where the command line and the file name different models or numbers of GPUs."""
     if request.model is not None and first.model_id not in (None, request.model):
         yield f"planned for {request.model} (--model); the file names {first.model_id}"
     followed = {"trl", "transformers", *_DELTA_NAMES, *TOOLS} - {*LAUNCHERS}
@@ -211,7 +206,6 @@ def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, request: CheckReque
 
 
 def _named(config: ReadConfig, model: str | None, file: str) -> ReadConfig:
-    """The reading, with the model among what is missing where nobody names one."""
     if model or config.model_id or any(gap.field == "model" for gap in config.missing):
         return config
     return replace(config, missing=(Missing(field="model", reason=f"{file} names none"), *config.missing))
@@ -324,23 +318,22 @@ def as_document(
         "assumptions": list(config.assumptions),
         "approximations": list(config.approximations),
         "notes": list(result.notes),
-        "changes": [_change(change) for change in result.changes],
+        "changes": [
+            {
+                "label": change.label,
+                "fields": {name: to_jsonable(getattr(change.setup, name)) for name in change.fields},
+                "verdict": change.verdict.value,
+                "saves_bytes": change.saves_bytes,
+                "speedup": change.speedup,
+                "changes_training": change.changes_training,
+                "in_place": change.in_place,
+                "peak_device_bytes": change.prediction.peak_device_bytes,
+                "tokens_per_s": change.prediction.tokens_per_s,
+            }
+            for change in result.changes
+        ],
         "together": together,
         "fix": fixed,
-    }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "label": change.label,
-        "fields": {name: to_jsonable(getattr(change.setup, name)) for name in change.fields},
-        "verdict": change.verdict.value,
-        "saves_bytes": change.saves_bytes,
-        "speedup": change.speedup,
-        "changes_training": change.changes_training,
-        "in_place": change.in_place,
-        "peak_device_bytes": change.prediction.peak_device_bytes,
-        "tokens_per_s": change.prediction.tokens_per_s,
     }
 
 

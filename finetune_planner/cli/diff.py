@@ -1,30 +1,36 @@
 """`plan diff`: two configs, or one under two versions of what runs it: what changes in memory and speed, and which
 setting is responsible. Nothing is executed, but with --trace the program, in an environment of each side."""
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from finetune_planner.app.environments import environment
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.checking import CheckRequest, checked
-from finetune_planner.cli.diff_traces import lines as trace_lines
-from finetune_planner.cli.diff_traces import trace_both
 from finetune_planner.cli.output import tell
 from finetune_planner.cli.setup_flags import takes_options
+from finetune_planner.cli.trace import TRAINERS, FollowOptions, StandIns, ask, speed_of, traced
 from planner.core.errors import PlannerError, SetupError, UsageError
 from planner.core.records import dataclass
 from planner.core.units import gib, signed_gib
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.planning.check import CheckResult
 from planner.planning.single_changes import Predict
+from planner.planning.trace_result import Holding, TraceResult
 from planner.setup import TrainSetup
 from planner.setup.interchange import to_jsonable
 from planner.setup.outcome import Prediction
 from reports.check import NAMES, value_words
+from reports.plain import clean
+from reports.trace import RESERVED_WORDS
 
 NUM_TERMS = 5
 
@@ -89,9 +95,9 @@ def diff(
     if trace and cluster.gpus not in (None, 1):
         raise UsageError("--trace runs one process on one GPU", hint="leave --trace out")
     files, versions = (file, other or file), (old, new)
-    settings: _Settings | None = None
+    settings: tuple[dict[str, Any], Sequence[str], int] | None = None
     try:
-        settings = _by_setting(files, versions, gpu, cluster, sets, model)
+        settings = _by_setting(files, versions, gpu, cluster, sets, model, traced=trace)
     except PlannerError as error:
         if not trace:
             raise
@@ -102,29 +108,10 @@ def diff(
             runs = trace_both(files, versions, requirements or (), options.announced(find_gpu(gpu)), yes)
     finally:  # what the settings say is worth telling also where the program cannot be run
         if settings or runs:
-            shown = {**(settings.document if settings else {"kind": "diff"}), **({"trace": runs} if runs else {})}
-            texts = [*(settings.lines(traced=trace) if settings else ()), *(trace_lines(runs) if runs else ())]
-            tell(shown, texts, as_json=as_json)
-    return settings.exit_code if settings else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """Both sides as they are read, and each differing setting, the largest first."""
-
-    first: CheckResult
-    second: CheckResult
-    changes: Sequence[SettingChange]
-    document: dict[str, Any]
-
-    @property
-    def exit_code(self) -> int:
-        """1 where the second does not fit and the first may."""
-        return int(self.second.exit_code == 1 and self.first.exit_code != 1)
-
-    def lines(self, *, traced: bool) -> Iterator[str]:
-        """For a terminal."""
-        return _lines(self.first, self.second, self.changes, traced)
+            document, texts, _ = settings or ({"kind": "diff"}, (), 0)
+            shown = {**document, **({"trace": runs} if runs else {})}
+            tell(shown, [*texts, *(trace_lines(runs) if runs else ())], as_json=as_json)
+    return settings[2] if settings else 0
 
 
 def _by_setting(
@@ -134,8 +121,11 @@ def _by_setting(
     cluster: options.JobGpus,
     sets: Sequence[str] | None,
     model: str | None,
-) -> _Settings:
-    """Raises what `checked` raises."""
+    *,
+    traced: bool,
+) -> tuple[dict[str, Any], Sequence[str], int]:
+    """Both sides as they are read and each differing setting, the largest first: the document, its lines, and 1 where
+    the second does not fit and the first may."""
 
     def side(path: Path, packages: Sequence[str]) -> tuple[CheckResult, Predict]:
         request = CheckRequest.of(
@@ -157,7 +147,8 @@ def _by_setting(
         "changes": to_jsonable(changes),
         "terms": [{"term": name, "added_bytes": size} for name, size in _terms(first.prediction, second.prediction)],
     }
-    return _Settings(first=first, second=second, changes=changes, document=document)
+    refused = int(second.exit_code == 1 and first.exit_code != 1)
+    return document, list(_lines(first, second, changes, traced)), refused
 
 
 def setting_changes(first: CheckResult, second: CheckResult, predicted: Predict) -> Iterator[SettingChange]:
@@ -203,11 +194,7 @@ def _change_of(
 
 
 def _versions(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """`--to`, a bare version being of the only package of `--from`; what is not said anew stays.
-
-    Raises:
-        UsageError: a bare version of nothing.
-    """
+    """`--to`, a bare version being of the only package of `--from`; what is not said anew stays."""
     packages = [pair.partition("==")[0] for pair in before]
     versions = []
     for words in after:
@@ -230,7 +217,6 @@ def _side(result: CheckResult, file: Path, versions: Sequence[str]) -> dict[str,
 
 
 def _terms(before: Prediction, after: Prediction) -> list[tuple[str, int]]:
-    """The parts of memory that differ most."""
     sizes: dict[str, int] = {}
     for sign, prediction in ((-1, before), (1, after)):
         for term in prediction.terms:
@@ -269,3 +255,128 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
 
 def _name(field: str) -> str:
     return NAMES.get(field, field.replace("_", " "))
+
+
+NUM_ROWS = 4
+GROUPS = {"by_category": "by kind", "by_module": "by module", "by_code": "by function", "by_op": "by operator"}
+"""What is alive at the peak, by what it is, whose it is and what made it."""
+
+
+def trace_both(
+    files: tuple[Path, Path],
+    versions: tuple[Sequence[str], Sequence[str]],
+    requirements: Sequence[str],
+    card: GpuSpec,
+    yes: bool,
+) -> dict[str, Any]:
+    """What the two runs differ in, as `--json` prints it.
+
+    Args:
+        versions: PACKAGE==VERSION of each side; requirements: of both environments.
+
+    Raises:
+        EnvironmentProblem: no such environment, or the program cannot be followed there.
+        UsageError: the program's own error; a file that is no program.
+    """
+    from probes.phantom.runner import program, protection
+
+    results = []
+    for file, pins in zip(files, versions, strict=True):
+        python = environment([*pins, *requirements, *_imported(file, pins)])
+        environ = {"PATH": f"{python.parent}:/usr/bin:/bin", "VIRTUAL_ENV": str(python.parent.parent)}
+        command = ("bash", str(file)) if file.suffix == ".sh" else (str(python), str(file))
+        order = FollowOptions().order(command, card, StandIns(), card.memory_bytes)
+        order = replace(order, options=replace(order.options, limited=False), environment=environ)
+        ask(order, program(command), protection(order).kind, yes)
+        results.append(traced(order))
+    return trace_document(results[0], results[1], card)
+
+
+def _imported(file: Path, pins: Sequence[str]) -> list[str]:
+    """The packages that a program imports, as far as they are known here, beside those whose version is said."""
+    if file.suffix == ".sh":
+        return []
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(
+            f"plan diff --trace runs Python programs and shell scripts; {file} is none: {error}",
+            hint="plan trace -- COMMAND, in an environment of each version, runs what trains from it",
+        ) from error
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    distributions = packages_distributions()
+    packages = {
+        distributions[name][0].lower() if name in distributions else name
+        for name in names
+        if name in distributions or name in TRAINERS
+    }
+    if "transformers" in packages:
+        packages.add("accelerate")  # its Trainer's
+    return sorted(packages - {pair.partition("==")[0] for pair in pins} - {"torch"})
+
+
+def trace_document(before: TraceResult, after: TraceResult, card: GpuSpec) -> dict[str, Any]:
+    """What two traces differ in: at the peak by kind, module and operator, and each phase's peak."""
+    phases = {name: (before.phase_peaks_bytes.get(name, 0), size) for name, size in after.phase_peaks_bytes.items()}
+    return {
+        "before": _traced_side(before, card),
+        "after": _traced_side(after, card),
+        "added_bytes": after.peak_device_bytes - before.peak_device_bytes,
+        "added_allocated_bytes": after.peak_allocated_bytes - before.peak_allocated_bytes,
+        "by_phase": {name: now - was for name, (was, now) in phases.items()},
+        **{name: _differing(getattr(before, name), getattr(after, name)) for name in GROUPS},
+        "kernels": [sorted(before.kernels), sorted(after.kernels)],
+    }
+
+
+def _traced_side(trace: TraceResult, card: GpuSpec) -> dict[str, Any]:
+    speed = speed_of(trace, card)
+    return {
+        "libraries": dict(trace.libraries),
+        "peak_device_bytes": trace.peak_device_bytes,
+        "peak_allocated_bytes": trace.peak_allocated_bytes,
+        "peak_phase": trace.peak_phase,
+        "tokens_per_s": speed.tokens_per_s if speed else None,
+    }
+
+
+def _differing(before: Sequence[Holding], after: Sequence[Holding]) -> list[dict[str, Any]]:
+    was = {holding.name: holding.size_bytes for holding in before}
+    now = {holding.name: holding.size_bytes for holding in after}
+    added = {name: now.get(name, 0) - was.get(name, 0) for name in {**was, **now}}
+    return [
+        {"name": name, "before_bytes": was.get(name, 0), "added_bytes": added[name]}
+        for name in sorted(added, key=lambda name: -abs(added[name]))
+        if added[name]
+    ]
+
+
+def trace_lines(comparison: Mapping[str, Any]) -> Iterator[str]:
+    """The same for a terminal."""
+    before, after = comparison["before"], comparison["after"]
+    versions = before["libraries"], after["libraries"]
+    changed = [
+        f"{name} {versions[0].get(name, '-')} -> {versions[1].get(name, '-')}"
+        for name in sorted({*versions[0], *versions[1]})
+        if versions[0].get(name) != versions[1].get(name)
+    ]
+    allocated = signed_gib(comparison["added_allocated_bytes"])
+    yield f"Run in both: {signed_gib(comparison['added_bytes'])} on the device, {allocated} allocated  [trace]"
+    yield f"  {', '.join(changed) or 'the same libraries'}"
+    if before["tokens_per_s"] and after["tokens_per_s"]:
+        yield f"  {before['tokens_per_s']:,.0f} -> {after['tokens_per_s']:,.0f} tokens/s"
+    phases = (
+        f"{RESERVED_WORDS.get(name, name)} {signed_gib(size)}" for name, size in comparison["by_phase"].items() if size
+    )
+    yield f"  peaks: {', '.join(phases) or 'the same in every phase'}"
+    for name, title in GROUPS.items():
+        if rows := comparison[name][:NUM_ROWS]:
+            yield f"  {title}:"
+            for row in rows:
+                is_new = "" if row["before_bytes"] else "  (not there before)"
+                yield f"  {signed_gib(row['added_bytes']):>12}  {clean(row['name'])}{is_new}"

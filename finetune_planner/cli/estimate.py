@@ -106,21 +106,6 @@ def estimate(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     spec, card = _resolve(model, gpu, lookup)
-    _estimate_one(spec, card, setup_options, links, memory, dry, eval_batch=eval_batch, as_json=as_json)
-
-
-def _estimate_one(
-    spec: ModelSpec,
-    card: GpuSpec,
-    setup_options: AnySetupOptions,
-    links: options.Links,
-    memory: options.Memory,
-    dry: DryRunOptions,
-    *,
-    eval_batch: int | None,
-    as_json: bool,
-) -> None:
-    """The setup of the flags."""
     usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
     setup = setup_from_request({**usual, **setup_options.values()})
@@ -137,20 +122,7 @@ def _estimate_one(
     result = with_evaluation(result, spec, card, eval_batch)
     if as_json:
         print_json(estimate_to_dict(result, spec.model_id, card.key, cluster=cluster, over=over))
-    else:
-        _show(result, spec, card, cluster, memory.of(card)[0], over, eval_batch)
-
-
-def _show(
-    result: Candidate,
-    spec: ModelSpec,
-    card: GpuSpec,
-    cluster: Cluster | None,
-    memory_bytes: int,
-    over: "OverLengths | None",
-    eval_batch: int | None,
-) -> None:
-    """The estimate for a person, with what alone would be enough where it does not fit."""
+        return
     notes: tuple[str, ...] = ()
     step = result.formula if eval_batch is None else predict(spec, card, result.setup, cluster)
     decides = result.formula.peak_device_bytes > step.peak_device_bytes
@@ -168,7 +140,9 @@ def _show(
         enough = enough_alone(
             result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
         )
-    render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough, over=over)
+    render_estimate(
+        result, spec, card, console(), memory_bytes=memory.of(card)[0], notes=notes, enough=enough, over=over
+    )
 
 
 @lru_cache(maxsize=64)
@@ -194,9 +168,11 @@ def candidate_of(
     """
     memory, reserve = limits.of(card)
     options.check_vendor(card, setup.num_gpus)
-    refused = why_not_run(spec, setup)
-    if refused:
-        raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
+    if not setup.single_gpu:
+        from planner.memory.engines import why_not  # late: one GPU needs none of it
+
+        if refused := why_not(spec, setup):
+            raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
     if dry:
         result = with_dry_run(result, spec, card, memory_bytes=memory)
@@ -214,21 +190,8 @@ def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs
     return replace(result, formula=replace(result.formula, peak_device_bytes=evaluation_bytes), dry_run=ran)
 
 
-def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
-    """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
-    if setup.single_gpu:
-        return ""
-    from planner.memory.engines import why_not
-
-    return why_not(model, setup)
-
-
 def _many(path: Path, memory: options.Memory, *, dry: bool) -> None:
-    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on.
-
-    Raises:
-        ConfigError: no line is a setup; after the errors.
-    """
+    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
     num_lines = num_answered = 0
     for number, line in _lines(path):
         try:

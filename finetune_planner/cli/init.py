@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -22,7 +23,11 @@ def init() -> int:
     Enter takes the answer in brackets.
     """
     model = _ask("Which model? (hub id, folder with config.json, or as people call it: llama 3.1 8b)", "", _model)
-    gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
+    default_gpu = ""
+    with suppress(PlannerError):
+        local_gpu()
+        default_gpu = "local"
+    gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", default_gpu, _gpu)
     data = _ask("Which data set? (a .jsonl or .parquet file; Enter: none yet)", "", _data)
     method = _ask(f"Which method? ({', '.join(METHODS)})", "any", lambda text: choices("method", [text], METHODS)[0])
     folder = _ask("Where to write plan, report and launch files? (Enter: nowhere)", "", lambda text: text)
@@ -34,7 +39,6 @@ def init() -> int:
 
 
 def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
-    """The answer, asked again until it is understood."""
     while True:
         answer = typer.prompt(question, default=default, show_default=bool(default), err=True).strip()
         try:
@@ -48,14 +52,6 @@ def _model(answer: str) -> str:
         raise UsageError("a plan needs a model", hint="for example Qwen/Qwen3-4B; `plan models` lists the catalogue")
     resolve_model(answer)
     return answer
-
-
-def _default_gpu() -> str:
-    try:
-        local_gpu()
-    except PlannerError:
-        return ""
-    return "local"
 
 
 def _gpu(answer: str) -> str:

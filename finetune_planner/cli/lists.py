@@ -1,7 +1,6 @@
 """`plan gpus` and `plan models`: the tables that come with the package; `plan doctor`: what this machine can do."""
 
 import csv
-from dataclasses import fields
 from importlib.resources import files
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from planner.models import catalogue
 from planner.options.absent import absent
 from planner.options.adapters import ADAPTERS
 from planner.setup.interchange import to_jsonable
-from reports.lists import ModelRow, render_gpus, render_models
+from reports.terminal import render_gpus, render_models
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "missing": "missing"}
 
@@ -35,10 +34,10 @@ def models(
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
     specs = map(catalogue.load, catalogue.names_with(match))
-    columns = [field.name for field in fields(ModelRow)]
-    rows = [ModelRow(**{name: getattr(spec, name) for name in columns}) for spec in specs if spec is not None]
+    rows = [spec for spec in specs if spec is not None]
     if as_json:
-        print_json([to_jsonable(row) for row in rows])
+        columns = ("model_id", "model_type", "num_params", "max_position_embeddings")
+        print_json([{name: getattr(row, name) for name in columns} for row in rows])
         return
     if not rows:
         raise UsageError(

@@ -1,7 +1,7 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ import typer
 from finetune_planner.app.levels import answered, chosen_timeline, dry_runs_ahead
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
-from finetune_planner.cli.answer import workload_for
+from finetune_planner.cli.answer import HERE, workload_for
 from finetune_planner.cli.data_options import DataOptions
 from finetune_planner.cli.output import console, print_json
 from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, PlannerError, UnknownGpuError, UsageError
-from planner.core.notes import risk
+from planner.core.notes import Place, place_of, risk
 from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.memory.workload import Workload
@@ -152,33 +152,47 @@ def make(
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
     request.fixed()  # what the flags alone contradict is said before anything is looked up
     names = files.targets(request.gpus)
-    asked_for = partial(workload_for, model, request=request, data=data.checked(), targets=names)
+    checked_data = data.checked()
+
+    def asked_for(gpu: str, spec: ModelSpec | None = None, lookup: options.Lookup = HERE) -> Workload:
+        return workload_for(model, gpu, request, data=checked_data, targets=names, lookup=lookup, spec=spec)
+
     if not levels.no_dry_run:
-        dry_runs_ahead(request.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
+        dry_runs_ahead(
+            request.gpus or 1, first=None if data.dataset else lambda config: say_first(config, partial(asked_for, gpu))
+        )
     try:
-        workload = asked_for(gpu=gpu, lookup=lookup)
+        workload = asked_for(gpu, lookup=lookup)
     except UnknownGpuError as error:
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
-            _answer_each(error.could_be, lambda card: asked_for(gpu=card))
+            from reports.compare import render_comparison
+
+            answers = [(card, answered(asked_for(card), dry_run=False, history=False)) for card in error.could_be]
+            render_comparison(answers, console(stderr=True))  # by the formula; the error asks which it is
         raise
     files.check_job(workload)
     options.announced(workload.model)
     options.announced(workload.gpu)
     written = _Written(levels.answer(workload, local=gpu.lower() == "local"))
     if files.out is not None:
-        _write(written, files, files.out, _command(model, gpu))
-        written.sentences += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
-    _show(written, show.names, lookup.words, as_json=as_json)
-    _end(written, files)
+        words = sys.argv[1:]
+        _write(written, files, files.out, words if model in words else [model, "--gpu", gpu])
+        if lookup.revision is not None and any(launch.files for launch in written.launches):
+            where = "model_revision in TRL's and LLaMA-Factory's, revision_of_model in Axolotl's, revision= in scripts"
+            todo = f"write {lookup.revision} into them ({where}), or they train main."
+            written.sentences += (risk(f"The launch files name no revision: {todo}"),)
+    if as_json:
+        from finetune_planner.cli.writing import launch_targets
+        from reports.plan_json import plan_to_dict
 
-
-def _first(config: Mapping[str, Any], asked_for: Callable[..., Workload], gpu: str) -> None:
-    """The first answer, before the layers of a type without an adapter are read."""
-    say_first(config, lambda spec: asked_for(gpu=gpu, spec=spec))
-
-
-def _end(written: "_Written", files: FileOptions) -> None:
-    """The exit code, and what went wrong with the files."""
+        launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
+        print_json(plan_to_dict(written.plan, extras={"launch": launch, "run": dict(written.run)} if launch else {}))
+        print("\n".join(written.sentences), end="\n" * bool(written.sentences), file=sys.stderr)
+    else:
+        following, sentences = written.following, written.sentences
+        render_plan(
+            written.plan, console(), next_command=following, launches=sentences, show=show.names, also=lookup.words
+        )
     if written.problem is not None:
         raise written.problem
     missing = [launch.target for launch in written.launches if launch.refused]
@@ -206,7 +220,7 @@ class _Written:
 
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
-    from finetune_planner.cli.trace import sentences, trace_files, with_trace, withdraw
+    from finetune_planner.cli.trace import trace_files, with_trace, withdraw
     from finetune_planner.cli.writing import launch_sentences, next_command, run_commands, write_out
 
     timeline = chosen_timeline(written.plan)
@@ -226,46 +240,12 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
         written.run = run_commands(written.launches, folder)
         written.following = next_command(written.launches, folder)
         if verify:
-            written.sentences = (*written.sentences, *sentences(written.launches))
+            trace_notes = [
+                note for launch in written.launches for note in launch.notes if place_of(note) is Place.FOUND
+            ]
+            written.sentences = (*written.sentences, *trace_notes)
     except EnvironmentProblem as problem:
         written.problem = problem
-
-
-def _unpinned(revision: str | None) -> tuple[str, ...]:
-    """What to write into the launch files by hand where another revision than the hub's main was planned."""
-    if revision is None:
-        return ()
-    where = "model_revision in TRL's and LLaMA-Factory's, revision_of_model in Axolotl's, revision= in scripts"
-    return (risk(f"The launch files name no revision: write {revision} into them ({where}), or they train main."),)
-
-
-def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_json: bool) -> None:
-    """The answer; `also`: words of a command that plans again."""
-    if as_json:
-        from finetune_planner.cli.writing import launch_targets
-        from reports.plan_json import plan_to_dict
-
-        launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
-        print_json(plan_to_dict(written.plan, extras={"launch": launch, "run": dict(written.run)} if launch else {}))
-        print("\n".join(written.sentences), end="\n" * bool(written.sentences), file=sys.stderr)
-    else:
-        following, sentences = written.following, written.sentences
-        render_plan(written.plan, console(), next_command=following, launches=sentences, show=show, also=also)
-
-
-def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:
-    """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
-    from reports.compare import render_comparison
-
-    render_comparison(
-        [(card, answered(workload(card), dry_run=False, history=False)) for card in cards], console(stderr=True)
-    )
-
-
-def _command(model: str, gpu: str) -> list[str]:
-    """The command for the report: the words after `plan`."""
-    words = sys.argv[1:]
-    return words if model in words else [model, "--gpu", gpu]
 
 
 FOLLOWS = "what transformers' own layers and a dry run say follows in some ten seconds"

@@ -90,7 +90,6 @@ def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
 
 
 def _text(stream: BinaryIO) -> str:
-    """The end of a stream, however long it is."""
     tail, head = b"", b""
     while chunk := stream.read(CHUNK_BYTES):
         head = head or chunk[:2]
@@ -105,7 +104,6 @@ def _decoded(data: bytes, head: bytes) -> str:
 
 
 def _only_config_in(log: Path) -> Path | None:
-    """The only training config in the log's folder, None where there is none or more than one."""
     from planner.frameworks.readers.read import read_config
 
     configs = []
@@ -121,7 +119,6 @@ def _only_config_in(log: Path) -> Path | None:
 
 
 def _checked(config: Path, card: str | None, diagnosis: Diagnosis) -> tuple[dict[str, Any] | None, str]:
-    """What `plan check` says of the run's config, or why it cannot."""
     from finetune_planner.cli.checking import CheckRequest, as_document, checked
 
     if card is None:
@@ -175,7 +172,6 @@ def lines(
 
 
 def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
-    """What the config was predicted to need, and the changes of it that fit."""
     prediction, budget, card = checked["prediction"], checked["budget_bytes"], checked["gpu"]
     words = {"fits": "fits", "does_not_fit": "does not fit", "cannot_run": "cannot run"}
     verdict = words.get(checked["verdict"], "may or may not fit")

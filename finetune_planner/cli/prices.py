@@ -43,11 +43,6 @@ def prices(out: Annotated[Path, typer.Argument(metavar="FILE", help="The CSV fil
 
 
 def _offers() -> list[Any]:
-    """gpuhunt's `CatalogItem`s.
-
-    Raises:
-        EnvironmentProblem: it is not installed, or its catalogue does not answer.
-    """
     try:
         import gpuhunt
     except ImportError:

@@ -12,14 +12,13 @@ from finetune_planner.app import machine
 from finetune_planner.app.folders import write_files
 from finetune_planner.app.levels import answered, dry_run_possible, dry_runs_ahead
 from finetune_planner.app.progress import ProgressLine, say
-from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target
-from finetune_planner.app.training_files import training_file
+from finetune_planner.app.running import HowToRun, launch_of, run_file, run_target, training_file
 from finetune_planner.cli import options
 from finetune_planner.cli.check import CheckOptions
 from finetune_planner.cli.checking import dry_run_of, load, predictor
-from finetune_planner.cli.confirm import LIMIT_S, NUM_STEPS, enough_steps
 from finetune_planner.cli.output import show_table
-from finetune_planner.cli.probe import exit_code
+from finetune_planner.cli.probe import LIMIT_S, NUM_STEPS, enough_steps, exit_code
+from finetune_planner.cli.report import write_html
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import known_targets, write_out
 from planner import __version__
@@ -38,10 +37,9 @@ from planner.planning.plan_request import DEFAULT_SEQ_LEN, PlanRequest
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.setup.packages import absent_packages
-from reports.html import comparison_html
+from reports.html import comparison_html, entry_of
 from reports.plan_json import read_plan_json
 from reports.race import PLAN, Heat, Lane, RaceSheet
-from reports.write import entry_of
 
 SAME = ("method", "adapter", "objective", "packing", "images", "rollout", "frozen_encoder", "hard_negatives")
 """What the plan shares with the files that it races against, beside model, length and sequences per step."""
@@ -104,8 +102,6 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """One file, read."""
-
     path: Path
     label: str
     config: ReadConfig
@@ -161,6 +157,9 @@ def race(
                 f"{several.label} is for {several.config.setup.num_gpus} GPUs: --run is on one",
                 hint="leave --run out: the race is predicted",
             )
+        by_work: dict[tuple[Any, ...], list[_Entry]] = {}
+        for racer in racers:
+            by_work.setdefault(racer.work(rivals.same), []).append(racer)
         heats = [
             _heat(
                 same,
@@ -172,11 +171,11 @@ def race(
                 how,
                 dry_run=not no_dry_run,
             )
-            for same in _by_work(racers, rivals.same)
+            for same in by_work.values()
         ]
     sheet = RaceSheet(heats, _level(heats, how, dry_run=not no_dry_run))
     if out is not None:
-        _write_page(out, sheet)
+        write_html(out, lambda: comparison_html(sheet.view(), version=__version__))
     show_table(out, as_json, sheet)
     return max(map(_code, heats))
 
@@ -189,11 +188,7 @@ def _entries(
     num_gpus: int | None,
     folder: Path,
 ) -> Iterator[tuple[_Entry, GpuSpec]]:
-    """Everything that races against the plan, with the card.
-
-    Raises:
-        PlannerError: nothing does, or what cannot be read.
-    """
+    """Everything that races against the plan, with the card."""
     names = list(dict.fromkeys(rivals.defaults or ()))
     if not files and not names:
         raise UsageError(
@@ -220,13 +215,6 @@ def _entries(
         yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card
 
 
-def _by_work(racers: Sequence[_Entry], same: Sequence[str]) -> list[list[_Entry]]:
-    by_work: dict[tuple[Any, ...], list[_Entry]] = {}
-    for racer in racers:
-        by_work.setdefault(racer.work(same), []).append(racer)
-    return list(by_work.values())
-
-
 def _heat(
     entries: Sequence[_Entry],
     same: Sequence[str],
@@ -238,7 +226,6 @@ def _heat(
     *,
     dry_run: bool,
 ) -> Heat:
-    """Files that do the same work, and the plan for it."""
     first, setup, plain = entries[0], entries[0].config.setup, TrainSetup()
     decided = {"method", "packing", *(ADAPTER if setup.method != "full" else ())}
     request = PlanRequest(
@@ -293,7 +280,6 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
 
 
 def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
-    """A file's lane after its run."""
     say(f"running {lane.label}")
     try:
         file = training_file(entry.path, entry.config, entry.arguments)
@@ -308,7 +294,6 @@ def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
 
 
 def _run_plan(lane: Lane, plan: Plan, target: str, how: HowToRun) -> Lane:
-    """The plan's lane after the run of its launch file, written for the purpose."""
     say(f"running {PLAN} ({target})")
     try:
         with tempfile.TemporaryDirectory(prefix="plan-race-") as parent:
@@ -330,7 +315,6 @@ def _with_outcome(lane: Lane, outcome: Measurement | ProbeFailure, device: str) 
 
 
 def _level(heats: Sequence[Heat], how: HowToRun | None, *, dry_run: bool) -> str:
-    """Where the figures come from, in one sentence."""
     dry = any(isinstance(lane.candidate.dry_run, Prediction) for heat in heats for lane in heat.all)
     words = "level formula"
     if dry:
@@ -345,18 +329,7 @@ def _level(heats: Sequence[Heat], how: HowToRun | None, *, dry_run: bool) -> str
 
 
 def _code(heat: Heat) -> int:
-    """0; 1 where nothing fits; what a run ended with."""
     if heat.planned is None:
         return EXIT_NOTHING_FITS
     outcomes = [outcome for lane in heat.all if (outcome := lane.rehearsal or lane.candidate.run) is not None]
     return max([EXIT_ENVIRONMENT * any(lane.not_run != "" for lane in heat.all), *map(exit_code, outcomes)])
-
-
-def _write_page(out: Path, sheet: RaceSheet) -> None:
-    try:
-        page = comparison_html(sheet.view(), version=__version__)
-    except EnvironmentProblem as error:
-        say(f"report.html left out: {error.message} ({error.hint})")
-        return
-    write_files(out, {"report.html": page})
-    say(f"wrote {out / 'report.html'}")

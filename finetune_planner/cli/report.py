@@ -1,6 +1,6 @@
 """`plan report` and `plan compare`: answers side by side, from plan.json alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +12,8 @@ from finetune_planner.cli.completion import complete_gpu
 from finetune_planner.cli.output import console, print_json
 from planner.core.errors import EnvironmentProblem, UsageError
 from reports.compare import render_comparison
-from reports.html import Entry, report_html
+from reports.html import Entry, entry_of, report_files, report_html
 from reports.plan_json import plan_to_dict, read_plan_json
-from reports.write import entry_of, report_files
 
 Directories = Annotated[
     list[Path],
@@ -27,8 +26,7 @@ def report(plans: Directories, out: Out = None) -> None:
     """Write report.html and report.md anew from plan.json; several directories give one report that compares them."""
     entries = _entries(plans)
     folder = out or (plans[0] if plans[0].is_dir() else plans[0].parent) if len(plans) == 1 else out or Path()
-    _write(folder, report_files(entries, html=False))
-    write_html(folder, entries)
+    _write_both(folder, entries)
 
 
 def compare(
@@ -54,8 +52,7 @@ def compare(
         raise UsageError("plan compare needs at least two plans", hint="plan compare DIR DIR ...")
     entries = _entries(plans)
     if out is not None:
-        _write(out, report_files(entries, html=False))
-        write_html(out, entries)
+        _write_both(out, entries)
     if as_json:
         print_json([{"name": entry.name, **plan_to_dict(entry.plan)} for entry in entries])
     else:
@@ -73,10 +70,15 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
         typer.echo(f"wrote {folder / name}", err=True)
 
 
-def write_html(folder: Path, entries: list[Entry]) -> None:
+def _write_both(folder: Path, entries: list[Entry]) -> None:
+    _write(folder, report_files(entries, html=False))
+    write_html(folder, lambda: report_html(entries))
+
+
+def write_html(folder: Path, page_of: Callable[[], str]) -> None:
     """report.html, or a word on stderr where jinja2 is missing: report.md is there in any case."""
     try:
-        page = report_html(entries)
+        page = page_of()
     except EnvironmentProblem as error:
         typer.echo(f"report.html left out: {error.message} ({error.hint})", err=True)
         return

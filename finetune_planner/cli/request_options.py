@@ -185,14 +185,6 @@ class SetupOptions:
     gpus: options.Gpus = None
     rows: ClassVar[tuple[Flag, ...]] = (*_ONE, *setup_flags.SHARED)
 
-    def num_gpus(self) -> int:
-        """GPUs of the whole job.
-
-        Raises:
-            UsageError: a count that cannot be meant.
-        """
-        return positive("gpus", self.gpus, maximum=setup_flags.MAX_GPUS) or 1
-
     def values(self) -> dict[str, Any]:
         """What was given, as fields of the interchange form; a quantized base is QLoRA's.
 
@@ -204,12 +196,11 @@ class SetupOptions:
         fields |= self._more()
         if "method" not in fields and fields.get("quantization", "none") != "none":
             fields["method"] = "qlora"
-        num_gpus = self.num_gpus()
+        num_gpus = positive("gpus", self.gpus, maximum=setup_flags.MAX_GPUS) or 1
         shared = {row.key: [value] if row.many else value for row, value in flags.items() if row in setup_flags.LAYOUT}
         return fields | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
 
     def _more(self) -> dict[str, Any]:
-        """Fields that have no row of their own."""
         return {}
 
 

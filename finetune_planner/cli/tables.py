@@ -39,10 +39,9 @@ from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.targets import compare_targets as choices_of_targets
-from reports.html import Entry
+from reports.html import Entry, report_html
 from reports.page import steps
-from reports.side_by_side import AdaptersSheet, TargetsSheet
-from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
+from reports.which import SORTS, AdaptersSheet, GpusSheet, ModelChoice, ModelsSheet, TargetsSheet, rank_gpus
 
 MAX_GROUP = 8
 """Cards that one process plans in a row: more share more, fewer end together."""
@@ -102,7 +101,8 @@ def which_gpu(
     sheet = gpus_sheet(model, request_options, data, table, gathering, lookup, charts=out is not None)
     show_table(out, as_json, sheet)
     if out is not None:
-        write_html(out, [Entry(plan=choice.answer, name=choice.gpu.key) for choice in sheet.choices])
+        entries = [Entry(plan=choice.answer, name=choice.gpu.key) for choice in sheet.choices]
+        write_html(out, lambda: report_html(entries))
     if not any(choice.fits for choice in sheet.choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -121,20 +121,16 @@ def gpus_sheet(
     cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        request = replace(request, fixed={**coarse_dimensions(), **request.fixed})
+        coarse: dict[str, tuple[Any, ...]] = {  # what is tried where nothing is said
+            "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
+            "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
+            "checkpointing": (0, 1),
+            "kbit_fp32_cast": (False,),
+            "parallel": ("ddp", "fsdp2"),
+        }
+        request = replace(request, fixed={**coarse, **request.fixed})
     answers = _plans(spec, cards, request, gathering.of, charts=charts)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
-
-
-def coarse_dimensions() -> dict[str, tuple[Any, ...]]:
-    """What is tried of several GPUs where nothing is said."""
-    return {
-        "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
-        "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
-        "checkpointing": (0, 1),
-        "kbit_fp32_cast": (False,),
-        "parallel": ("ddp", "fsdp2"),
-    }
 
 
 def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
@@ -157,9 +153,6 @@ def _plans(
 
     Args:
         charts: the plans are drawn, with their runners-up.
-
-    Raises:
-        UsageError: on every card.
     """
     memory, num_ranked = WalkCache(), NUM_RANKED if charts else 1
 

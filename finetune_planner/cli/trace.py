@@ -13,11 +13,12 @@ import typer
 
 from finetune_planner.app.folders import write_files
 from finetune_planner.app.progress import say
+from finetune_planner.app.running import with_run
 from finetune_planner.cli import options
 from finetune_planner.cli.output import tell
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, PlannerError, UsageError
-from planner.core.notes import Note, Place, place_of
+from planner.core.notes import Note
 from planner.core.notes import measured as noted
 from planner.core.records import dataclass
 from planner.core.redaction import secrets_known, without_secrets_in, without_secrets_in_words
@@ -194,12 +195,7 @@ def ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> Non
 
 
 def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
-    """The trace, and where the card ran out of memory the trace of the same on a card without limit.
-
-    Raises:
-        EnvironmentProblem: the program cannot be followed.
-        UsageError: the program's own error.
-    """
+    """The trace, and where the card ran out of memory the trace of the same on a card without limit."""
     trace = traced(order)
     if trace.refusal is None:
         return trace, None
@@ -220,11 +216,6 @@ TRAINERS = (
 """Packages that train, which may be in another environment; what a program lacks beside them is its own."""
 
 
-def _program_of(order: "TraceOrder") -> str:
-    """The file that the command runs, as it is named there."""
-    return next((word for word in order.command if word.endswith((".py", ".yaml", ".yml", ".sh"))), "FILE")
-
-
 def traced(order: "TraceOrder") -> TraceResult:
     """What the one training process of the command found, and what kept it from the machine.
 
@@ -236,9 +227,10 @@ def traced(order: "TraceOrder") -> TraceResult:
 
     ended = run_traced(order)
     if ended.absent in TRAINERS and not any(result.num_steps for result in ended.results):
+        file = next((word for word in order.command if word.endswith((".py", ".yaml", ".yml", ".sh"))), "FILE")
         raise EnvironmentProblem(
             f"this program cannot be followed: it needs {ended.absent}, which is not installed here",
-            hint=f"run it in the environment that has {ended.absent}; plan check {_program_of(order)} --gpu GPU reads "
+            hint=f"run it in the environment that has {ended.absent}; plan check {file} --gpu GPU reads "
             "it without running it",
         )
     trace = _training(ended)
@@ -335,9 +327,7 @@ def with_trace(plan: Plan, traces: Mapping[str, Prediction | ProbeFailure]) -> P
     )
     if not same:
         return plan
-    chosen = replace(plan.chosen, trace=traces[same[0]])
-    ranked = tuple(chosen if candidate is plan.chosen else candidate for candidate in plan.ranked)
-    return replace(plan, chosen=chosen, ranked=ranked)
+    return with_run(plan, replace(plan.chosen, trace=traces[same[0]]))
 
 
 def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) -> None:
@@ -359,11 +349,6 @@ def sentence(target: str, traced: Prediction | ProbeFailure, below: Prediction |
         f"{gib(below.peak_device_bytes)} ({gib(traced.peak_allocated_bytes)} allocated, "
         f"{gib(traced.peak_reserved_bytes)} reserved)"
     )
-
-
-def sentences(launches: Sequence[Launch]) -> tuple[str, ...]:
-    """What the traces said, one sentence each."""
-    return tuple(note for launch in launches for note in launch.notes if place_of(note) is Place.FOUND)
 
 
 def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailure:
@@ -403,7 +388,6 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
 
 
 def _taken_apart(command: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Environment and words of a launch command."""
     words = shlex.split(command)
     environment = {}
     while words and "=" in words[0] and not words[0].startswith(("-", "/")):

@@ -11,8 +11,8 @@ from finetune_planner.app.machine import needs_search
 from finetune_planner.app.progress import ProgressLine
 from finetune_planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_plan
 from finetune_planner.cli import options
-from finetune_planner.cli.confirm import confirmed_plan
 from finetune_planner.cli.output import console, print_json
+from finetune_planner.cli.probe import confirmed_plan
 from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import launch_sentences, next_command, write_out
@@ -20,8 +20,6 @@ from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageErro
 from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.hardware.gpus import find_gpu
-from planner.memory.workload import Workload
-from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
 from planner.planning.option_values import duration_s, positive
 from planner.planning.plan import NoPlan, Plan
@@ -107,7 +105,12 @@ def tune(
         tuning = replace(tuning, budget=replace(tuning.budget, seconds=search_s))
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    workload = with_known_context(_workload(options.announced(lookup.model(model)), gpu, request, how.goal), store)
+    spec, card = options.announced(lookup.model(model)), options.announced(find_gpu(gpu))
+    request = request.on_links_of(gpu, card)
+    wanted = replace(request.request(), goal=how.goal).probed(absent_packages())
+    workload = wanted.workload(spec, card, request.cluster(card))
+    on_this_machine(workload)
+    workload = with_known_context(workload, store)
     plan = plan_workload(workload)
     line.close()
     if isinstance(plan, Plan):
@@ -133,17 +136,3 @@ def _written(plan: Plan | NoPlan, folder: Path, goal: str) -> tuple[tuple[Launch
         return write_out(plan, folder, targets=None, command=command), None
     except EnvironmentProblem as problem:
         return (), problem
-
-
-def _workload(spec: ModelSpec, gpu: str, request: RequestOptions, goal: str) -> Workload:
-    """What is asked of this machine, with the packages that it has.
-
-    Raises:
-        EnvironmentProblem: it has fewer GPUs.
-    """
-    card = options.announced(find_gpu(gpu))
-    request = request.on_links_of(gpu, card)
-    wanted = replace(request.request(), goal=goal).probed(absent_packages())
-    workload = wanted.workload(spec, card, request.cluster(card))
-    on_this_machine(workload)
-    return workload

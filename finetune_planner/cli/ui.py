@@ -200,7 +200,6 @@ class Catalog:
         )
 
     def _read(self, model: ModelSpec) -> DatasetStats | None:
-        """The data set in this model's tokens."""
         if model.model_id not in self._stats:
             self._stats[model.model_id] = read_data(self.data, model, OBJECTIVES[DEFAULT_OBJECTIVE])
         return self._stats[model.model_id]
@@ -239,7 +238,6 @@ def launch_zip(grid: Grid, at: int) -> bytes:
 
 
 def _exactly(setup: TrainSetup, plan_request: Workload) -> Workload:
-    """The request that only this setup fulfils."""
     if setup.stack != DEFAULT and setup.stack in TARGET_ROWS:
         plan_request = replace(plan_request, targets=(setup.stack,))
     names = ("micro_batch_seqs", "compile", *dimension_values(plan_request))
@@ -354,18 +352,15 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/search/(.{0,100})", path):
             return "application/json; charset=utf-8", json.dumps(shelf.search(match[1])).encode()
         with self.server.turn:
-            return self._computed(shelf, path)
-
-    def _computed(self, shelf: "Catalog", path: str) -> tuple[str, bytes] | None:
-        if path == "/":
-            return "text/html; charset=utf-8", shelf.page(writes=True).encode()
-        if match := re.fullmatch(r"/grid/([\w.-]{1,300})(?:/([0-9]{1,15}))?\.js", path):
-            grid = shelf.named(match[1], _tokens(match[2]))
-            script = "" if grid is None else grid_script(grid, path.removeprefix("/grid/").removesuffix(".js"))
-            return None if grid is None else ("text/javascript; charset=utf-8", script.encode())
-        if match := re.fullmatch(r"/launch/([\w.-]{1,300})(?:/([0-9]{1,15}))?/([0-9]{1,6})\.zip", path):
-            grid = shelf.named(match[1], _tokens(match[2]))
-            return None if grid is None else ("application/zip", launch_zip(grid, int(match[3])))
+            if path == "/":
+                return "text/html; charset=utf-8", shelf.page(writes=True).encode()
+            if match := re.fullmatch(r"/grid/([\w.-]{1,300})(?:/([0-9]{1,15}))?\.js", path):
+                grid = shelf.named(match[1], _tokens(match[2]))
+                script = "" if grid is None else grid_script(grid, path.removeprefix("/grid/").removesuffix(".js"))
+                return None if grid is None else ("text/javascript; charset=utf-8", script.encode())
+            if match := re.fullmatch(r"/launch/([\w.-]{1,300})(?:/([0-9]{1,15}))?/([0-9]{1,6})\.zip", path):
+                grid = shelf.named(match[1], _tokens(match[2]))
+                return None if grid is None else ("application/zip", launch_zip(grid, int(match[3])))
         return None
 
     def log_message(self, format: str, *values: object) -> None:
@@ -421,7 +416,6 @@ def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:
 
 
 def _write_grids(shelf: Catalog, folder: Path, wanted: Wanted) -> tuple[str, int]:
-    """The model whose figures were written, and of how many GPUs."""
     model, gpus = wanted
     for gpu in gpus:
         write_text(_grid_file(folder, model, gpu), grid_script(shelf.grid(model, gpu)), inside=folder)

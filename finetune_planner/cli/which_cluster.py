@@ -189,11 +189,7 @@ def _jobs(
 
 
 def _options(jobs: Sequence[Job | UsageError], limits: Limits, *, every: bool) -> list[ClusterOption]:
-    """What `plan` takes of every method on every cluster, or on those that could be the smallest, cheapest or fastest.
-
-    Raises:
-        UsageError: the options contradict each other on all of them.
-    """
+    """Of every method on every cluster, or on those that could be the smallest, the cheapest or the fastest."""
     groups: dict[tuple[object, ...], list[Job]] = {}
     for job in jobs:
         if isinstance(job, Job):

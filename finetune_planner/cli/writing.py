@@ -38,8 +38,8 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Prediction, ProbeFailure
 from planner.setup.packages import PACKAGED, rules_packages_out
 from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline, sensitivity
+from reports.html import plan_files
 from reports.setup_text import gpus_words
-from reports.write import plan_files
 
 FOLDER = "launch"
 """What stands for the files beside all targets', README.md and run.sh."""
@@ -262,7 +262,6 @@ def _launch(
     force: bool,
     traced: Prediction | ProbeFailure | None,
 ) -> Launch:
-    """One target's files with what is predicted of the run, or the prediction that forbids them."""
     notes: tuple[str, ...] = ()
     if traced:
         notes = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
@@ -290,7 +289,6 @@ def _launch(
 
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
-    """What a target makes of the chosen setup, on the level of the plan."""
     workload = plan.workload
     evaluated = candidate(workload, setup)
     if not isinstance(chosen.dry_run, Prediction):
@@ -301,7 +299,6 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
-    """What is predicted of the run that a target makes of the plan: one number, with its level."""
     evidence = really.memory_evidence
     level = evidence.level.value.replace("_", " ")
     words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({level})"

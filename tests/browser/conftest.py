@@ -77,6 +77,18 @@ class Browser:
         return addresses
 
 
+def contrast(color: str, other: str) -> float:
+    """WCAG 2.2: (L1 + 0.05) / (L2 + 0.05)."""
+
+    def luminance(colour: str) -> float:
+        parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(color), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One Chromium for all tests of a file: one that only waits still takes a sixth of a core."""

@@ -19,12 +19,11 @@ from planner.memory.workload import Data
 from planner.planning.answer import plan_workload
 from planner.setup.outcome import Fidelity
 from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase
-from reports.html import Entry, report_html
+from reports.html import Entry, entry_of, plan_files, report_html
 from reports.plan_json import plan_to_dict
-from reports.write import entry_of, plan_files
-from tests.browser.conftest import Browser
+from tests.browser.conftest import Browser, contrast
 from tests.planner.helpers import plan_request as request_of
-from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
+from tests.reports.factories import make_gpu, make_many, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.test_markdown import full_extras
 from tests.whole import WHOLE
 
@@ -256,26 +255,12 @@ def every_chart_has_words_for_those_who_cannot_see_it(browser: Browser) -> None:
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
-def contrast(browser: Browser) -> float:
-    """Contrast of text against the page by WCAG's formula."""
-    script = """
-        const style = getComputedStyle(document.body);
-        return [style.color, style.backgroundColor].map((text) => text.match(/[0-9]+/g).map(Number));
-    """
-
-    def luminance(rgb: list[int]) -> float:
-        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    ink, paper = (luminance(rgb) for rgb in browser.js(script))
-    return (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
-
-
 def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, page: Path) -> None:
     pictures = {}
     for dark in (False, True):
         browser.open(page, dark=dark)
-        assert contrast(browser) > 7
+        ink, paper = browser.js("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+        assert contrast(ink, paper) > 7
         pictures[dark] = browser.js("return getComputedStyle(document.body).backgroundColor")
     assert pictures[False] != pictures[True]
     browser.js("document.getElementById('theme').click()")
@@ -419,8 +404,6 @@ COUNT_DRAWN = """
 def test_two_thousand_candidates_stay_responsive(browser: Browser, tmp_path: Path) -> None:
     """What the browser has to do does not grow with the candidates: their chart is one canvas, the page has no more
     elements than one of 20, and a change of theme draws each chart once and leaves nothing of the old ones."""
-    from tests.reports.many import make_many
-
     elements = {}
     for num in (20, 2000):
         page = write(tmp_path, report_html([Entry(plan=make_many(num), extras=rich_extras())]))

@@ -17,7 +17,7 @@ from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
-from tests.browser.conftest import Browser
+from tests.browser.conftest import Browser, contrast
 from tests.whole import some
 
 pytestmark = pytest.mark.processes
@@ -176,18 +176,6 @@ def test_a_phone_shows_all_of_it_with_enough_contrast(browser: Browser, site: Pa
     assert pairs
     for ink, page in pairs:
         assert contrast(ink, page) >= 4.5, (ink, page)
-
-
-def contrast(color: str, other: str) -> float:
-    """WCAG 2.2: (L1 + 0.05) / (L2 + 0.05)."""
-
-    def luminance(colour: str) -> float:
-        parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(color), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("width", some([420, 1280], 2))

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
+from finetune_planner.cli.setup_flags import PARALLELS
 from planner.core.errors import EnvironmentProblem
 from planner.core.units import GIB
+from planner.hardware.cluster import links
 from planner.models import catalogue
 from tests.whole import WHOLE
 
@@ -38,9 +40,35 @@ def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None
     assert "Nothing fits" in capsys.readouterr().out
 
 
+SPREAD = [
+    (["--gpus", "0"], "positive"),
+    (["--gpus", "5000"], "positive"),
+    (["--nodes", "2"], "--gpus 2"),
+    (["--interconnect", "pcie"], "--gpus 2"),
+    (["--parallel", "ddp"], "--gpus 2"),
+    (["--tensor-degree", "2"], "--gpus 2"),
+    (["--no-reshard"], "--gpus 2"),
+    (["--gpus", "8", "--nodes", "3"], "multiple of --nodes"),
+    (["--gpus", "9"], "multiple of --nodes"),
+    (["--gpus", "4", "--interconnect", "nvlink"], "pcie"),
+    (["--gpus", "4", "--interconnect", "wifi"], "ib-400"),
+    (["--gpus", "4", "--interconnect", "ib-400"], "--nodes"),
+    (["--gpus", "4", "--parallel", "zero9"], "--parallel zero1"),
+    (["--gpus", "4", "--offload", "disk"], "--offload none"),
+    (["--gpus", "4", "--schedule", "zigzag"], "--schedule 1f1b"),
+    (["--gpus", "4", "--tensor-degree", "0"], "positive"),
+    (["--gpus", "4", "--tensor-degree", "3"], "degrees"),
+    (["--gpus", "4", "--parallel", "dp", "--tensor-degree", "2"], "ddp or fsdp2"),
+    (["--gpus", "4", "--parallel", "ddp", "--offload", "optimizer"], "leave one out"),
+    (["--gpus", "64", "--global-batch", "32", "--parallel", "ddp"], "--global-batch 64"),
+]
+"""Words on several GPUs -> what the hint holds."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
+        *((["Qwen/Qwen2.5-1.5B", "--gpu", "t4", *words, *FAST], hint) for words, hint in SPREAD),
         (["gpt2", "--gpu", "rtx-9999"], "rtx-"),
         (["gpt2", "--gpu", "a100"], "a100-80gb"),
         (["gpt2", "--gpu", "t4", "--rank", "-3"], "positive"),
@@ -179,12 +207,39 @@ WORDS = [
     "eager", "sdpa", "flash-attention-2", "adamw", "sgd", "chunked", "liger", "NaN", "null", "{}", "[]", "%s", "\\",
     "--",
 ]  # fmt: skip
-FLAGS = [
-    "--gpu", "--seq-len", "--global-batch", "--method", "--rank", "--min-rank", "--targets", "--optimizer",
-    "--precision", "--quantization", "--attention", "--checkpointing", "--no-checkpointing", "--checkpoint-every",
-    "--packing", "--loss", "--memory-gib", "--headroom", "--dataset-tokens", "--price", "--json", "--no-dry-run",
-    "--bogus",
-]  # fmt: skip
+COUNTS = ["1", "2", "3", "4", "6", "8", "12", "16", "64", "0", "-1", "999999999999", "two", ""]
+VALUES = {
+    **dict.fromkeys(("--rank", "--min-rank", "--targets", "--precision", "--attention", "--loss"), WORDS),
+    **dict.fromkeys(("--checkpoint-every", "--headroom", "--dataset-tokens", "--price"), WORDS),
+    "--gpus": COUNTS,
+    "--nodes": COUNTS,
+    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "nvlink+", "++", "", "wifi", "🦙", *links()],
+    "--parallel": [*PARALLELS, "none", "ddp,fsdp2", "", "megatron"],
+    "--tensor-degree": COUNTS,
+    "--pipeline-degree": COUNTS,
+    "--schedule": ["1f1b", "gpipe", "zigzag", ""],
+    "--shard-degree": COUNTS,
+    "--offload": ["none", "optimizer", "parameters", "disk", ""],
+    "--global-batch": COUNTS,
+    "--method": ["full", "lora", "qlora", *WORDS],
+    "--quantization": ["none", "int8", "nf4"],
+    "--optimizer": ["adamw", "paged-adamw-8bit", "sgd"],
+    "--seq-len": ["128", "4096", "99999999", *WORDS],
+    "--memory-gib": ["1", "24", "nan"],
+}
+BARE = ["--no-reshard", "--reshard", "--json", "--packing", "--no-checkpointing", "--checkpointing", "--bogus"]
+RENTED = {
+    "--dataset-tokens": ["1", "1000000", "0", "-5", "x"],
+    "--deadline": ["24h", "1s", "never", "", "1e400h"],
+    "--budget": ["10", "0", "nan", "1e-9"],
+    "--epochs": ["3", "0", "inf"],
+    "--max-gpus": ["1", "4", "0", "7"],
+    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "wifi"],
+    "--global-batch": ["32", "3", "0"],
+    "--method": ["full", "lora", "dora"],
+    "--precision": ["bf16-autocast", "fp32"],
+    "--price": ["1.5", "-1"],
+}
 
 
 def random_config(draw: random.Random) -> str:
@@ -199,31 +254,35 @@ def random_config(draw: random.Random) -> str:
     return draw.choice([text, text, text, text[:-1], "[" * 5000, "", "\x00", "null"])
 
 
+@pytest.mark.parametrize("command", ["", "estimate", "which-cluster"])
 def test_random_command_lines_never_crash(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 0, 1 or 2 and never a traceback, whatever is typed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    draw = random.Random(20261121)
-    for number in range(500 if WHOLE else 40):
-        words = [draw.choice(WORDS)]
-        if draw.random() < 0.3:
+    draw, rents, seen = random.Random(f"20261122 {command}"), command == "which-cluster", set()
+    for number in range(250 if WHOLE else 14 if rents else 36):
+        model = draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1"])
+        if draw.random() < 0.2:
             folder = tmp_path / f"model{number}"
             folder.mkdir()
             (folder / "config.json").write_text(random_config(draw))
-            words = [f"./{folder.name}"]
-        if draw.random() < 0.9:
-            words += ["--gpu", draw.choice(["t4", "rtx-4090", "a100-80gb", "h200", draw.choice(WORDS)])]
-        for flag in draw.sample(FLAGS, draw.randint(0, 5)):
-            words.append(flag)
-            if flag not in ("--json", "--no-dry-run", "--checkpointing", "--no-checkpointing", "--packing", "--bogus"):
-                words.append(draw.choice(WORDS))
-        if draw.random() < 0.2:
-            words = ["estimate", *words]
-        code = run([*words, "--no-dry-run"])
-        capsys.readouterr()
+            model = f"./{folder.name}"
+        model = draw.choice(WORDS) if draw.random() < 0.2 else model
+        card = draw.choice(["t4", "l4"] if rents else ["t4", "rtx-4090", "mi300x", "apple-m2-max", draw.choice(WORDS)])
+        words = [*[command] * bool(command), model, "--gpu", card]
+        values = RENTED if rents else VALUES
+        words += ["--max-gpus", "2", "--dataset-tokens", "1000000"] if rents else ["--gpus", draw.choice(COUNTS[:6])]
+        for flag in draw.sample(sorted(values), draw.randint(0, 4)):
+            words += [flag, draw.choice(values[flag])]
+        words += draw.sample(["--json"] if rents else BARE, draw.randint(0, 1))
+        words += [] if rents else ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
+        code = run(words)
         assert code in (0, 1, 2), words
+        assert (code == 2) == bool("error:" in capsys.readouterr().err), words
+        seen.add(code)
+    assert seen >= {0, 2}
 
 
 def test_a_group_without_a_word_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,21 +11,19 @@ from typing import Any
 import pytest
 
 from finetune_planner.app import machine, running
-from finetune_planner.cli import confirm
+from finetune_planner.cli import probe
 from finetune_planner.cli.app import run
 from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
 from reports.plan_json import plan_from_dict, read_plan_json
+from tests.reports.factories import make_environment
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
-HERE = Environment(
-    gpu_name="NVIDIA GeForce RTX 4090", gpu_key="rtx-4090", driver="580", cuda="13.0", python="3.12", platform="x",
-    libraries={"torch": "2.11.0", "trl": "1.16.0"},
-)  # fmt: skip
+HERE = make_environment()
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         seen_folder[:] = [folder]
         return before(folder, *args)
 
-    monkeypatch.setattr(confirm, "run_target", remembered)
+    monkeypatch.setattr(probe, "run_target", remembered)
     return install
 
 
@@ -226,7 +224,7 @@ def test_trl_really_runs_the_file_as_it_was_written(
 def test_tune_ends_with_the_run_of_the_first_file_whose_tool_is_here(
     folder: Path, on_a_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from finetune_planner.cli.confirm import confirmed_plan
+    from finetune_planner.cli.probe import confirmed_plan
 
     on_a_gpu(speed=1.02)
     plan = plan_of(folder)

@@ -14,7 +14,7 @@ from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
@@ -22,29 +22,17 @@ from search.corrections import Observation, as_transfer_observations
 from search.problem import TransferObservation
 from search.stopping import Budget
 from tests.planner.helpers import plan_request
+from tests.reports.factories import make_environment
 
 MODEL = "meta-llama/Llama-3.2-1B"
 OTHER = "Qwen/Qwen2.5-0.5B"
-
-
-def here(gpu_key: str, device: str = "cuda:0") -> Environment:
-    return Environment(
-        gpu_name=gpu_key,
-        gpu_key=gpu_key,
-        driver="1",
-        cuda="12",
-        python="3.11",
-        platform="x",
-        libraries={},
-        device=device,
-    )
 
 
 def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
     """A measurement `speed` times as fast as the formula says, with its memory."""
     formula = predict(workload.model, workload.gpu, setup)
     assert formula.step_time_s is not None
-    environment = here(workload.gpu.key, device)
+    environment = replace(make_environment(), gpu_name=workload.gpu.key, gpu_key=workload.gpu.key, device=device)
     outcome = Measurement(
         level=Fidelity.PROBE,
         peak_allocated_bytes=formula.peak_allocated_bytes,

@@ -102,6 +102,12 @@ def as_rich(calls: tuple[str, ...]) -> str:
     return f"╭─── Traceback (most recent call last) ───╮\n{boxed}\n╰───╯"
 
 
+def phase_of(text: str) -> str:
+    """The part of the run that a text tells of, "" where it tells of none."""
+    phase = diagnose(text).phase
+    return phase.name if phase else ""
+
+
 FORMS = ["python", "ranks", "quoted", "rich", "windows", "notebook", "old notebook", "pytest", "narrow rich"]
 
 
@@ -193,9 +199,7 @@ def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
 )
 def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
     separator = ": " if "Warning" in code or "Error" in code else "\n"
-    diagnosis = diagnose(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.")
-    assert diagnosis.phase is not None
-    assert diagnosis.phase.name == phase
+    assert phase_of(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.") == phase
 
 
 @pytest.mark.parametrize(
@@ -219,9 +223,7 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
     ],
 )
 def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
-    diagnosis = diagnose(f"{as_python((f'{SITE}/{call}',))}\n{OLD}")
-    assert diagnosis.phase is not None
-    assert diagnosis.phase.name == phase
+    assert phase_of(f"{as_python((f'{SITE}/{call}',))}\n{OLD}") == phase
 
 
 def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
@@ -229,21 +231,11 @@ def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
     assert diagnose("a" * 3_000_000 + " CUDA out of memory").message.where == "device"
 
 
-def test_the_head_of_the_model_is_the_loss_and_other_source_lines_change_no_known_part() -> None:
-    for code, phase in (("logits = self.lm_head(x)", "loss"), ("x = model.to(device)", "forward")):
-        text = f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    {code}\n{OLD}'
-        diagnosis = diagnose(text)
-        assert diagnosis.phase is not None
-        assert diagnosis.phase.name == phase
-
-
 def test_each_process_of_a_log_has_its_own_traceback() -> None:
     first = as_python(CASES["optimizer"], "[rank0]: ").splitlines()
     second = as_python(CASES["loss"], "[rank1]: ").splitlines()
     mixed = [line for pair in zip(first, second, strict=False) for line in pair]
-    diagnosis = diagnose("\n".join([*mixed, *second[len(first) :], "[rank0]: " + OLD]))
-    assert diagnosis.phase is not None
-    assert diagnosis.phase.name == "optimizer"
+    assert phase_of("\n".join([*mixed, *second[len(first) :], "[rank0]: " + OLD])) == "optimizer"
 
 
 def test_what_a_closure_calls_is_not_the_optimizers_and_a_launchers_handler_kills_no_host() -> None:
@@ -253,17 +245,8 @@ def test_what_a_closure_calls_is_not_the_optimizers_and_a_launchers_handler_kill
         "m.py:forward",
     )
     launcher = "[launch.py:315:sigkill_handler] Killing subprocess 2442"
-    diagnosis = diagnose(f"{as_python(calls)}\n{OLD}\n{launcher}")
-    assert diagnosis.phase is not None
-    assert diagnosis.phase.name == "forward"
+    assert phase_of(f"{as_python(calls)}\n{OLD}\n{launcher}") == "forward"
     assert diagnose(f"CUDA out of memory\n{launcher}").message.where == "device"
-
-
-def test_the_engines_own_calls_are_read() -> None:
-    inner = "At:\n  /opt/torch/nn/functional.py(12): linear\n  /opt/torch/utils/checkpoint.py(34): unpack_hook\n"
-    diagnosis = diagnose(f"{as_python(CASES['backward'])}\n{OLD}\n\n{inner}")
-    assert diagnosis.phase is not None
-    assert diagnosis.phase.name == "recompute"
 
 
 @pytest.mark.parametrize(
@@ -316,11 +299,8 @@ def test_people_say_it_in_words(words: str) -> None:
     ],
 )
 def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words: str, phase: str) -> None:
-    diagnosed = diagnose(words).phase
-    assert (diagnosed.name if diagnosed else "") == phase
-    shown = diagnose(f"{words}\n{as_python(CASES['forward'])}\n{OLD}").phase
-    assert shown is not None
-    assert shown.name == "forward"
+    assert phase_of(words) == phase
+    assert phase_of(f"{words}\n{as_python(CASES['forward'])}\n{OLD}") == "forward"
 
 
 @pytest.mark.parametrize(
@@ -336,12 +316,19 @@ def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words:
             "forward",
         ),
         ("base.py 410 training_step\nloss = x\n\nmodule.py 1532 _call_impl\nreturn y\n" + OLD, "forward"),
+        # the model's head is the loss; other lines of the source change no part that is known
+        (f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    logits = self.lm_head(x)\n{OLD}', "loss"),
+        (f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    x = model.to(device)\n{OLD}', "forward"),
+        # the engine's own calls
+        (
+            f"{as_python(CASES['backward'])}\n{OLD}\n\nAt:\n  /opt/torch/nn/functional.py(12): linear\n"
+            "  /opt/torch/utils/checkpoint.py(34): unpack_hook\n",
+            "recompute",
+        ),
     ],
 )
 def test_a_traceback_that_lost_an_end_is_read(text: str, phase: str) -> None:
-    diagnosed = diagnose(text).phase
-    assert diagnosed is not None
-    assert diagnosed.name == phase
+    assert phase_of(text) == phase
 
 
 def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_planner.app import levels, machine
-from finetune_planner.app.training_files import training_file
+from finetune_planner.app.running import training_file
 from finetune_planner.cli import race
 from finetune_planner.cli.app import run
 from finetune_planner.cli.checking import checked, load
@@ -22,7 +22,6 @@ from planner.models import catalogue
 from planner.planning.plan_request import PlanRequest
 from planner.setup.outcome import (
     Candidate,
-    Environment,
     FailureKind,
     Fidelity,
     Measurement,
@@ -32,6 +31,7 @@ from planner.setup.outcome import (
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
+from tests.reports.factories import make_environment
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 TRL = f"model_name_or_path: {MODEL}\nuse_peft: true\ndtype: bfloat16\nmax_length: 512\ndataset_name: somebody/rows\n"
@@ -41,10 +41,7 @@ AXOLOTL = (
     "datasets:\n  - path: rows.jsonl\n    type: chat_template\n"
 )
 GPU = ["--gpu", "rtx-4090", "--no-dry-run"]
-HERE = Environment(
-    gpu_name="NVIDIA GeForce RTX 4090", gpu_key="rtx-4090", driver="580", cuda="13.0", python="3.12", platform="x",
-    libraries={"torch": "2.11.0"},
-)  # fmt: skip
+HERE = make_environment()
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.useful import job_s
-from reports.brief import GROUPS, group_bytes
 from reports.rows import MIN_SHOWN_BYTES
+from reports.terminal import GROUPS, group_bytes
 from reports.text import memory_mark, speed_mark
 from reports.ui import VERDICTS, grid_script
 from tests.whole import some

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from finetune_planner.cli.app import run
+from finetune_planner.cli.check import Fixed, fixed_files, fixed_path
 from finetune_planner.cli.checking import CheckRequest
-from finetune_planner.cli.fixing import Fixed, fixed_files, fixed_path
 from finetune_planner.improvement import Improved
 from planner.core.errors import ConfigError
 from planner.frameworks.readers import read_config

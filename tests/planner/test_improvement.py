@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.fixing import edits_of, fixed_files
+from finetune_planner.cli.check import edits_of, fixed_files
 from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
 from planner.core.errors import ConfigError
 from planner.core.units import GIB, gib

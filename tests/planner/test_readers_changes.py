@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from finetune_planner.cli.check import edits_of
 from finetune_planner.cli.checking import predictor
-from finetune_planner.cli.fixing import edits_of
 from finetune_planner.improvement import improve
 from planner.core.errors import NotPlanned
 from planner.core.units import gib

@@ -1,81 +1,42 @@
 """Plans made by hand for the report tests. Figures are plausible, not measured: these tests are about rendering."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from itertools import product
 from typing import Any
+
+from rich.console import Console
 
 from planner.core.units import GIB, MIB
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
-from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from planner.models.catalogue import load
+from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
 from planner.setup.outcome import Candidate, Environment, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
 
 
+def printed(render: Callable[[Console], object], width: int = 80, **options: Any) -> str:
+    """What a function writes on a console."""
+    stream = StringIO()
+    render(Console(file=stream, width=width, **options))
+    return stream.getvalue()
+
+
 def make_gpu(key: str = "rtx-4090", name: str = "RTX 4090", memory_gib: float = 23.51, **changes: Any) -> GpuSpec:
-    values: dict[str, Any] = {
-        "key": key,
-        "name": name,
-        "driver_name": f"NVIDIA GeForce {name}",
-        "vendor": "NVIDIA",
-        "arch": "Ada",
-        "compute_capability": (8, 9),
-        "memory_bytes": int(memory_gib * GIB),
-        "memory_basis": "test",
-        "bf16_flops_per_s": 165.2e12,
-        "fp16_flops_per_s": 165.2e12,
-        "fp32_flops_per_s": 82.6e12,
-        "tf32_flops_per_s": 82.6e12,
-        "memory_bandwidth_bytes_per_s": 1008e9,
-        "nvlink_bytes_per_s": 0.0,
-        "pcie": "4.0 x16",
-        "sm_count": 128,
-        "l2_bytes": 72 * MIB,
-        "tdp_w": 450.0,
-        "flash_attention_2": True,
-        "source": "test",
-    }
-    return GpuSpec(**{**values, **changes})
+    names = {"key": key, "name": name, "memory_basis": "test", "source": "test"}
+    return replace(find_gpu("rtx-4090"), memory_bytes=int(memory_gib * GIB), **{**names, **changes})
 
 
-def make_model(model_id: str = "Qwen/Qwen2.5-7B", num_layers: int = 28) -> ModelSpec:
+def make_model(model_id: str = "Qwen/Qwen2.5-7B") -> ModelSpec:
     """Qwen2.5-7B's shape: 7,615,616,512 parameters at 28 layers."""
-    hidden, kv, inner = 3584, 512, 18944
-    linears = (
-        LinearSpec(name="self_attn.q_proj", role="q", in_features=hidden, out_features=hidden, bias=True),
-        LinearSpec(name="self_attn.k_proj", role="k", in_features=hidden, out_features=kv, bias=True),
-        LinearSpec(name="self_attn.v_proj", role="v", in_features=hidden, out_features=kv, bias=True),
-        LinearSpec(name="self_attn.o_proj", role="o", in_features=hidden, out_features=hidden),
-        LinearSpec(name="mlp.gate_proj", role="gate", in_features=hidden, out_features=inner),
-        LinearSpec(name="mlp.up_proj", role="up", in_features=hidden, out_features=inner),
-        LinearSpec(name="mlp.down_proj", role="down", in_features=inner, out_features=hidden),
-    )
-    layer = LayerSpec(
-        kind="decoder",
-        linears=linears,
-        norms=(
-            NormSpec(name="input_layernorm", kind="rms", size=hidden),
-            NormSpec(name="post_attention_layernorm", kind="rms", size=hidden),
-        ),
-        attention=AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=128, value_head_dim=128),
-        mlp=MlpSpec(kind="gated", intermediate_size=inner, activation="silu"),
-    )
-    return ModelSpec(
-        model_id=model_id,
-        model_type="qwen2",
-        built_class="Qwen2ForCausalLM",
-        hidden_size=hidden,
-        vocab_size=152064,
-        max_position_embeddings=131072,
-        layer_kinds=(layer,),
-        layer_order=(0,) * num_layers,
-        embeddings=(EmbeddingSpec(name="embed_tokens", num_rows=152064, dim=hidden),),
-        head=LinearSpec(name="lm_head", role="other", in_features=hidden, out_features=152064),
-        tied=False,
-        outer_norms=(NormSpec(name="norm", kind="rms", size=hidden),),
-        config={"model_type": "qwen2"},
-        config_source="catalogue",
-    )
+    spec = load("Qwen/Qwen2.5-7B")
+    assert spec is not None
+    return replace(spec, model_id=model_id, config={"model_type": "qwen2"}, config_source="catalogue")
 
 
 def make_workload(**changes: Any) -> Workload:
@@ -298,3 +259,36 @@ def make_no_plan() -> NoPlan:
         tree=make_walk(workload.budget_bytes)[:1],
         space=SpaceCount(walked=12480, infeasible=12480, impossible=340),
     )
+
+
+def make_many(num_candidates: int) -> Plan:
+    """A plan with `num_candidates` different ranked candidates, the chosen one and alternatives among them."""
+    workload = make_workload(global_batch_seqs=64)
+    plan = make_plan(workload)
+    seen = {
+        plan.chosen.setup: plan.chosen,
+        **{alternative.candidate.setup: alternative.candidate for alternative in plan.alternatives},
+    }
+    grid = product(
+        range(8, 8 * 40, 8),
+        (1, 2, 4, 8, 16),
+        ("paged-adamw-8bit", "adamw-fused", "adamw-8bit", "sgd"),
+        (("qlora", "nf4-double"), ("qlora", "nf4"), ("lora", "none")),
+        (1, 0),
+    )
+    for rank, micro_batch, optimizer, (method, quantization), checkpointing in grid:
+        if len(seen) == num_candidates:
+            break
+        setup = make_setup(
+            lora_rank=rank,
+            micro_batch_seqs=micro_batch,
+            accumulation_steps=64 // micro_batch,
+            optimizer=optimizer,
+            method=method,
+            quantization=quantization,
+            checkpointing=checkpointing,
+        )
+        if setup not in seen:
+            seen[setup] = make_candidate(setup, workload)
+    assert len(seen) == num_candidates
+    return make_plan(workload, ranked=tuple(seen.values()))

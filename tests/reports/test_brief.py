@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from planner.core.notes import measured
 from planner.hardware.cluster import make_cluster
@@ -17,21 +15,19 @@ from planner.models.resolve import resolve_model
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
-from reports.brief import MARKS, MAX_LINES, why_not
 from reports.plain import to_ascii
 from reports.rows import compared, notes_of
-from reports.terminal import render_plan
-from reports.text import band_words, sides_words, verdict_style
-from tests.reports.factories import make_plan
+from reports.terminal import MARKS, MAX_LINES, render_plan, why_not
+from reports.text import band_words, memory_mark, sides_words, speed_mark, verdict_style
+from tests.planner.test_codec import MEASUREMENT
+from tests.reports.factories import make_plan, printed
 from tests.whole import some
 
 CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 
 
 def shown(answer: Plan | NoPlan, width: int = 80, show: frozenset[str] = frozenset()) -> list[str]:
-    text = StringIO()
-    render_plan(answer, Console(file=text, width=width), show=show)
-    return text.getvalue().splitlines()
+    return printed(lambda console: render_plan(answer, console, show=show), width).splitlines()
 
 
 def height(answer: Plan | NoPlan, width: int = 80) -> int:
@@ -149,3 +145,11 @@ def test_the_rest_is_shown_when_asked_for() -> None:
 def test_bands_above_a_hundred_percent_are_written_out() -> None:
     assert (band_words(0.08), band_words(0.996), band_words(1.203)) == ("±8 %", "±100 %", "±120 %")
     assert sides_words(0.049, 1.2) == "-4.9 to +120 %"
+
+
+def test_a_probes_band_is_never_zero_and_knows_its_trainer() -> None:
+    """On the H200 "probe ±0 %" stood beside a speed that the trainer missed by 6.4 %."""
+    still = replace(MEASUREMENT, step_times_s=(1.0,) * 9, extrapolation_error_fraction=0.0, trainer_band_fraction=0.0)
+    assert (memory_mark(still), speed_mark(still)) == ("probe, measured", "probe ±1 %")
+    assert speed_mark(replace(still, trainer_band_fraction=0.019)) == "probe ±2.9 %"
+    assert memory_mark(replace(still, extrapolation_error_fraction=-0.004)) == "probe ±0.4 %"

@@ -18,8 +18,15 @@ from reports.charts import accuracy_rows, memory_bars, pareto_front, search_hist
 from reports.extras import Extras
 from reports.html import ECHARTS_VERSION, Entry, report_html
 from reports.rows import chosen_and_alternatives
-from tests.reports.factories import make_candidate, make_model, make_no_plan, make_plan, make_setup, make_workload
-from tests.reports.many import make_many
+from tests.reports.factories import (
+    make_candidate,
+    make_many,
+    make_model,
+    make_no_plan,
+    make_plan,
+    make_setup,
+    make_workload,
+)
 
 ECHARTS_SHA256 = "61f13280aba3161f77fc801bf5f9c786f55f10432153a0683fc5cc0700b013d5"
 VOID = {"meta", "link", "br", "img", "hr", "input"}

@@ -1,11 +1,9 @@
 """Reports of real plans: everything that the planner says survives plan.json, and every report is the same from it."""
 
-import io
 import json
 from functools import partial
 
 import pytest
-from rich.console import Console
 
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -14,9 +12,10 @@ from planner.planning.decision.candidates import candidate
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from reports.extras import Extras, sensitivity
+from reports.html import entry_of, plan_files, report_files
 from reports.plan_json import plan_from_dict
 from reports.terminal import render_plan
-from reports.write import entry_of, plan_files, report_files
+from tests.reports.factories import printed
 
 SAME_TERMS_BYTES = 1024**2  # terms are named to the byte, the peak of a phase is rounded in its parts
 
@@ -48,10 +47,8 @@ def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str,
     rewritten = report_files([entry_of(document)])
     assert rewritten["report.md"] == texts["report.md"]
     assert rewritten["report.html"] == texts["report.html"]
-    stream = io.StringIO()
-    console = Console(file=stream, width=80)
-    render_plan(plan, console)
+    shown = printed(partial(render_plan, plan))
     if isinstance(plan, Plan):
         terms = sum(term.size_bytes for term in plan.chosen.formula.terms)
         assert abs(terms - plan.chosen.formula.peak_allocated_bytes) < SAME_TERMS_BYTES
-    assert all(len(line) <= 80 or line.startswith("  plan ") for line in stream.getvalue().splitlines())
+    assert all(len(line) <= 80 or line.startswith("  plan ") for line in shown.splitlines())

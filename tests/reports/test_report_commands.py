@@ -19,7 +19,7 @@ from planner.planning.plan import NoPlan, Plan
 from planner.planning.useful import job_s
 from planner.samples.dataset import DatasetStats, LengthChoice, choose_length, measure
 from planner.samples.rows import num_held_out
-from reports.write import plan_files
+from reports.html import plan_files
 from tests.planner.helpers import plan_request
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 

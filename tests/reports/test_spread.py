@@ -1,13 +1,11 @@
 """Reports of plans for several GPUs: the layout, the ranks' peaks, the share of communication, and the way to JSON and
 back."""
 
-import io
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
@@ -28,6 +26,7 @@ from reports.setup_text import layout_words, setup_words, short_setup_words
 from reports.terminal import render_estimate, render_plan
 from reports.text import cost_per_million, epoch_sentence, layout_sentence
 from tests.planner.helpers import plan_request
+from tests.reports.factories import printed
 
 SMALL = {"attention": ("sdpa",), "checkpointing": (1,), "loss": ("chunked",), "optimizer": ("adamw-fused",)}
 
@@ -45,9 +44,7 @@ def plan_of(**options: Any) -> Plan:
 
 
 def shown(render: Any, *arguments: Any, width: int = 80, **options: Any) -> str:
-    out = io.StringIO()
-    render(*arguments, Console(file=out, width=width, color_system=None), **options)
-    return out.getvalue()
+    return printed(lambda console: render(*arguments, console, **options), width, color_system=None)
 
 
 @pytest.fixture(scope="module")
