@@ -10,11 +10,9 @@ from planner.memory.around import DEFAULT_EVAL_SEQS
 
 NEVER = ("no", "none", "false")
 LATER = "evaluation_strategy", "eval_strategy"
+OF_TRAINER = ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS)
 HOW_MANY = {
-    "trl": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
-    "llamafactory": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
-    "hf-script": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
-    "unsloth-script": ("per_device_eval_batch_size", DEFAULT_EVAL_SEQS),
+    **dict.fromkeys(("trl", "llamafactory", "hf-script", "unsloth-script"), OF_TRAINER),
     "axolotl": ("eval_batch_size", 0),
     "ms-swift": ("per_device_eval_batch_size", 1),
 }
@@ -23,8 +21,7 @@ HOW_MANY = {
 
 def setting_of(config: ReadConfig) -> str:
     """The setting that says how many sequences a file's run evaluates at once: the file's own, else the tool's."""
-    usual = HOW_MANY["hf-script"][0]
-    return config.keys.get("eval_seqs") or HOW_MANY.get(config.format, (usual, 0))[0]
+    return config.keys.get("eval_seqs") or HOW_MANY.get(config.format, OF_TRAINER)[0]
 
 
 DATA = {

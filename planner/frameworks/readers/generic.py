@@ -174,18 +174,14 @@ def read(settings: Settings) -> ReadConfig:
     fields |= with_cut_sequences(settings, "context", _layout(settings, values), fields)
     keys = {FIELD_OF[key]: path for key, (path, _) in entries.items() if key in FIELD_OF and key != "model"}
     keys |= {"eval_seqs": entries["evaluated"][0]} if "evaluated" in entries else {}
-    evaluated = _evaluated(settings)
+    evaluated = 0  # also where the file says nothing of it
+    if str(settings.raw("evaluates", "")).lower() not in evaluating.NEVER:
+        if settings.has("evaluates") and not settings.has("evaluated"):
+            settings.ask("eval_seqs", " evaluates, and does not say how many sequences at once")
+        evaluated = settings.integer("evaluated", 0)
     named = settings.raw("model")
     answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
     return replace(answer, values=values, eval_seqs=evaluated)
-
-
-def _evaluated(settings: Settings) -> int:
-    if str(settings.raw("evaluates", "")).lower() in evaluating.NEVER:
-        return 0
-    if settings.has("evaluates") and not settings.has("evaluated"):
-        settings.ask("eval_seqs", " evaluates, and does not say how many sequences at once")
-    return settings.integer("evaluated", 0)
 
 
 ENGINES = ("engine", "strategy", "backend", "parallel", "distributed", "accelerator", "shard")

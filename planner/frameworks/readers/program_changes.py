@@ -37,13 +37,7 @@ NOT_COUNTED = {
 """LoRA's settings that the memory model leaves out -> what is said of it."""
 LAYERS = ("layers", "h", "blocks")
 """Attributes of a model that hold its layers."""
-OPTIMIZERS = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "RMSprop": "rmsprop",
-    "Adam8bit": "adamw_bnb_8bit", "AdamW8bit": "adamw_bnb_8bit", "PagedAdamW8bit": "paged_adamw_8bit",
-    "PagedAdamW": "paged_adamw_32bit", "PagedAdamW32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
-    "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit", "DeepSpeedCPUAdam": "adamw_torch",
-}  # fmt: skip
-"""Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
+OPTIMIZERS = loops.OPTIMIZERS | {"DeepSpeedCPUAdam": "adamw_torch"}
 
 
 def cast(training: Training) -> str:

@@ -67,7 +67,12 @@ def read_text(
     setup_stack = reading.setup.stack
     stack = STACK_OF.get(reading.format, setup_stack) if not STACKS[setup_stack].steps_in_backward else setup_stack
     default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
-    reentrant = _reentrant(reading.values, default=default)
+    # the form of checkpointing that the file asks for, under the names that its tools have for it
+    keys = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    blocks = [block for key in keys if isinstance(block := reading.values.get(key), Mapping)]
+    forms = [block["use_reentrant"] for block in blocks if "use_reentrant" in block]
+    forms += [reading.values["use_reentrant_gc"]] if "use_reentrant_gc" in reading.values else []
+    reentrant = forms[0] is True if forms else default
     named = common.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
     older = versions.computing(around.versions) if around is not None and reading.format in BY_TRANSFORMERS else {}
     setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **older)
@@ -109,13 +114,6 @@ that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
 HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
 STACK_OF = {name: name for name in STACKS} | {script.UNSLOTH: unsloth.FORMAT}
 """Format of a file -> the stack that runs it; a program says itself which trainer it makes."""
-
-
-def _reentrant(values: Mapping[str, Any], *, default: bool) -> bool:
-    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if isinstance(values.get(key), Mapping) and "use_reentrant" in values[key]:
-            return values[key]["use_reentrant"] is True
-    return values["use_reentrant_gc"] is True if "use_reentrant_gc" in values else default
 
 
 WHOLE_GRADIENTS = (

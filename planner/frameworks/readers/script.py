@@ -170,6 +170,13 @@ class _Script:
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
         label_tokens = self._label_tokens(fields["seq_len_tokens"])
+        loop, trainer = self.training_run.loop, self.training_run.trainer
+        if loop is None:
+            eval_seqs = evaluating.of_program(trainer, arguments, measured=measures(self.program, trainer))
+        else:
+            eval_seqs = loop.eval_seqs or 0
+            if loop.eval_seqs is None:
+                self.missing["eval_seqs"] = f"{self.name}: the size of what it evaluates at once"
         dataset = plain(self.program.module.names.get("DATASET"))
         origins: dict[str, str] = {}
         for key, where in (entry for part in parts for entry in part.where.items()):
@@ -191,21 +198,13 @@ class _Script:
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
             call_line=self.source.line(made.where) if made is not None else 0,
-            eval_seqs=self._evaluated(),
+            eval_seqs=eval_seqs,
             label_tokens=label_tokens,
             eval_logits=evaluating.keeps_logits(self.training_run.trainer, arguments),
             beside_bytes=self.beside_bytes,
             sources=tuple(dict.fromkeys(self.program.sources)),
             loaded_again=program_changes.loaded_again(self.program, self.training_run, self.source.text),
         )
-
-    def _evaluated(self) -> int:
-        if self.training_run.loop is None:
-            measured = measures(self.program, self.training_run.trainer)
-            return evaluating.of_program(self.training_run.trainer, self.arguments, measured=measured)
-        if self.training_run.loop.eval_seqs is None:
-            self.missing["eval_seqs"] = f"{self.name}: the size of what it evaluates at once"
-        return self.training_run.loop.eval_seqs or 0
 
     def _fields(self) -> dict[str, Any]:
         arguments = self.arguments
@@ -448,7 +447,7 @@ class _Script:
             return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
         if cast := program_changes.cast(self.training_run):
             return common.precision(self.arguments, cast, autocast, method)
-        default = self.defaults.dtype if self._by_name() else self.transformers.dtype
+        default = self.defaults.dtype if self._by_name() else "float32" if self.transformers.older else "auto"
         if self._by_name():
             if not loader.has(key):
                 loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.label}")

@@ -50,7 +50,11 @@ def read(settings: Settings) -> ReadConfig:
     old = any(settings.has(key) for key in OLD)
     fields = _method(settings, old=old)
     fields |= settings_fields(settings, SWIFT, "micro_batch_seqs")
-    precision = _precision(settings, fields["method"])
+    dtype = settings.first("torch_dtype", "dtype")
+    weights = common.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
+    fp16 = settings.flag("fp16", weights == "fp16")
+    autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
+    precision = common.precision(settings, weights, autocast, fields["method"])
     steps = max(1, math.ceil(GLOBAL_BATCH / fields["micro_batch_seqs"] / settings.outside.num_gpus))
     if not settings.has("gradient_accumulation_steps"):
         settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
@@ -117,14 +121,6 @@ def _loss_apart(settings: Settings) -> bool:
     other_loss = settings.optional_text("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
     by_channel = settings.flag("enable_dft_loss", False) or settings.flag("enable_channel_loss", False)
     return bool(weighted or other_loss or by_channel or settings.integer("sequence_parallel_size", 1) > 1)
-
-
-def _precision(settings: Settings, method: str) -> str:
-    dtype = settings.first("torch_dtype", "dtype")
-    weights = common.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
-    fp16 = settings.flag("fp16", weights == "fp16")
-    autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
-    return common.precision(settings, weights, autocast, method)
 
 
 def _length(settings: Settings, *, old: bool) -> int:

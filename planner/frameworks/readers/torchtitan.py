@@ -53,6 +53,12 @@ def read(settings: Settings) -> ReadConfig:
     pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
     if pair not in PRECISIONS:
         raise training.error("dtype", "float32 or bfloat16", pair[0])
+    optimizer = parts["optimizer"]
+    if optimizer.text("name", "AdamW") not in ("Adam", "AdamW"):
+        raise optimizer.error("name", "Adam or AdamW", optimizer.raw("name"))
+    word = optimizer.text("implementation", "fused")
+    if word not in TORCHTITAN_ADAMW:
+        raise optimizer.error("implementation", f"one of {', '.join(TORCHTITAN_ADAMW)}", word)
     fields: dict[str, Any] = {
         "method": "full",
         "lora_rank": 0,
@@ -60,7 +66,7 @@ def read(settings: Settings) -> ReadConfig:
         "attention": "sdpa",
         "packing": True,
         "precision": PRECISIONS[pair],
-        "optimizer": _optimizer(parts["optimizer"]),
+        "optimizer": TORCHTITAN_ADAMW[word],
         "compile": parts["compile"].flag("enable", False),
         "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
         **_layout(parts["parallelism"], training),
@@ -154,15 +160,6 @@ def _batch(settings: Settings, training: Settings, stages: int, replicas: int) -
         settings.approximate(f"the pipeline schedule {word} is counted as 1F1B")
     schedule = SCHEDULES.get(word, "1f1b")
     return {"micro_batch_seqs": micro, "accumulation_steps": max(1, local // micro), "pipeline_schedule": schedule}
-
-
-def _optimizer(settings: Settings) -> str:
-    if settings.text("name", "AdamW") not in ("Adam", "AdamW"):
-        raise settings.error("name", "Adam or AdamW", settings.raw("name"))
-    word = settings.text("implementation", "fused")
-    if word not in TORCHTITAN_ADAMW:
-        raise settings.error("implementation", f"one of {', '.join(TORCHTITAN_ADAMW)}", word)
-    return TORCHTITAN_ADAMW[word]
 
 
 def _checkpointing(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,15 @@ def read(settings: Settings) -> ReadConfig:
     fields, conversion = converted(_method(training, lora), training.model)
     if conversion:
         training.assume(conversion)
+    word = training.raw("gradient_checkpointing", "unsloth")
+    unsloths = isinstance(word, str) and word.strip().lower() == "unsloth"
     fields |= {
         "optimizer": "adamw-8bit",
         "attention": default_attention(training.model),
         "loss": "chunked",
-        **_checkpointing(training),
+        # whether layers are recomputed, and their inputs lie in host memory (Unsloth's own form)
+        "checkpointing": int(unsloths or (word != "none" and training.flag("gradient_checkpointing", True))),
+        "activation_offload": unsloths,
         **settings_fields(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
     fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT))
@@ -64,11 +68,3 @@ def _method(training: Settings, lora: Settings) -> dict[str, Any]:
     precision = f"{training.outside.half}-autocast"
     quantization = "nf4-double" if four else "none"
     return common.adapters(lora, UNSLOTH, quantization, names, precision=precision, adapter_dtype="fp32")
-
-
-def _checkpointing(training: Settings) -> dict[str, Any]:
-    word = training.raw("gradient_checkpointing", "unsloth")
-    if isinstance(word, str) and word.strip().lower() == "unsloth":
-        return {"checkpointing": 1, "activation_offload": True}
-    on = training.flag("gradient_checkpointing", True) if word != "none" else False
-    return {"checkpointing": int(on), "activation_offload": False}

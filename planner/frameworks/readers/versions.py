@@ -120,11 +120,6 @@ class TransformersDefaults:
         return self.why if self.version < (5,) else ""
 
     @property
-    def dtype(self) -> str:
-        """The data type of `from_pretrained` without one."""
-        return "float32" if self.older else "auto"
-
-    @property
     def lacks(self) -> tuple[str, ...]:
         """Arguments that this version does not take, of those that `--fix` writes."""
         return tuple(name for name, since in SINCE.items() if self.version < since)

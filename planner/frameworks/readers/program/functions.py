@@ -368,8 +368,11 @@ class Functions(Expressions):
             self.running.pop()
             self.entered_at.pop()
         others = self.maybe_returned.pop()
-        if isinstance(plain(result), Unknown) and _walks_modules(node):
-            return Constant("all-linear", f"{call.where}, {node.name}()")
+        collects = any(part in node.name.lower() for part in ("linear", "target", "module", "lora"))
+        if isinstance(plain(result), Unknown) and isinstance(node, ast.FunctionDef) and collects:
+            walked = (child for child in ast.walk(node) if isinstance(child, ast.Attribute))
+            if any(child.attr == "named_modules" for child in walked):  # names of every linear layer
+                return Constant("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
             made = next(
                 (value for value in (result, *others) if isinstance(value, (CallResult, Instance, ListValue))), None
@@ -431,11 +434,3 @@ class Functions(Expressions):
                         Function(candidate.node, candidate.scope, bound, candidate.options),
                         CallResult("", where=scope.file),
                     )
-
-
-def _walks_modules(node: ast.AST) -> bool:
-    """Whether a function collects names of a model's modules (every linear layer's, in the programs that do it)."""
-    named = isinstance(node, ast.FunctionDef) and any(
-        part in node.name.lower() for part in ("linear", "target", "module", "lora")
-    )
-    return named and any(isinstance(child, ast.Attribute) and child.attr == "named_modules" for child in ast.walk(node))

@@ -56,17 +56,6 @@ MAX_DIGITS = 400
 """To which `round` rounds; a float has 308 before the point."""
 
 
-def of_module(reader: Reading, callee: ImportedName, made: CallResult) -> Value | None:
-    """What a function of a module, or a built-in one, gives; None where that is not known."""
-    first = made.positional[0] if made.positional else None
-    for part in (_of_settings, _of_system, _of_collections, _of_start):
-        if (value := part(reader, callee, first, made)) is not None:
-            return value
-    if callee.name in NUMBERS and callee.path == callee.name and made.positional:
-        return _number(callee.name, made)
-    return None
-
-
 def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
@@ -450,24 +439,22 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
     return CallResult(name, receiver=value, where=place)
 
 
-def _parent(scope: Scope | None) -> Parent | None:
-    """What `super()` is in a method, None outside of one."""
-    kind = scope.find("__class__") if scope is not None else None
-    first = next(iter(scope.names.values()), None) if scope is not None else None
-    return Parent(first, kind) if isinstance(first, (Instance, Class)) and isinstance(kind, Class) else None
-
-
 def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None = None) -> Value:
     """What a call of foreign code gives; `scope`: where it stands."""
     context = reader.outside
     if isinstance(callee, ImportedName):
-        if callee.path == "super" and (parent := _parent(scope)) is not None:
-            return parent
+        kind = scope.find("__class__") if scope is not None else None
+        holder = next(iter(scope.names.values()), None) if scope is not None else None
+        if callee.path == "super" and isinstance(holder, (Instance, Class)) and isinstance(kind, Class):
+            return Parent(holder, kind)
         made.name, made.owner = callee.name, callee.path.rpartition(".")[0].rpartition(".")[2]
         made.package = callee.path.partition(".")[0]
-        returned = _by_others(reader, callee, made) or of_module(reader, callee, made)
-        if returned is not None:
-            return returned
+        argument = made.positional[0] if made.positional else None
+        for part in (_by_others, _of_settings, _of_system, _of_collections, _of_start):
+            if (returned := part(reader, callee, argument, made)) is not None:
+                return returned
+        if callee.name in NUMBERS and callee.path == callee.name and made.positional:
+            return _number(callee.name, made)
     elif isinstance(callee, CallResult):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
@@ -523,7 +510,7 @@ def _counts_emulation(reader: Reading, made: CallResult) -> bool:
     return made.name != "is_bfloat16_supported" and not unsloth
 
 
-def _by_others(reader: Reading, callee: ImportedName, made: CallResult) -> Value | None:
+def _by_others(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     if callee.path == "getattr" and len(made.positional) >= 2:
         holder, key = made.positional[0], plain(made.positional[1])
         if not isinstance(key, str) or not isinstance(holder, (Instance, ImportedName, Class)):

@@ -11,10 +11,13 @@ from dataclasses import field
 from planner.core.records import dataclass
 from planner.frameworks.readers.program.values import CallResult, Constant, Function, ListValue, Unknown, Value, plain
 
-OPTIMIZER_CLASSES = (
-    "AdamW", "Adam", "SGD", "Adafactor", "RMSprop", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW",
-    "PagedAdamW32bit", "Lion", "Lion8bit", "PagedLion8bit",
-)  # fmt: skip
+OPTIMIZERS = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "RMSprop": "rmsprop",
+    "Adam8bit": "adamw_bnb_8bit", "AdamW8bit": "adamw_bnb_8bit", "PagedAdamW8bit": "paged_adamw_8bit",
+    "PagedAdamW": "paged_adamw_32bit", "PagedAdamW32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
+    "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit",
+}  # fmt: skip
+"""Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
 SPREADS = ("FSDP", "FullyShardedDataParallel", "fully_shard", "DataParallel", "initialize", "parallelize_module")
 """Calls that spread a model in a way that is not followed here."""
 HALVES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -146,7 +149,7 @@ def _forward(loss: Value) -> CallResult | None:
 def _optimizer(step: CallResult) -> CallResult | None:
     """What a call of `step` steps: an optimizer, also one that is handed to a scaler."""
     given = step.positional[0] if step.positional else step.receiver
-    return given if isinstance(given, CallResult) and given.name in OPTIMIZER_CLASSES else None
+    return given if isinstance(given, CallResult) and given.name in OPTIMIZERS else None
 
 
 def _precision(context: LoopContext, accelerator: CallResult | None) -> dict[str, Value]:

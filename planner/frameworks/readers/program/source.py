@@ -155,8 +155,13 @@ def _readable(text: str, otherwise: str) -> str:
             lines = text.splitlines(keepends=True)
             if error.lineno is None or not 0 < error.lineno <= len(lines):
                 return otherwise
-            repaired = _older(lines[error.lineno - 1], str(error))
-            if repaired == lines[error.lineno - 1]:
+            line = lines[error.lineno - 1]
+            if "f-string" in str(error):
+                repaired = _requoted(line)
+            else:
+                repaired = re.sub(r"^(\s*)type (\w+)(?:\[[^\]]*\])? = ", r"\1\2 = ", line)  # PEP 695
+                repaired = re.sub(r"^(\s*(?:async )?(?:def|class) \w+)\[[^\]]*\]", r"\1", repaired)
+            if repaired == line:
                 return otherwise
             lines[error.lineno - 1] = repaired
             text = "".join(lines)
@@ -165,14 +170,6 @@ def _readable(text: str, otherwise: str) -> str:
         else:
             return text
     return otherwise
-
-
-def _older(line: str, problem: str) -> str:
-    """One line as earlier Pythons write it, as it stands where it is none of a newer one."""
-    if "f-string" in problem:
-        return _requoted(line)
-    named = re.sub(r"^(\s*)type (\w+)(?:\[[^\]]*\])? = ", r"\1\2 = ", line)  # PEP 695
-    return re.sub(r"^(\s*(?:async )?(?:def|class) \w+)\[[^\]]*\]", r"\1", named)
 
 
 def _requoted(line: str) -> str:
